@@ -1,0 +1,8 @@
+"""What a process has before any model: its place in the world, collectives, counted memory and counted time."""
+
+from ztk.runtime.clock import PhaseClock
+from ztk.runtime.comm import Comm, CommMismatch, PeerLost
+from ztk.runtime.memory import MemoryLedger, Tier
+from ztk.runtime.process import Process
+
+__all__ = ["Comm", "CommMismatch", "MemoryLedger", "PeerLost", "PhaseClock", "Process", "Tier"]

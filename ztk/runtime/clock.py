@@ -1,0 +1,30 @@
+"""Seconds per phase of a step."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseClock:
+    """Adds up wall seconds per phase: forward, backward, communication, optimizer, io.
+
+    Phases nest; time spent in an inner phase is taken off the outer one, so the phases of a step add up to its length.
+    On an accelerator the host runs ahead of the device, so a phase is the time the host spent in it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner: list[float] = []  # per open phase: seconds that belong to the phases inside it
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[name] += elapsed - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += elapsed

@@ -1,0 +1,131 @@
+"""Collectives with handles and counters.
+
+Blocking transports run on one thread per process, in the order of submission, which is the same on all ranks because all ranks run the
+same program. So communication overlaps with compute, and no rank can overtake another.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from ztk.runtime.comm.counters import CommCounters
+from ztk.runtime.comm.transport import Transport
+
+
+class Work:
+    """A collective under way. `wait()` returns when its result may be used (on a GPU: by the current stream)."""
+
+    def __init__(self, pending: "Future | object | None", *, counters: CommCounters) -> None:
+        self._pending = pending
+        self._counters = counters
+
+    def wait(self) -> None:
+        """Idempotent. Raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        start = time.perf_counter()
+        try:
+            pending.result() if isinstance(pending, Future) else pending.wait()
+        finally:
+            self._counters.wait_seconds += time.perf_counter() - start
+
+
+class Comm:
+    """Collectives on flat contiguous tensors among `size` ranks, counted.
+
+    `before` is called with the label before each collective: tests use it to delay or to kill.
+    """
+
+    def __init__(self, transport: Transport, *, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.counters = CommCounters()
+        self.before: Callable[[str], None] | None = None
+        self._transport = transport
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ztk-comm") if size > 1 and transport.blocking else None
+
+    def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
+        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given."""
+        self._check(full)
+        self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
+        return self._submit(f"all_gather {label}", full, lambda t, name: t.all_gather(full, label=name), after=after)
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Work:
+        """`out` [n] = the sum over ranks of this rank's slice of `full` [size * n]. `out` may be that slice."""
+        self._check(full)
+        assert out.numel() * self.size == full.numel() and out.dtype == full.dtype and out.is_contiguous()
+        self.counters.count("reduce_scatter", numel=full.numel(), itemsize=full.itemsize)
+        return self._submit(
+            f"reduce_scatter {label}", full, lambda t, name: t.reduce_scatter(full, out=out, label=name)
+        )
+
+    def all_reduce(self, full: Tensor, *, label: str) -> Work:
+        """In place: `full` [size * n] becomes its sum over ranks, added in the order that `reduce_scatter` adds in."""
+        self._check(full)
+        own = full.chunk(self.size)[self.rank]
+        self.counters.count("all_reduce", numel=2 * full.numel(), itemsize=full.itemsize)
+
+        def run(transport: Transport, name: str):
+            transport.reduce_scatter(full, out=own, label=name)  # a GPU stream keeps the two in order by itself
+            return transport.all_gather(full, label=name)
+
+        return self._submit(f"all_reduce {label}", full, run)
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Work:
+        """Part r of `source` goes to rank r; `out` holds what came, in rank order."""
+        self._check(source)
+        self.counters.count("all_to_all", numel=source.numel(), itemsize=source.itemsize)
+        return self._submit(f"all_to_all {label}", source, lambda t, name: t.all_to_all(source, out=out, label=name))
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> Work:
+        """`tensor` of rank `source` reaches every rank."""
+        assert tensor.is_contiguous()
+        self.counters.count("broadcast", numel=tensor.numel(), itemsize=tensor.itemsize)
+        flat = tensor.view(-1)
+        return self._submit(
+            f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name)
+        )
+
+    def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
+        """A few numbers [k] of every rank: returns [size, k], the same bits on all ranks. Waits."""
+        full = values.new_empty(self.size, *values.shape)
+        full[self.rank] = values
+        self.counters.count("scalars", numel=full.numel(), itemsize=full.itemsize)
+        self._submit(f"scalars {label}", full, lambda t, name: t.all_gather(full.view(-1), label=name)).wait()
+        return full
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived."""
+        self.gather_scalars(torch.zeros(1, device=self.device), label="barrier")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Ends the thread and the connections; peers that still wait see this rank as lost."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._transport.close()
+
+    def _check(self, full: Tensor) -> None:
+        assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)
+
+    def _submit(self, label: str, tensor: Tensor, run: Callable, *, after: object | None = None) -> Work:
+        name = f"{label} {tensor.numel()} x {str(tensor.dtype)[6:]}"
+
+        def task():
+            if after is not None:
+                after.wait()
+            if self.before is not None:
+                self.before(name)
+            start = time.perf_counter()
+            try:
+                return run(self._transport, name)
+            finally:
+                self.counters.busy_seconds += time.perf_counter() - start
+
+        if self._thread is None:
+            return Work(task(), counters=self.counters)
+        return Work(self._thread.submit(task), counters=self.counters)

@@ -1,0 +1,30 @@
+"""What the collectives moved, by kind."""
+
+from collections import defaultdict
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "scalars")
+
+
+class CommCounters:
+    """Calls, elements and bytes per kind, and seconds.
+
+    The volume is the one of the ZeRO paper (Rajbhandari et al. 2020, section 7): a gather or reduce-scatter of a tensor with n
+    elements counts n, an all-reduce 2 n because it is a reduce-scatter followed by an all-gather. What crosses a
+    wire is (N-1)/N of that on N ranks. `scalars` holds the few numbers a step agrees on (gradient norm, loss) and stands
+    apart so that the formulas hold exactly.
+
+    `busy_seconds` is the time the transport worked, `wait_seconds` the part of it that the step had to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = defaultdict(int)
+        self.elements: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.busy_seconds = 0.0
+        self.wait_seconds = 0.0
+
+    def count(self, kind: str, *, numel: int, itemsize: int) -> None:
+        assert kind in KINDS, kind
+        self.calls[kind] += 1
+        self.elements[kind] += numel
+        self.bytes[kind] += numel * itemsize

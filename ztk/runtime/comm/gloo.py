@@ -1,0 +1,61 @@
+"""Collectives over gloo, said the way gloo does them fastest.
+
+Measured on 2 cores, 64 MB: a reduce-scatter as all-to-all plus a local sum is up to three times as fast as gloo's own and sums in
+rank order; an all-gather as one broadcast per slice is up to four times as fast as gloo's `all_gather_into_tensor`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ztk.runtime.comm.errors import PeerLost
+from ztk.runtime.comm.transport import sum_in_rank_order
+
+
+class GlooTransport:
+    """CPU tensors between machines (inside one machine `SharedMemoryTransport` is faster)."""
+
+    blocking = True
+
+    def __init__(self, *, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+
+    def all_gather(self, full: Tensor, *, label: str) -> None:
+        with _peer_errors(label):
+            works = [
+                dist.broadcast(part, group_src=source, group=self._group, async_op=True)
+                for source, part in enumerate(full.chunk(self._size))
+            ]
+            for work in works:
+                work.wait()
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> None:
+        received = torch.empty_like(full)
+        self.all_to_all(full, out=received, label=label)
+        sum_in_rank_order(received.chunk(self._size), out=out)
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:
+        with _peer_errors(label):
+            dist.all_to_all_single(out, source, group=self._group)
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
+        with _peer_errors(label):
+            dist.broadcast(tensor, group_src=source, group=self._group)
+
+    def close(self) -> None:
+        pass  # the group ends with torch.distributed
+
+
+class _peer_errors:
+    """Turns gloo's connection errors into `PeerLost`, which is never shown as the first cause."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
+            raise PeerLost(f"{self._label}: {error}") from error

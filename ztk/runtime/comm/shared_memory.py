@@ -1,0 +1,89 @@
+"""Collectives through shared memory, for ranks of one machine without GPUs.
+
+Each rank owns a slab of two slots. A collective runs in chunks: write the own part into a slot, meet, read the peers' parts.
+One meeting per chunk suffices because slots alternate: a rank writes slot s again only after the next meeting, which
+every rank reaches only when it has finished reading s.
+
+Bytes per rank for a tensor of n bytes on N ranks: all-gather writes n/N and reads n(N-1)/N, reduce-scatter writes and reads
+n(N-1)/N; nothing is sent twice. Measured at 64 MB on 2 cores: 1.4 to 3.2 GB/s, gloo's own collectives 0.2 to 0.5.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ztk.runtime.comm.node import NodeMeeting
+from ztk.runtime.comm.transport import sum_in_rank_order
+
+SLOT_BYTES = 4 << 20  # two slots a rank: 8 MiB of shared memory each
+
+
+class SharedMemoryTransport:
+    """See the module's docstring. Tensors are flat, contiguous, on the CPU."""
+
+    blocking = True
+
+    def __init__(self, *, group: dist.ProcessGroup, timeout_seconds: float, slot_bytes: int = SLOT_BYTES) -> None:
+        self._meeting = NodeMeeting(group=group, slab_bytes=2 * slot_bytes, timeout_seconds=timeout_seconds)
+        self._rank, self._size = group.rank(), group.size()
+        self._slots = [[slab[:slot_bytes], slab[slot_bytes:]] for slab in self._meeting.slabs]
+        self._slot_bytes = slot_bytes
+        self._turn = 0
+
+    def _next_slots(self, dtype) -> list[Tensor]:
+        """This turn's slot of every rank, seen as `dtype`."""
+        self._turn ^= 1
+        return [slots[self._turn].view(dtype) for slots in self._slots]
+
+    def all_gather(self, full: Tensor, *, label: str) -> None:
+        parts = full.chunk(self._size)
+        step = self._slot_bytes // full.itemsize
+        for start in range(0, parts[0].numel(), step):
+            slots = self._next_slots(full.dtype)
+            own = parts[self._rank][start : start + step]
+            slots[self._rank][: own.numel()].copy_(own)
+            self._meeting.meet(label)
+            for peer in self._peers():
+                parts[peer][start : start + step].copy_(slots[peer][: own.numel()])
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> None:
+        parts = full.chunk(self._size)
+        step = self._slot_bytes // full.itemsize // self._size // 64 * 64
+        for start in range(0, out.numel(), step):
+            pieces = self._exchange(parts, start=start, step=step, label=label)
+            sum_in_rank_order(pieces, out=out[start : start + step])
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:
+        parts, out_parts = source.chunk(self._size), out.chunk(self._size)
+        step = self._slot_bytes // source.itemsize // self._size // 64 * 64
+        for start in range(0, parts[0].numel(), step):
+            pieces = self._exchange(parts, start=start, step=step, label=label)
+            for out_part, piece in zip(out_parts, pieces, strict=True):
+                out_part[start : start + step].copy_(piece)
+
+    def _exchange(self, parts: tuple[Tensor, ...], *, start: int, step: int, label: str) -> list[Tensor]:
+        """Every rank's piece for this rank, in rank order; the own one straight from `parts`."""
+        slots = self._next_slots(parts[0].dtype)
+        length = parts[0][start : start + step].numel()
+        for peer in self._peers():
+            slots[self._rank][peer * step : peer * step + length].copy_(parts[peer][start : start + step])
+        self._meeting.meet(label)
+        pieces = [slots[peer][self._rank * step : self._rank * step + length] for peer in range(self._size)]
+        pieces[self._rank] = parts[self._rank][start : start + step]
+        return pieces
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
+        step = self._slot_bytes // tensor.itemsize
+        for start in range(0, tensor.numel(), step):
+            slot = self._next_slots(tensor.dtype)[source]
+            piece = tensor[start : start + step]
+            if self._rank == source:
+                slot[: piece.numel()].copy_(piece)
+            self._meeting.meet(label)
+            if self._rank != source:
+                piece.copy_(slot[: piece.numel()])
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank]
+
+    def close(self) -> None:
+        self._meeting.close()

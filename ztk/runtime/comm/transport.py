@@ -1,0 +1,64 @@
+"""How bytes get from rank to rank: the protocol, and the rule of summation that every transport on the CPU keeps."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Transport(Protocol):
+    """Moves flat contiguous tensors. `blocking` transports return when done; others return an object with `wait()`.
+
+    `label` says what is being moved; it appears in errors.
+    """
+
+    blocking: bool
+
+    def all_gather(self, full: Tensor, *, label: str): ...  # in place: rank r's slice of `full` becomes everybody's
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str): ...  # `out` may be the own slice of `full`
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str): ...  # equal parts; part r of `source` goes to r
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str): ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """A world of one: everything is where it should be."""
+
+    blocking = True
+
+    def all_gather(self, full: Tensor, *, label: str) -> None:
+        pass
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> None:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:
+        out.copy_(source)
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
+    """out = parts[0] + parts[1] + ..., in this order whatever the stage, so that every ZeRO stage sums alike.
+
+    16-bit parts of more than two ranks are added up in fp32 and rounded once (with two ranks the 16-bit sum rounds once
+    anyway). On the CPU a cast to fp32 and an fp32 add cost a third of a mixed-dtype add. `out` may be one of the parts.
+    """
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)
+        return
+    total = parts[0].to(torch.float32, copy=True)
+    scratch = None if parts[0].dtype == torch.float32 else torch.empty_like(total)
+    for part in parts[1:]:
+        total.add_(part if scratch is None else scratch.copy_(part))
+    out.copy_(total)

@@ -1,0 +1,51 @@
+"""Bytes per tier, counted where they are allocated.
+
+The ledger is arithmetic, not a probe: whoever allocates a long-lived buffer books it, whoever frees it takes it off.
+The same figures are printed, logged and asserted, so a claim about memory can be checked against the ZeRO formulas
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5) to the byte.
+"""
+
+import threading
+from collections import defaultdict
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where bytes live."""
+
+    device = "device"  # the memory the model computes in: HBM, or main memory on a machine without a GPU
+    host = "host"  # main memory set aside for offloading (pinned beside a GPU)
+    nvme = "nvme"  # files
+
+
+class MemoryLedger:
+    """Current and peak bytes per tier and category ("parameters", "gradients", "optimizer", "gathered", ...)."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
+        self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._lock = threading.Lock()  # I/O and communication threads book too
+
+    def add(self, *, tier: Tier, category: str, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[tier][category] += nbytes
+            self._peak[tier] = max(self._peak[tier], sum(self._bytes[tier].values()))
+
+    def remove(self, *, tier: Tier, category: str, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[tier][category] -= nbytes
+            assert self._bytes[tier][category] >= 0, f"{category} on {tier} freed more often than allocated"
+
+    def current(self, tier: Tier) -> int:
+        """Bytes booked on `tier` now."""
+        with self._lock:
+            return sum(self._bytes[tier].values())
+
+    def peak(self, tier: Tier) -> int:
+        """The most bytes ever booked on `tier` at one time."""
+        return self._peak[tier]
+
+    def by_category(self, tier: Tier) -> dict[str, int]:
+        """Bytes booked on `tier` now, per category, zeros left out."""
+        with self._lock:
+            return {category: nbytes for category, nbytes in self._bytes[tier].items() if nbytes}

@@ -1,0 +1,84 @@
+"""One rank of a run: who it is, where it computes, how it meets the others."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ztk.runtime.comm import Comm, connect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A started rank. `comm` spans all ranks; a world of one has it too and moves nothing."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    comm: Comm
+
+    @staticmethod
+    def start(*, device: str = "auto", timeout_seconds: float = 600.0) -> "Process":
+        """Reads the launcher's environment, joins the process group and connects the collectives.
+
+        Environment: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (all absent: a world of one), and either `ZTK_STORE`
+        (path of a file that all ranks of one machine see; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
+        Raises ValueError if a device is asked for that this machine lacks.
+        """
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        chosen = _choose_device(device, local_rank=local_rank)
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        if not dist.is_initialized():
+            _join(rank=rank, world=world, device=chosen, timeout=timeout)
+        comm = connect(device=chosen, one_node=local_world == world, timeout_seconds=timeout_seconds)
+        return Process(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world,
+            local_world_size=local_world,
+            device=chosen,
+            comm=comm,
+        )
+
+    def stop(self) -> None:
+        """Leaves in order: all ranks arrive, then connections close. After a failure do not call it: just exit."""
+        self.comm.barrier()
+        self.comm.close()
+        dist.destroy_process_group()
+
+
+def _choose_device(device: str, *, local_rank: int) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"launch.device={device}: must be auto, cpu or cuda")
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("launch.device=cuda: no GPU is visible to torch; use launch.device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"launch.ranks asks for GPU number {local_rank}, this machine has {torch.cuda.device_count()}; "
+            f"use launch.ranks={torch.cuda.device_count()}, or launch.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.timedelta) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if path := os.environ.get("ZTK_STORE"):
+        store = dist.FileStore(path, world)
+    elif "MASTER_ADDR" in os.environ:
+        store = None
+    elif world == 1:
+        store = dist.HashStore()
+    else:
+        raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
