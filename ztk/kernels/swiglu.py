@@ -1,0 +1,173 @@
+"""SwiGLU: out = silu(gate) * up, elementwise.
+
+Forward reads 2N and writes N; backward recomputes sigmoid(gate) instead of saving it (reads 3N, writes 2N), so autograd
+keeps only the two inputs.
+
+    d_up   = d_out * silu(gate)
+    d_gate = d_out * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
+
+Shazeer, GLU variants improve transformer, https://arxiv.org/abs/2002.05202
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+
+NUM_WARPS = 4
+BLOCK = 8 * WARP_SIZE * NUM_WARPS  # eight 16-bit elements per thread: one 16-byte access per tensor
+
+
+@triton.jit
+def _swiglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    """out = gate * sigmoid(gate) * up"""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    b_gate = tl.load(gate_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_out = b_gate * tl.sigmoid(b_gate) * b_up
+    tl.store(out_ptr + o_n, b_out.to(out_ptr.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _swiglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.constexpr):
+    """d_up = d_out * silu(gate); d_gate = d_out * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))"""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    b_d_out = tl.load(d_out_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_sigmoid = tl.sigmoid(b_gate)
+    b_d_up = b_d_out * b_gate * b_sigmoid
+    b_d_gate = b_d_out * b_up * b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid))
+    tl.store(d_gate_ptr + o_n, b_d_gate.to(d_gate_ptr.dtype.element_ty), mask=m_n)
+    tl.store(d_up_ptr + o_n, b_d_up.to(d_up_ptr.dtype.element_ty), mask=m_n)
+
+
+def _launch_fwd(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    N = gate.numel()
+    if N:
+        grid = (triton.cdiv(N, BLOCK),)
+        _swiglu_fwd[grid](gate, up, out, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    return out
+
+
+def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    N = gate.numel()
+    if N:
+        grid = (triton.cdiv(N, BLOCK),)
+        _swiglu_bwd[grid](
+            d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
+        )
+    return d_gate, d_up
+
+
+def _cpu_fwd(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def _cpu_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    d_up = torch.nn.functional.silu(gate).mul_(d_out)
+    return torch.ops.aten.silu_backward(d_out * up, gate), d_up
+
+
+_forward = register(
+    "swiglu(Tensor gate, Tensor up) -> Tensor",
+    triton=_launch_fwd,
+    cpu=_cpu_fwd,
+    fake=lambda gate, up: torch.empty_like(gate),
+)
+_backward = register(
+    "swiglu_backward(Tensor d_out, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    triton=_launch_bwd,
+    cpu=_cpu_bwd,
+    fake=lambda d_out, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
+)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        return _backward(d_out.contiguous(), *ctx.saved_tensors)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. Both [...], same shape and dtype; returns that shape, contiguous. Gradients for both."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"swiglu: gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must match in shape and dtype"
+        )
+    if use_reference():
+        return swiglu_reference(gate, up)
+    return _SwiGLU.apply(gate.contiguous(), up.contiguous())
+
+
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up in float32, rounded once."""
+    gate_c, up_c = gate.to(compute_dtype(gate)), up.to(compute_dtype(up))
+    return (gate_c * torch.sigmoid(gate_c) * up_c).to(gate.dtype)
+
+
+def _eager(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+def _make_inputs(shape: tuple[int, ...], *, dtype: torch.dtype, device: str) -> dict[str, object]:
+    return {
+        "gate": torch.randn(shape, dtype=dtype, device=device),
+        "up": torch.randn(shape, dtype=dtype, device=device),
+    }
+
+
+SPEC = OpSpec(
+    name="swiglu",
+    op=swiglu,
+    reference=swiglu_reference,
+    eager=_eager,
+    make_inputs=_make_inputs,
+    differentiable=("gate", "up"),
+    small_shapes=((1, 1), (3, 41), (2, 3, 130), (2, 1025), (0, 8)),
+    bench_shapes=((8192, 4096), (8192, 14336)),
+    num_bytes=lambda shape, itemsize: 3 * shape[0] * shape[1] * itemsize,
+    num_bytes_backward=lambda shape, itemsize: 5 * shape[0] * shape[1] * itemsize,
+    num_flops=lambda shape: 5 * shape[0] * shape[1],
+    aot=(
+        AotCase(
+            kernel=_swiglu_fwd,
+            signature={"gate_ptr": "*bf16", "up_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
+            constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
+            hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
+            divisible_by_16=("gate_ptr", "up_ptr", "out_ptr", "N"),
+            max_registers=40,
+            max_barriers=0,
+            elements_per_program=8 * 32 * NUM_WARPS,
+            max_instructions_per_element=24,
+        ),
+        AotCase(
+            kernel=_swiglu_bwd,
+            signature={
+                "d_out_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16",
+                "N": "i64",
+            },  # fmt: skip
+            constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
+            hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
+            divisible_by_16=("d_out_ptr", "gate_ptr", "up_ptr", "d_gate_ptr", "d_up_ptr", "N"),
+            max_registers=64,
+            max_barriers=0,
+            elements_per_program=8 * 32 * NUM_WARPS,
+            max_instructions_per_element=32,
+        ),
+    ),
+)
