@@ -1,0 +1,22 @@
+"""Where a shard sleeps: main memory or a file behind the `Store` protocol that `ztk.zero` declares."""
+
+from ztk.offload.disk import DiskError, DiskFile
+from ztk.offload.engine import StoreClosed
+from ztk.offload.host import HostStore
+from ztk.offload.nvme import NvmeStore, PoolExhausted
+from ztk.offload.policy import OffloadPolicy, OffloadTarget
+from ztk.offload.probe import Filesystem, filesystem_of, probe_folder
+
+__all__ = [
+    "DiskError",
+    "DiskFile",
+    "Filesystem",
+    "HostStore",
+    "NvmeStore",
+    "OffloadPolicy",
+    "OffloadTarget",
+    "PoolExhausted",
+    "StoreClosed",
+    "filesystem_of",
+    "probe_folder",
+]

@@ -1,0 +1,327 @@
+"""The disk tier: shards sleep in one file per rank, and main memory holds a fixed pool of buffers, whatever the model.
+
+One fetched slot occupies one buffer from `fetch` until `release`, or until the write that `put` started has ended. The
+update of slot k therefore overlaps with the read of k+1 and the write of k-1 as soon as the pool has buffers for all
+three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
+"""
+
+# [Note: Order of transfers]
+# Reads of a slot wait for the write submitted before them; a write waits for the write and all reads submitted before
+# it. Nothing else is ordered. A transfer that waits holds no thread, so no order of calls can block the threads.
+#
+# [Note: When the pool runs out]
+# A fetch without a free buffer is queued and starts when a buffer comes back; fetches start in the order of the calls.
+# Buffers come back by themselves from running writes (and from reads released before they ended). `wait()` on a queued
+# fetch while no buffer is on its way back could only be helped by the waiting caller: it raises PoolExhausted instead.
+# `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of the thread that does it.
+
+import errno
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ztk.offload.disk import DiskFile
+from ztk.offload.engine import IoEngine, Transfer
+from ztk.offload.policy import PAGE_BYTES, OffloadPolicy
+from ztk.offload.pool import BufferPool
+from ztk.offload.probe import filesystem_of, probe_folder
+from ztk.offload.slot import SlotSpec, check_fits, flat_bytes
+from ztk.runtime.io import Direction, IoCounters
+from ztk.runtime.memory import MemoryLedger, Tier
+
+
+class PoolExhausted(RuntimeError):
+    """All buffers hold fetched slots, so a further fetch can never start."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class NvmeSlot:
+    """A tensor's place in the file, and what is under way there (guarded by the store's lock)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    category: str
+    spec: SlotSpec
+    offset: int  # in the file, a multiple of PAGE_BYTES
+    padded_bytes: int  # in the file, a multiple of PAGE_BYTES
+    fetched: "_Fetch | None" = None  # from fetch() to put() or release()
+    write: Transfer | None = None  # the last one submitted, kept when done: its error belongs to every later read
+    reads: list[Transfer] = field(default_factory=list)  # submitted since `write`
+
+
+class NvmeStore:
+    """Store (see `ztk.zero.store`) over one preallocated, unlinked file; safe to call from several threads.
+
+    Guarantees:
+    * Slots read as zeros until the first `put`. Transfers of one slot happen in the order of the calls.
+    * Main memory: `policy.pool_bytes`, booked in the ledger as host category "buffers"; nothing is allocated later.
+    * `fetch` twice without `put` or `release` between returns the same pending; `release` may be called at any time.
+    * `put` of the fetched tensor writes straight from its buffer, which must not be touched any more. Any other value
+      must stay unchanged until `wait()` or `flush()` returns.
+    * The first failed write is raised by its `wait()`, by every later read of that slot and by every later `flush()`.
+    """
+
+    tier = Tier.nvme
+
+    def __init__(
+        self,
+        policy: OffloadPolicy,
+        *,
+        rank: int,
+        ledger: MemoryLedger,
+        counters: IoCounters,
+        open_disk: Callable[..., DiskFile] = DiskFile,
+    ) -> None:
+        """Probe the folder, open the file, map the pool and start the threads.
+
+        open_disk: called with (path, direct=bool); tests pass a DiskFile that is slow or fails.
+        Raises ValueError naming offload.nvme_path and the mend if the folder cannot serve.
+        """
+        self._policy = policy
+        self._ledger = ledger
+        self._folder = Path(policy.nvme_path)
+        probe_folder(self._folder, direct=policy.direct_io)
+        self._disk = open_disk(self._folder / f"ztk-rank{rank}-{uuid.uuid4().hex}.bin", direct=policy.direct_io)
+        self._pool = BufferPool(
+            count=policy.buffer_count,
+            buffer_bytes=policy.buffer_bytes,
+            num_staging=policy.threads,
+            staging_bytes=policy.staging_bytes,
+            pin=policy.pin_memory and torch.cuda.is_available(),
+        )
+        ledger.add(tier=Tier.host, category="buffers", nbytes=self._pool.nbytes)
+        self._engine = IoEngine(
+            self._disk, staging=self._pool.staging, block_bytes=policy.staging_bytes, counters=counters
+        )
+        self._changed = self._engine.changed  # the one lock of engine and store
+        self._slots: list[NvmeSlot] = []
+        self._file_bytes = 0  # allocated to slots
+        self._reserved_bytes = 0  # of the file on the disk
+        self._queued: deque[_Fetch] = deque()  # fetches without a buffer
+        self._num_returning = 0  # buffers that come back without the caller's doing
+        self._closed = False
+
+    # Space #
+
+    def reserve(self, *, nbytes: int) -> None:
+        """Make sure the file has `nbytes` in all, so that a full disk shows before the first slot is written.
+
+        Raises ValueError: how much is needed, how much there is, which key to change.
+        """
+        with self._changed:
+            missing = nbytes - self._reserved_bytes
+            if missing <= 0:
+                return
+            try:
+                self._disk.preallocate(offset=self._reserved_bytes, nbytes=missing)
+            except OSError as error:
+                raise self._full(nbytes, error) from error
+            self._reserved_bytes = nbytes
+
+    def allocate(self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> NvmeSlot:
+        """A zero-filled slot, padded to 4096 bytes. Raises ValueError if the disk is full."""
+        spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
+        padded = -(-spec.nbytes // PAGE_BYTES) * PAGE_BYTES
+        with self._changed:
+            assert not self._closed, "the store is closed"
+            self.reserve(nbytes=self._file_bytes + padded)
+            slot = NvmeSlot(
+                name=name,
+                shape=spec.shape,
+                dtype=dtype,
+                category=category,
+                spec=spec,
+                offset=self._file_bytes,
+                padded_bytes=padded,
+            )
+            self._file_bytes += padded
+            self._slots.append(slot)
+        self._ledger.add(tier=self.tier, category=category, nbytes=padded)
+        return slot
+
+    # Transfers #
+
+    def fetch(self, slot: NvmeSlot) -> "_Fetch":
+        """Start reading into a buffer; `wait()` returns it as a CPU tensor (pinned beside a GPU) of the slot's shape.
+
+        Raises ValueError for a slot larger than a buffer; `wait()` may raise PoolExhausted or DiskError.
+        """
+        if slot.padded_bytes > self._policy.buffer_bytes:
+            raise ValueError(
+                f"offload.buffer_bytes={self._policy.buffer_bytes} is less than the {slot.padded_bytes} bytes of "
+                f"{slot.name!r}; set offload.buffer_bytes={slot.padded_bytes} or more"
+            )
+        with self._changed:
+            if slot.fetched is None:
+                transfer = self._transfer(slot, direction=Direction.read, memory=None)
+                slot.fetched = _Fetch(store=self, slot=slot, transfer=transfer)
+                self._queued.append(slot.fetched)
+                self._serve_queued()
+            return slot.fetched
+
+    def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> "_Transfer":
+        """Read a slot of any size into `out` (contiguous, on any device), which must not be used before `wait()`."""
+        check_fits(out, spec=slot.spec, argument="out")
+        with self._changed:
+            transfer = self._transfer(slot, direction=Direction.read, memory=flat_bytes(out))
+            self._submit_read(slot, transfer)
+        return _Transfer(store=self, transfer=transfer, value=out)
+
+    def put(self, slot: NvmeSlot, *, value: Tensor) -> "_Transfer":
+        """Start writing `value`: the fetched tensor, whose buffer returns to the pool, or any other that fits."""
+        check_fits(value, spec=slot.spec, argument="value")
+        with self._changed:
+            fetched = slot.fetched
+            if fetched is not None and fetched.holds(value):
+                transfer = self._transfer(slot, direction=Direction.write, memory=fetched.memory)
+                transfer.on_done = self._returns(fetched.buffer)
+                slot.fetched = None
+            else:
+                self.release(slot)
+                transfer = self._transfer(slot, direction=Direction.write, memory=flat_bytes(value))
+            before = [*slot.reads, *([slot.write] if slot.write is not None else [])]
+            slot.write, slot.reads = transfer, []
+            self._engine.submit(transfer, after=before)
+        return _Transfer(store=self, transfer=transfer, value=value)
+
+    def release(self, slot: NvmeSlot) -> None:
+        """Give fetched memory back unwritten; nothing happens if the slot is not fetched."""
+        with self._changed:
+            fetched, slot.fetched = slot.fetched, None
+            if fetched is None:
+                return
+            if fetched.buffer is None:
+                self._queued.remove(fetched)
+                self._engine.abandon(fetched.transfer, reason=f"{slot.name!r} was released before it was read")
+            elif fetched.transfer.done:
+                self._pool.give(fetched.buffer)
+                self._serve_queued()
+            else:
+                fetched.transfer.on_done = self._returns(fetched.buffer)
+
+    def flush(self) -> None:
+        """Wait until the disk has accepted all writes; raises the first error any write had."""
+        self._engine.flush()
+
+    def close(self) -> None:
+        """Abandon what is under way, stop the threads, give file and pool back. May be called again; never raises I/O errors."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._changed:
+            for fetched in self._queued:
+                self._engine.abandon(fetched.transfer, reason="the store was closed before this slot was read")
+            self._queued.clear()
+        self._engine.close()
+        self._disk.close()
+        self._pool.close()
+        self._ledger.remove(tier=Tier.host, category="buffers", nbytes=self._pool.nbytes)
+        for slot in self._slots:
+            self._ledger.remove(tier=self.tier, category=slot.category, nbytes=slot.padded_bytes)
+
+    # Utilities; all but `wait_for` are called with the lock held #
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Block until `transfer` has ended and raise its error. Raises PoolExhausted where that would be never."""
+        with self._changed:
+            while not transfer.done:
+                if self._is_stuck(transfer):
+                    raise PoolExhausted(
+                        f"all {self._policy.buffer_count} buffers hold fetched slots and none is being written, so this "
+                        "fetch would wait forever: put() or release() a slot first, or raise offload.buffer_count"
+                    )
+                self._changed.wait()
+            if transfer.error is not None:
+                raise transfer.error
+
+    def _is_stuck(self, transfer: Transfer) -> bool:
+        return self._num_returning == 0 and any(fetched.transfer is transfer for fetched in self._queued)
+
+    def _transfer(self, slot: NvmeSlot, *, direction: Direction, memory: Tensor | None) -> Transfer:
+        return Transfer(
+            direction=direction,
+            offset=slot.offset,
+            nbytes=slot.spec.nbytes,
+            padded_bytes=slot.padded_bytes,
+            memory=memory,
+        )
+
+    def _submit_read(self, slot: NvmeSlot, transfer: Transfer) -> None:
+        slot.reads = [read for read in slot.reads if not read.done]
+        slot.reads.append(transfer)
+        self._engine.submit(transfer, after=[slot.write] if slot.write is not None else [])
+
+    def _serve_queued(self) -> None:
+        while self._queued and self._pool.has_free:
+            fetched = self._queued.popleft()
+            fetched.buffer = self._pool.take()
+            fetched.memory = self._pool.memory(fetched.buffer)[: fetched.slot.padded_bytes]
+            fetched.transfer.memory = fetched.memory
+            self._submit_read(fetched.slot, fetched.transfer)
+
+    def _returns(self, buffer: int) -> Callable[[], None]:
+        """Book a buffer as coming back; the callback for the end of the transfer that still uses it."""
+        self._num_returning += 1
+
+        def give_back() -> None:
+            self._num_returning -= 1
+            self._pool.give(buffer)
+            if not self._closed:
+                self._serve_queued()
+
+        return give_back
+
+    def _full(self, nbytes: int, error: OSError) -> ValueError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = os.strerror(error.errno)
+            return ValueError(f"offload.nvme_path={self._folder}: reserving {nbytes} bytes failed ({reason})")
+        free = filesystem_of(self._folder).free_bytes
+        return ValueError(
+            f"offload.nvme_path={self._folder} has too little space: this rank needs {_gib(nbytes)}, of which "
+            f"{_gib(nbytes - self._reserved_bytes)} are not yet reserved, and {_gib(free)} are free "
+            f"({os.strerror(error.errno)}); free some, or set offload.nvme_path to a folder on a larger disk"
+        )
+
+
+class _Transfer:
+    """Pending of `put` and `fetch_into`."""
+
+    def __init__(self, *, store: NvmeStore, transfer: Transfer, value: Tensor) -> None:
+        self._store, self._transfer, self._value = store, transfer, value
+
+    def wait(self) -> Tensor:
+        """Block until it is done; the tensor that was read or written. Raises DiskError."""
+        self._store.wait_for(self._transfer)
+        return self._value
+
+
+class _Fetch:
+    """Pending of `fetch`, and the buffer the slot occupies."""
+
+    def __init__(self, *, store: NvmeStore, slot: NvmeSlot, transfer: Transfer) -> None:
+        self._store = store
+        self.slot = slot
+        self.transfer = transfer
+        self.buffer: int | None = None  # index in the pool; None while queued
+        self.memory: Tensor | None = None  # uint8 [slot.padded_bytes] of that buffer
+
+    def wait(self) -> Tensor:
+        """Block until the slot is in memory. Raises DiskError, PoolExhausted, StoreClosed."""
+        self._store.wait_for(self.transfer)
+        spec = self.slot.spec
+        return self.memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
+
+    def holds(self, value: Tensor) -> bool:
+        """Whether `value` is the fetched tensor (or a reshape of it)."""
+        return self.transfer.done and value.device.type == "cpu" and value.data_ptr() == self.memory.data_ptr()
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
