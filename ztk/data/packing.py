@@ -1,0 +1,109 @@
+"""Packing files into one: training bytes, then held-out bytes, then a digest of all bytes in their original order.
+
+The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new one. Ranks
+of one machine share it: the first to come packs under a lock, the others wait and then map the same pages.
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ztk.data.sources import SourceFile
+
+DIGEST_BYTES = 16
+_PERIOD = 1 << 20  # the end of each mebibyte is held out
+_FORMAT = 1  # part of the name: raise it when the layout changes
+
+
+def num_held_out(total: int, *, share: float) -> int:
+    """How many of `total` bytes go to validation."""
+    periods, rest = divmod(total, _PERIOD)
+    return periods * int(_PERIOD * share) + int(rest * share)
+
+
+def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float) -> Path:
+    """The packed form of `files`, written now if no process has done so yet. ValueError if the folder cannot be written."""
+    folder = _folder(cache_dir)
+    listing = "\n".join(f"{file.path.absolute()}\t{file.size}\t{file.modified}" for file in files)
+    key = hashlib.blake2b(f"{_FORMAT} {_PERIOD} {share}\n{listing}".encode(), digest_size=12).hexdigest()
+    packed = folder / f"corpus-{key}.bin"
+    if not packed.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _pack_once(files, packed=packed, share=share)
+        except OSError as error:
+            raise ValueError(
+                f"the packed text cannot be written to {folder} ({error.strerror}); set XDG_CACHE_HOME to a folder "
+                "that you may write to, on a disk with space"
+            ) from error
+    return packed
+
+
+def _folder(cache_dir: str | None) -> Path:
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ztk"
+
+
+def _pack_once(files: list[SourceFile], *, packed: Path, share: float) -> None:
+    """Packs under a lock into a file of another name and renames it: it is complete or not there, whoever is killed when."""
+    with open(packed.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+        if packed.exists():
+            return
+        unfinished = packed.with_suffix(".tmp")
+        try:
+            _write(files, target=unfinished, share=share)
+            os.replace(unfinished, packed)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _write(files: list[SourceFile], *, target: Path, share: float) -> None:
+    total = sum(file.size for file in files)
+    train_at, validation_at = 0, total - num_held_out(total, share=share)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    with open(target, "wb") as out:
+        for period in _periods(files):
+            digest.update(period)
+            cut = len(period) - int(len(period) * share)
+            out.seek(train_at)
+            train_at += out.write(period[:cut])
+            out.seek(validation_at)
+            validation_at += out.write(period[cut:])
+        out.seek(total)
+        out.write(digest.digest())
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _periods(files: list[SourceFile]) -> Iterator[bytes]:
+    """The bytes of all files in a row, in pieces of one period; the last is shorter."""
+    pending = bytearray()
+    for file in files:
+        left = file.size
+        with _opened(file) as source:
+            while left:
+                piece = source.read(min(left, _PERIOD))
+                if not piece:
+                    raise ValueError(
+                        f"data.path={file.path}: the file shrank while it was read; start again when it is still"
+                    )
+                left -= len(piece)
+                pending += piece
+                if len(pending) >= _PERIOD:
+                    yield bytes(pending[:_PERIOD])
+                    del pending[:_PERIOD]
+    if pending:
+        yield bytes(pending)
+
+
+def _opened(file: SourceFile):
+    try:
+        return open(file.path, "rb")
+    except OSError as error:
+        raise ValueError(
+            f"data.path={file.path}: cannot be read ({error.strerror}); grant access or leave it out"
+        ) from error

@@ -1,0 +1,82 @@
+"""Which files make up a corpus: the standard library by default, or what the user names."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Installed packages differ from machine to machine, and the tests are larger than the library itself.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """One file of a corpus, as it was when listed."""
+
+    path: Path
+    size: int  # bytes
+    modified: int  # nanoseconds since 1970
+
+
+def standard_library() -> list[SourceFile]:
+    """The Python files of the running interpreter's standard library, tests left out, in sorted order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [_source(path) for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
+    if not found:
+        raise ValueError(
+            f"data.path: the standard library at {root} holds no .py files; name text files with data.path=..."
+        )
+    return found
+
+
+def named_files(paths: Sequence[str]) -> list[SourceFile]:
+    """The files behind `paths`: files, folders (everything below, hidden names left out) and globs (** allowed).
+
+    Files come in the order given and sorted inside a folder or glob; one named twice counts once.
+    Raises ValueError for a path that is missing, matches nothing, or cannot be read.
+    """
+    found: dict[Path, SourceFile] = {}
+    for path in (path for entry in paths for path in _expand(entry)):
+        found.setdefault(path.resolve(), _source(path))
+    return list(found.values())
+
+
+def _expand(entry: str) -> list[Path]:
+    path = Path(entry).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        if files := list(_walk(path, skip=frozenset())):
+            return files
+        raise ValueError(f"data.path={entry}: the folder holds no files; name a folder or files with text in them")
+    if not glob.has_magic(entry):
+        raise ValueError(f"data.path={entry}: no such file or folder (looked from {Path.cwd()}); check the spelling")
+    matches = sorted(glob.glob(str(path), recursive=True))
+    files = [match for match in map(Path, matches) if match.is_file()]
+    if not files:
+        raise ValueError(
+            f"data.path={entry}: the pattern matches no file (looked from {Path.cwd()}); quote it and check it"
+        )
+    return files
+
+
+def _walk(root: Path, *, skip: frozenset[str]) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(
+            f"data.path={error.filename}: cannot be listed ({error.strerror}); grant access or leave it out"
+        )
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
+        yield from (
+            path for name in sorted(names) if not name.startswith(".") and (path := Path(folder, name)).is_file()
+        )
+
+
+def _source(path: Path) -> SourceFile:
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"data.path={path}: cannot be read; grant access (chmod +r) or leave it out")
+    status = path.stat()
+    return SourceFile(path=path, size=status.st_size, modified=status.st_mtime_ns)

@@ -1,0 +1,23 @@
+"""Bytes as tokens."""
+
+import torch
+from torch import Tensor
+
+
+class ByteTokenizer:
+    """UTF-8 text to byte values and back. The vocabulary is the 256 bytes; there are no special tokens."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> Tensor:
+        """The bytes of `text`, int64 [num_bytes]."""
+        return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of `tokens` [num_bytes]; a sequence that is not UTF-8 shows as U+FFFD. ValueError for a token above 255."""
+        values = tokens.flatten().tolist()
+        if values and not 0 <= min(values) <= max(values) < self.vocab_size:
+            raise ValueError(
+                f"token {max(values)} is not a byte; decode only what a model with vocab_size=256 produced"
+            )
+        return bytes(values).decode(errors="replace")

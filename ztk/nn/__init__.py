@@ -1,0 +1,8 @@
+"""A modern decoder in plain modules that know no mesh: one rank, one device, called like any torch model."""
+
+from ztk.nn.config import DecoderConfig
+from ztk.nn.decoder import Decoder
+from ztk.nn.initial import initial_values, initialise
+from ztk.nn.sample import sample_text
+
+__all__ = ["Decoder", "DecoderConfig", "initial_values", "initialise", "sample_text"]

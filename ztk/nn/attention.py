@@ -1,0 +1,74 @@
+"""Causal self-attention with grouped queries and rotary positions.
+
+Shapes: B batch, T time, H query heads, K key and value heads, G = H / K, D head size, C width of the residual stream.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ztk.kernels import rope
+from ztk.nn.config import DecoderConfig
+from ztk.nn.linear import Linear, multiplies_natively
+
+_QUERY_BLOCK = 128
+_MAX_BLOCKWISE = 2048  # beyond this the saved probabilities, B * H * T * T bytes per layer, outweigh the gain
+
+
+class Attention(nn.Module):
+    """x [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.query = Linear(config.dim, config.heads * config.head_dim)
+        self.key = Linear(config.dim, config.kv_heads * config.head_dim)
+        self.value = Linear(config.dim, config.kv_heads * config.head_dim)
+        self.out = Linear(config.heads * config.head_dim, config.dim)
+
+    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        query = rope(self.query(x).view(B, T, self.heads, self.head_dim), cos=cos, sin=sin)  # [B, T, H, D]
+        key = rope(self.key(x).view(B, T, self.kv_heads, self.head_dim), cos=cos, sin=sin)  # [B, T, K, D]
+        value = self.value(x).view(B, T, self.kv_heads, self.head_dim)  # [B, T, K, D]
+        return self.out(causal_attention(query, key=key, value=value).flatten(2))
+
+
+def causal_attention(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(query key^T / sqrt(D)) value over the past: query [B, T, H, D], key and value [B, T, K, D] -> [B, T, H, D].
+
+    On CPU torch's fused attention is slow in 16-bit types. Measured on one core of an EPYC, forward and backward of
+    4 x 128 tokens in 8 heads of 64, milliseconds: bfloat16 fused 10.4, in blocks 2.4; float16 fused 52.6, in float32 6.2.
+    """
+    if query.device.type != "cpu" or query.dtype == torch.float32:
+        return _fused(query, key=key, value=value)
+    if not multiplies_natively(query.dtype):
+        return _fused(query.float(), key=key.float(), value=value.float()).to(query.dtype)
+    if query.shape[1] > _MAX_BLOCKWISE:
+        return _fused(query, key=key, value=value)
+    return _blockwise(query, key=key, value=value)
+
+
+def _fused(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def _blockwise(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    """Plain matrix products over blocks of queries, each with the keys up to its end: half the work of the full square."""
+    B, T, H, D = query.shape
+    K, G = key.shape[2], H // key.shape[2]
+    query = (query * D**-0.5).view(B, T, K, G, D).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+    key = key.transpose(1, 2).reshape(B * K, T, D)
+    value = value.transpose(1, 2).reshape(B * K, T, D)
+    blocks = []
+    for start in range(0, T, _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, T)
+        rows = query[:, :, :, start:stop].reshape(B * K, G * (stop - start), D)
+        scores = torch.bmm(rows, key[:, :stop].transpose(1, 2)).view(B * K, G, stop - start, stop)
+        future = torch.full((stop - start, stop), float("-inf"), dtype=query.dtype).triu_(start + 1)
+        weights = torch.softmax(scores + future, dim=-1).view(B * K, G * (stop - start), stop)
+        blocks.append(torch.bmm(weights, value[:, :stop]).view(B, K, G, stop - start, D))
+    return torch.cat(blocks, dim=3).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)

@@ -1,0 +1,23 @@
+"""One layer of the decoder."""
+
+from torch import Tensor, nn
+
+from ztk.nn.attention import Attention
+from ztk.nn.config import DecoderConfig
+from ztk.nn.mlp import SwiGLU
+from ztk.nn.norm import RMSNorm
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); x is [B, T, C]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos=cos, sin=sin)
+        return x + self.mlp(self.mlp_norm(x))

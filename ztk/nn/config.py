@@ -1,0 +1,61 @@
+"""The shape of a decoder, and what follows from it without building one."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """Sizes of a decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+    Raises ValueError for sizes that do not fit together.
+    """
+
+    vocab_size: int
+    dim: int  # width of the residual stream
+    layers: int
+    heads: int  # query heads, each of size dim / heads
+    kv_heads: (
+        int  # key and value heads; each serves heads / kv_heads query heads (Ainslie et al. 2023, arXiv 2305.13245)
+    )
+    hidden_dim: int  # width inside the SwiGLU
+    max_seq_len: int
+    rope_theta: float = 10000.0  # base of the rotary wavelengths (Su et al. 2021, arXiv 2104.09864)
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False  # the head's weight is the embedding's (Press and Wolf 2016, arXiv 1608.05859)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"model.dim={self.dim} with model.heads={self.heads}: every head needs an even size (rotary positions turn "
+                f"pairs); make dim a multiple of {2 * self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}, so that each key and value head "
+                "serves equally many query heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    def parameter_count(self) -> int:
+        """Number of parameters, tied weights counted once."""
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return embeddings + self.layers * self._block_count() + self.dim
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating point operations of forward and backward per token, at sequences of `seq_len`.
+
+        Six per weight that is multiplied (the embedding is looked up, not multiplied), and 12 * dim * seq_len per layer for
+        attention scores and values counted without the causal half: the PaLM convention (arXiv 2204.02311, appendix B).
+        """
+        multiplied = self.layers * (self._block_count() - 2 * self.dim) + self.vocab_size * self.dim
+        return 6 * multiplied + 12 * self.layers * self.dim * seq_len
+
+    def _block_count(self) -> int:
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        return attention + 3 * self.dim * self.hidden_dim + 2 * self.dim

@@ -1,0 +1,68 @@
+"""The language model: embedding, blocks, norm, head."""
+
+import torch
+from torch import Tensor, nn
+
+from ztk.kernels import cross_entropy
+from ztk.nn.block import Block
+from ztk.nn.config import DecoderConfig
+from ztk.nn.linear import Linear
+from ztk.nn.norm import RMSNorm
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer of the shape `config`.
+
+    Build large ones under `torch.device("meta")`, give each parameter memory and `ztk.nn.initial_values`, then call
+    `materialise_buffers`. `ztk.nn.initialise` does all of that for a model that fits on one device.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=torch.empty(config.vocab_size, config.dim))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Linear(config.dim, config.vocab_size)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        cos, sin = _rotary_tables(config)
+        self.register_buffer("rope_cos", cos, persistent=False)  # [max_seq_len, D / 2]
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens int64 [B, T] -> logits [B, T, V], or, given targets [B, T], their mean cross entropy, a float32 scalar.
+
+        Targets of -100 do not count. Raises ValueError for T above `config.max_seq_len`.
+        """
+        T = tokens.shape[1]
+        if self.config.max_seq_len < T:
+            raise ValueError(
+                f"{T} tokens in a sequence, model.max_seq_len={self.config.max_seq_len}: shorten data.seq_len or raise "
+                "model.max_seq_len"
+            )
+        cos, sin = self.rope_cos[:T], self.rope_sin[:T]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos=cos, sin=sin)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating point operations of forward and backward per token, at sequences of `seq_len`."""
+        return self.config.flops_per_token(seq_len)
+
+    def materialise_buffers(self, device: torch.device | str) -> None:
+        """Computes the rotary tables on `device`, for a model built on the meta device."""
+        with torch.device("cpu"):  # computed there and copied, so that they have the same bits on every device
+            cos, sin = _rotary_tables(self.config)
+        self.rope_cos, self.rope_sin = cos.to(device), sin.to(device)
+
+
+def _rotary_tables(config: DecoderConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position times frequency, float32 [max_seq_len, D / 2] each."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float64), config.rope_theta**-exponents)
+    return angles.cos().float(), angles.sin().float()

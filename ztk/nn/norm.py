@@ -1,0 +1,18 @@
+"""Normalisation by the root mean square."""
+
+import torch
+from torch import Tensor, nn
+
+from ztk.kernels import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, dim: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps)
