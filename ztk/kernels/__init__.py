@@ -3,14 +3,46 @@
 `ALL_OPS` is what the generic tests, the AOT report (`python -m ztk.kernels.aot`) and the benchmark run from.
 """
 
+from ztk.kernels import adamw as _adamw
+from ztk.kernels import cast_copy as _cast_copy
+from ztk.kernels import flat as _flat_ops
+from ztk.kernels import lion as _lion
 from ztk.kernels import quantize as _quantize
+from ztk.kernels import sgd as _sgd
+from ztk.kernels import step_control as _step_control
+from ztk.kernels import sum_of_squares as _sum_of_squares
 from ztk.kernels import swiglu as _swiglu
+from ztk.kernels._control import (
+    CONTROL_COLUMNS,
+    HYPER_COLUMNS,
+    SETTINGS_SIZE,
+    STATE_SIZE,
+    Control,
+    Hyper,
+    Setting,
+    State,
+)
 from ztk.kernels._library import Backend, get_backend, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
+from ztk.kernels.adamw import adamw
+from ztk.kernels.cast_copy import cast_copy
+from ztk.kernels.flat import flatten_into, unflatten_from
+from ztk.kernels.lion import lion
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
+from ztk.kernels.sgd import sgd
+from ztk.kernels.step_control import step_control
+from ztk.kernels.sum_of_squares import sum_of_squares
 from ztk.kernels.swiglu import swiglu
 
 ALL_OPS: tuple[OpSpec, ...] = (
+    _step_control.SPEC,
+    _sum_of_squares.SPEC,
+    _adamw.SPEC,
+    _sgd.SPEC,
+    _lion.SPEC,
+    _cast_copy.SPEC,
+    _flat_ops.SPEC_FLATTEN,
+    _flat_ops.SPEC_UNFLATTEN,
     _swiglu.SPEC,
     _quantize.SPEC,
     _quantize.DEQUANTIZE_SPEC,
@@ -19,14 +51,30 @@ ALL_OPS: tuple[OpSpec, ...] = (
 
 __all__ = [
     "ALL_OPS",
+    "CONTROL_COLUMNS",
+    "HYPER_COLUMNS",
+    "SETTINGS_SIZE",
+    "STATE_SIZE",
     "AotCase",
     "Backend",
+    "Control",
+    "Hyper",
     "OpSpec",
+    "Setting",
+    "State",
+    "adamw",
+    "cast_copy",
     "dequantize",
     "dequantize_reduce",
+    "flatten_into",
     "get_backend",
+    "lion",
     "quantize",
     "quantized_bytes",
     "set_backend",
+    "sgd",
+    "step_control",
+    "sum_of_squares",
     "swiglu",
+    "unflatten_from",
 ]

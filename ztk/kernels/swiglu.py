@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
@@ -30,7 +31,7 @@ def _swiglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
     b_gate = tl.load(gate_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_up = tl.load(up_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_out = b_gate * tl.sigmoid(b_gate) * b_up
-    tl.store(out_ptr + o_n, b_out.to(out_ptr.dtype.element_ty), mask=m_n)
+    tl.store(out_ptr + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
 
 
 @triton.jit
@@ -45,8 +46,8 @@ def _swiglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.
     b_sigmoid = tl.sigmoid(b_gate)
     b_d_up = b_d_out * b_gate * b_sigmoid
     b_d_gate = b_d_out * b_up * b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid))
-    tl.store(d_gate_ptr + o_n, b_d_gate.to(d_gate_ptr.dtype.element_ty), mask=m_n)
-    tl.store(d_up_ptr + o_n, b_d_up.to(d_up_ptr.dtype.element_ty), mask=m_n)
+    tl.store(d_gate_ptr + o_n, cast(b_d_gate, d_gate_ptr.dtype.element_ty), mask=m_n)
+    tl.store(d_up_ptr + o_n, cast(b_d_up, d_up_ptr.dtype.element_ty), mask=m_n)
 
 
 def _launch_fwd(gate: Tensor, up: Tensor) -> Tensor:

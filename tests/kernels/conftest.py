@@ -1,0 +1,35 @@
+"""Kernel tests run the kernels themselves: the Triton interpreter must be chosen before the first import of ztk."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from ztk.kernels import set_backend
+
+torch.set_num_threads(1)  # the interpreter is numpy in one thread; more threads only fight over the cores
+
+
+@pytest.fixture(autouse=True)
+def restore_backend():
+    """Every test starts and ends with the default implementation."""
+    set_backend("auto")
+    yield
+    set_backend("auto")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Uninitialised memory reads as NaN, so a kernel that skips an element cannot pass."""
+
+    def poison(make):
+        def empty(*args, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        return empty
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))

@@ -1,0 +1,41 @@
+"""Cache-sized float32 scratch for the CPU implementations.
+
+A temporary of some megabytes costs more in page faults than the arithmetic on it (measured: 6.8 ms for a 2048 x 1024
+product that takes 0.2 ms in place), so the CPU implementations work through pieces that stay in the second-level cache.
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+
+PIECE = 65536  # elements: 256 KiB of float32
+
+_local = threading.local()  # offload threads run optimizer updates at the same time
+
+
+def scratch(numel: int, *, slot: int = 0) -> Tensor:
+    """Uninitialised float32 [numel], reused by every later call with this `slot` in this thread."""
+    buffers = _local.__dict__.setdefault("buffers", {})
+    buffer = buffers.get(slot)
+    if buffer is None or buffer.numel() < numel:
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            buffer = torch.empty(max(numel, PIECE), dtype=torch.float32, device="cpu")
+        buffers[slot] = buffer
+    return buffer[:numel]
+
+
+def scaled_float32(x: Tensor, *, scale: float, slot: int = 0) -> Tensor:
+    """x * scale in float32: `x` itself when there is nothing to do, otherwise the scratch of `slot`. x is [n]."""
+    if x.dtype == torch.float32 and scale == 1.0:
+        return x
+    out = scratch(x.numel(), slot=slot)
+    if x.dtype == torch.float32:
+        return torch.mul(x, scale, out=out)
+    out.copy_(x)
+    return out if scale == 1.0 else out.mul_(scale)
+
+
+def rows_per_piece(columns: int) -> int:
+    """Rows of `columns` elements that fill one piece."""
+    return max(1, PIECE // max(1, columns))

@@ -1,0 +1,114 @@
+"""Flat copy with a cast and an optional device scale: out = src * scale, in the dtype of out.
+
+Reads and writes every byte once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._cpu import PIECE, scaled_float32
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._math import cast
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+
+NUM_WARPS = 4
+BLOCK = 1024  # eight elements per thread of four 32-wide warps, four per thread of four 64-wide waves
+
+
+@triton.jit
+def _cast_copy(src_ptr, out_ptr, scale_ptr, N, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = src * scale"""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    b_x = tl.load(src_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        b_x = b_x * tl.load(scale_ptr)
+    tl.store(out_ptr + o_n, cast(b_x, out_ptr.dtype.element_ty), mask=m_n)
+
+
+def _launch_cast_copy(src: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    N = src.numel()
+    if N:
+        _cast_copy[(triton.cdiv(N, BLOCK),)](
+            src, out, src if scale is None else scale, N,
+            HAS_SCALE=scale is not None, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def copy_scaled(src: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """out = src * scale on CPU tensors, both flat."""
+    if scale is None:
+        out.copy_(src)
+        return
+    factor = scale.item()
+    for start in range(0, src.numel(), PIECE):
+        cut = slice(start, start + PIECE)
+        out[cut].copy_(scaled_float32(src[cut], scale=factor))
+
+
+_op = register(
+    "cast_copy(Tensor src, Tensor(a!) out, Tensor? scale) -> ()",
+    triton=_launch_cast_copy,
+    cpu=copy_scaled,
+    fake=lambda src, out, scale: None,
+)
+def cast_copy(src: Tensor, *, out: Tensor, scale: Tensor | None = None) -> None:
+    """out = src, cast to the dtype of out; times the float32 device scalar `scale` [1] in float32 when given.
+
+    src and out: flat, contiguous, equally long, on one device.
+    """
+    if src.dim() != 1 or out.shape != src.shape or not (src.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"cast_copy: src {tuple(src.shape)} and out {tuple(out.shape)} must be flat, contiguous, same length")
+    if use_reference():
+        cast_copy_reference(src, out=out, scale=scale)
+    else:
+        _op(src, out, scale)
+
+
+def cast_copy_reference(src: Tensor, *, out: Tensor, scale: Tensor | None = None) -> None:
+    """The same copy in plain torch."""
+    value = src.to(compute_dtype(src))
+    out.copy_(value if scale is None else value * scale)
+
+
+def _make_inputs(
+    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, out_dtype: torch.dtype | None = None, scaled: bool = False
+) -> dict[str, object]:
+    return {
+        "src": torch.randn(shape, device=device).to(dtype),
+        "out": torch.zeros(shape, dtype=out_dtype or dtype, device=device),
+        "scale": torch.tensor([0.37], device=device) if scaled else None,
+    }
+
+
+def _aot_case(*, src: str, out: str, scale: bool) -> AotCase:
+    pointers = ("src_ptr", "out_ptr", "scale_ptr")
+    return AotCase(
+        kernel=_cast_copy,
+        variant=f"{src} to {out}",
+        signature={"src_ptr": f"*{src}", "out_ptr": f"*{out}", "scale_ptr": "*fp32", "N": "i64"},
+        constexprs={"HAS_SCALE": scale, "BLOCK": BLOCK},
+        divisible_by_16=(*pointers, "N"),
+        num_warps=NUM_WARPS,
+        max_registers=40,
+        elements_per_program=BLOCK,
+        max_instructions_per_element=10,
+    )
+
+
+SPEC = OpSpec(
+    name="cast_copy",
+    op=cast_copy,
+    reference=cast_copy_reference,
+    make_inputs=_make_inputs,
+    mutated=("out",),
+    small_shapes=((1,), (17,), (1025,), (0,)),
+    bench_shapes=((1 << 28,),),
+    variants=({}, {"out_dtype": torch.float32, "scaled": True}, {"out_dtype": torch.bfloat16}),
+    num_bytes=lambda shape, itemsize: 2 * shape[0] * itemsize,
+    num_flops=lambda shape: 0,
+    aot=(_aot_case(src="bf16", out="bf16", scale=False), _aot_case(src="bf16", out="fp32", scale=True)),
+)

@@ -1,0 +1,139 @@
+"""Sum of squares of a flat gradient in one read: its norm, and whether anything in it is infinite or NaN.
+
+    out = sum(grad^2)          in float32; not finite as soon as one element is not
+
+Reads every gradient byte once. Deterministic: a fixed grid of programs sums fixed strided tiles, and one more program adds
+the partial sums in a fixed order; no atomics, and nothing depends on the machine's number of processors or threads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._cpu import PIECE, scratch
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+
+MAX_PROGRAMS = 512  # about four per multiprocessor of today's devices; a constant, so that results do not follow the device
+NUM_WARPS = 8
+BLOCK = 8192  # 32 elements per thread: four 16-byte loads of a 16-bit gradient in flight
+ROW = 1024  # CPU: elements summed by one thread in a fixed order
+
+
+@triton.jit
+def _partial_sums(grad_ptr, partial_ptr, N, num_tiles, BLOCK: tl.constexpr):
+    """partial[i] = sum of squares over tiles i, i + programs, i + 2 programs, ..."""
+    i_program = tl.program_id(0).to(tl.int64)
+    num_programs = tl.num_programs(0)
+    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    start = i_program * BLOCK
+    for _ in range(i_program, num_tiles, num_programs):
+        o_n = start + tl.arange(0, BLOCK)
+        b_g = tl.load(grad_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+        b_sum += b_g * b_g
+        start += num_programs.to(tl.int64) * BLOCK
+    tl.store(partial_ptr + i_program, tl.sum(b_sum, axis=0))
+
+
+@triton.jit
+def _total(partial_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
+    """out = sum of the partial sums"""
+    o_p = tl.arange(0, BLOCK_P)
+    b_partial = tl.load(partial_ptr + o_p, mask=o_p < P, other=0.0)
+    tl.store(out_ptr, tl.sum(b_partial, axis=0))
+
+
+def _launch(grad: Tensor) -> Tensor:
+    N = grad.numel()
+    num_tiles = triton.cdiv(N, BLOCK)
+    programs = min(MAX_PROGRAMS, num_tiles)
+    out = torch.empty(1, dtype=torch.float32, device=grad.device)
+    if programs == 0:
+        return out.zero_()
+    partial = torch.empty(MAX_PROGRAMS, dtype=torch.float32, device=grad.device)
+    _partial_sums[(programs,)](
+        grad, partial, N, num_tiles, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
+    )
+    _total[(1,)](partial, out, programs, BLOCK_P=MAX_PROGRAMS, num_warps=4, enable_fp_fusion=True)
+    return out
+
+
+def _cpu(grad: Tensor) -> Tensor:
+    # torch splits a reduction to one value between threads, but gives each row of a row reduction to one thread: rows of
+    # fixed length make the result a function of the content alone.
+    n = grad.numel()
+    whole = n - n % ROW
+    norms = torch.linalg.vector_norm(grad[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for start in range(0, norms.numel(), PIECE // 4):  # below torch's threshold for splitting
+        total += norms[start : start + PIECE // 4].double().square_().sum()
+    if whole < n:
+        tail = scratch(n - whole)
+        tail.copy_(grad[whole:])
+        total += tail.double().square_().sum()
+    return total.float().reshape(1)
+
+
+_op = register(
+    "sum_of_squares(Tensor grad) -> Tensor",
+    triton=_launch,
+    cpu=_cpu,
+    fake=lambda grad: torch.empty(1, dtype=torch.float32, device=grad.device),
+)
+
+
+def sum_of_squares(grad: Tensor) -> Tensor:
+    """The sum of squares of grad [n] (float32, bfloat16 or float16, contiguous) as float32 [1] on its device."""
+    if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
+        raise ValueError(
+            f"sum_of_squares: grad is {tuple(grad.shape)} {grad.dtype}; pass a contiguous flat floating-point tensor"
+        )
+    return sum_of_squares_reference(grad) if use_reference() else _op(grad)
+
+
+def sum_of_squares_reference(grad: Tensor) -> Tensor:
+    """The same sum in plain torch."""
+    return grad.to(compute_dtype(grad)).square().sum().reshape(1)
+
+
+def _make_inputs(
+    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, poison: float | None = None
+) -> dict[str, object]:
+    grad = torch.randn(shape, device=device).to(dtype)
+    if poison is not None and grad.numel():
+        grad[-1] = poison
+    return {"grad": grad}
+
+
+SPEC = OpSpec(
+    name="sum_of_squares",
+    op=sum_of_squares,
+    reference=sum_of_squares_reference,
+    make_inputs=_make_inputs,
+    small_shapes=((1,), (17,), (1025,), (8193,), (100_000,), (0,)),
+    bench_shapes=((1 << 28,), (1_000_000_000,)),
+    variants=({}, {"poison": float("inf")}, {"poison": float("nan")}),
+    num_bytes=lambda shape, itemsize: shape[0] * itemsize,
+    num_flops=lambda shape: 2 * shape[0],
+    aot=(
+        AotCase(
+            kernel=_partial_sums,
+            signature={"grad_ptr": "*bf16", "partial_ptr": "*fp32", "N": "i64", "num_tiles": "i32"},
+            constexprs={"BLOCK": BLOCK},
+            divisible_by_16=("grad_ptr", "partial_ptr", "N"),
+            num_warps=NUM_WARPS,
+            max_registers=96,
+            vector_store_bytes=0,  # one number per program
+        ),
+        AotCase(
+            kernel=_total,
+            signature={"partial_ptr": "*fp32", "out_ptr": "*fp32", "P": "i32"},
+            constexprs={"BLOCK_P": MAX_PROGRAMS},
+            divisible_by_16=("partial_ptr", "out_ptr"),
+            max_registers=40,
+            vector_load_bytes=0,
+            vector_store_bytes=0,
+        ),
+    ),
+)
