@@ -42,7 +42,7 @@ class Transfer:
 
 
 class IoEngine:
-    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping and tells of finished transfers."""
+    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping and tells of ended transfers."""
 
     def __init__(self, disk: DiskFile, *, staging: list[Tensor], block_bytes: int, counters: IoCounters) -> None:
         self._disk = disk

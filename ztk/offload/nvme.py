@@ -13,7 +13,7 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 # A fetch without a free buffer is queued and starts when a buffer comes back; fetches start in the order of the calls.
 # Buffers come back by themselves from running writes (and from reads released before they ended). `wait()` on a queued
 # fetch while no buffer is on its way back could only be helped by the waiting caller: it raises PoolExhausted instead.
-# `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of the thread that does it.
+# `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of their thread.
 
 import errno
 import os
@@ -211,7 +211,7 @@ class NvmeStore:
         self._engine.flush()
 
     def close(self) -> None:
-        """Abandon what is under way, stop the threads, give file and pool back. May be called again; never raises I/O errors."""
+        """Abandon what is under way and give threads, file and pool back. Raises no I/O errors; may be called again."""
         if self._closed:
             return
         self._closed = True
@@ -234,8 +234,8 @@ class NvmeStore:
             while not transfer.done:
                 if self._is_stuck(transfer):
                     raise PoolExhausted(
-                        f"all {self._policy.buffer_count} buffers hold fetched slots and none is being written, so this "
-                        "fetch would wait forever: put() or release() a slot first, or raise offload.buffer_count"
+                        f"all {self._policy.buffer_count} buffers hold fetched slots and none is being written, so "
+                        "this fetch would wait forever: put() or release() a slot first, or raise offload.buffer_count"
                     )
                 self._changed.wait()
             if transfer.error is not None:

@@ -16,7 +16,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")  # Linux accepts O_DIRECT on tmpfs since 6.6, bu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filesystem:
-    """What is known of the filesystem under a folder; `kind` is "" where the kernel does not say (btrfs, containers)."""
+    """What is known of the filesystem under a folder; `kind` is "" where the kernel does not say (btrfs)."""
 
     kind: str
     free_bytes: int

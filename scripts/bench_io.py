@@ -1,0 +1,222 @@
+"""How fast the offload store drives a disk, beside fio and DeepSpeed's aio op on the very same file.
+
+    python scripts/bench_io.py FOLDER [--gib 1] [--rounds 5]
+
+Every contender opens the store's own file (through /proc/PID/fd; the file has no name), reads or writes all of it with
+O_DIRECT and is measured in turns, round after round, so that a shared disk treats all alike. fio runs in several
+shapes, also with transparent huge pages as the store uses them; the ratio is to the median of its best one. CPU seconds
+are those of all threads of the transfer itself; fio's are by its own account, without its start-up. DeepSpeed's row
+appears where `deepspeed.ops.aio` can be built. Nothing stays on the disk.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ztk.offload import NvmeStore, OffloadPolicy
+from ztk.offload.pool import AlignedRegion
+from ztk.runtime.io import IoCounters
+from ztk.runtime.memory import MemoryLedger
+
+SLOT_BYTES = 32 << 20
+DIRECTIONS = ("read", "write")
+FIO_SHAPES = (  # engine, block, depth, jobs, huge pages
+    ("psync", "1M", 1, 4, False),
+    ("psync", "8M", 1, 4, True),
+    ("libaio", "1M", 32, 1, False),
+    ("libaio", "8M", 8, 1, True),
+    ("io_uring", "1M", 32, 1, False),
+    ("io_uring", "8M", 8, 1, True),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One pass over the file."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """A way to move the file: `run(direction)` moves all of it once."""
+
+    name: str
+    run: Callable[[str], Pass]
+    passes: dict[str, list[Pass]] = field(default_factory=lambda: {direction: [] for direction in DIRECTIONS})
+
+    def speeds(self, direction: str, *, nbytes: int) -> list[float]:
+        """GB/s of every pass."""
+        return [nbytes / 1e9 / done.seconds for done in self.passes[direction]]
+
+
+def main() -> None:
+    options = _parse()
+    policy = OffloadPolicy(
+        optimizer="nvme", nvme_path=str(options.folder), buffer_bytes=SLOT_BYTES, buffer_count=4, threads=4
+    )
+    nbytes = int(options.gib * 2**30) // SLOT_BYTES * SLOT_BYTES
+    with _store(policy, nbytes=nbytes) as (store, slots, path):
+        contenders = [
+            Contender(name="ztk store (default: 4 threads, 8 MiB)", run=StorePass(store=store, slots=slots)),
+            Contender(name="ztk store, unaligned memory", run=StorePass(store=store, slots=slots, skew=64)),
+            *_fio(path, nbytes=nbytes),
+            *_deepspeed(path, nbytes=nbytes),
+        ]
+        for contender in contenders:  # the first write of a reserved block is slower: nobody is measured with it
+            contender.run("write")
+            contender.run("read")
+        for round_number in range(options.rounds):
+            for direction in DIRECTIONS:
+                turn = contenders[round_number % len(contenders) :] + contenders[: round_number % len(contenders)]
+                for contender in turn:
+                    contender.passes[direction].append(contender.run(direction))
+    _print_table(contenders, nbytes=nbytes, rounds=options.rounds)
+
+
+class StorePass:
+    """The store as a training step uses it; `skew` bytes off the page boundary every block passes a staging block."""
+
+    def __init__(self, *, store: NvmeStore, slots: list, skew: int = 0) -> None:
+        self._store, self._slots, self._skew = store, slots, skew
+        memory = AlignedRegion(nbytes=2 * SLOT_BYTES + skew, pin=False).bytes[skew:].random_(256)
+        self._halves = list(memory.view(2, SLOT_BYTES))
+
+    def __call__(self, direction: str) -> Pass:
+        return _timed(self._write if direction == "write" else self._read_into if self._skew else self._read)
+
+    def _write(self) -> None:
+        for i, slot in enumerate(self._slots):
+            self._store.put(slot, value=self._halves[i % 2])
+        self._store.flush()
+
+    def _read(self) -> None:
+        pending = [self._store.fetch(slot) for slot in self._slots]  # as many as there are buffers run, others queue
+        for slot, transfer in zip(self._slots, pending, strict=True):
+            transfer.wait()
+            self._store.release(slot)
+
+    def _read_into(self) -> None:
+        for transfer in [self._store.fetch_into(s, out=self._halves[i % 2]) for i, s in enumerate(self._slots)]:
+            transfer.wait()
+
+
+@contextmanager
+def _store(policy: OffloadPolicy, *, nbytes: int) -> Iterator[tuple[NvmeStore, list, str]]:
+    store = NvmeStore(policy, rank=0, ledger=MemoryLedger(), counters=IoCounters())
+    try:
+        store.reserve(nbytes=nbytes)
+        slots = [
+            store.allocate(name=str(i), shape=(SLOT_BYTES,), dtype=torch.uint8, category="optimizer")
+            for i in range(nbytes // SLOT_BYTES)
+        ]
+        ours = Path(policy.nvme_path).resolve()
+        links = {link: os.readlink(link) for link in Path(f"/proc/{os.getpid()}/fd").iterdir() if link.is_symlink()}
+        (path,) = (str(link) for link, target in links.items() if target.startswith(f"{ours}/ztk-rank0-"))
+        yield store, slots, path
+    finally:
+        store.close()
+
+
+def _fio(path: str, *, nbytes: int) -> list[Contender]:
+    if shutil.which("fio") is None:
+        print("fio is not installed (Debian: apt-get install fio): no ratio")
+        return []
+
+    def run(direction: str, *, engine: str, block: str, depth: int, jobs: int, huge: bool) -> Pass:
+        share = nbytes // jobs
+        command = (
+            f"fio --name=x --filename={path} --rw={direction} --direct=1 --ioengine={engine} --bs={block} "
+            f"--iodepth={depth} --numjobs={jobs} --size={share} --offset_increment={share} --thread "
+            "--group_reporting --fallocate=none --allow_file_create=0 --output-format=json"
+            f"{' --iomem=mmap --thp=1' if huge else ''}"
+        )
+        result = json.loads(subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout)
+        (group,) = result["jobs"]
+        moved = group[direction]
+        assert moved["io_bytes"] == nbytes, f"fio moved {moved['io_bytes']} of {nbytes} bytes"
+        cpu_seconds = (group["usr_cpu"] + group["sys_cpu"]) / 100 * group["job_runtime"] / 1000
+        return Pass(seconds=nbytes / moved["bw_bytes"], cpu_seconds=cpu_seconds)
+
+    contenders = []
+    for engine, block, depth, jobs, huge in FIO_SHAPES:
+        chosen = {"engine": engine, "block": block, "depth": depth, "jobs": jobs, "huge": huge}
+        contenders.append(
+            Contender(
+                name=f"fio {engine} {block} depth {depth} jobs {jobs}{', huge pages' if huge else ''}",
+                run=lambda direction, chosen=chosen: run(direction, **chosen),
+            )
+        )
+    return contenders
+
+
+def _deepspeed(path: str, *, nbytes: int) -> list[Contender]:
+    try:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        handle = AsyncIOBuilder().load(verbose=False).aio_handle(8 << 20, 32, False, True, 1)
+    except Exception as error:  # noqa: BLE001 - whatever its build says, the table goes on without it
+        print(f"DeepSpeed's aio op is not available ({type(error).__name__}: {str(error).splitlines()[0]})")
+        return []
+    memory = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).random_(256)
+
+    def move(direction: str) -> None:
+        (handle.async_pread if direction == "read" else handle.async_pwrite)(memory, path, 0)
+        handle.wait()
+
+    def run(direction: str) -> Pass:
+        return _timed(lambda: move(direction))
+
+    return [Contender(name="DeepSpeed aio 8 MiB depth 32, locked memory", run=run)]
+
+
+def _print_table(contenders: list[Contender], *, nbytes: int, rounds: int) -> None:
+    medians = {
+        direction: [(c.name, statistics.median(c.speeds(direction, nbytes=nbytes))) for c in contenders]
+        for direction in DIRECTIONS
+    }
+    best = {
+        direction: max((median for name, median in medians[direction] if name.startswith("fio")), default=float("nan"))
+        for direction in DIRECTIONS
+    }
+    print(f"\n{nbytes / 2**30:.2f} GiB, {rounds} interleaved rounds, GB/s min/median/max\n")
+    columns = " | ".join(f"{direction} GB/s | of fio's best | CPU s/GB" for direction in DIRECTIONS)
+    print(f"| contender | {columns} |\n|{'---|' * 7}")
+    for contender in contenders:
+        cells = [contender.name]
+        for direction in DIRECTIONS:
+            speeds = contender.speeds(direction, nbytes=nbytes)
+            middle = statistics.median(speeds)
+            cpu_seconds = statistics.median(done.cpu_seconds for done in contender.passes[direction])
+            cells.append(f"{min(speeds):.2f}/{middle:.2f}/{max(speeds):.2f}")
+            cells += [f"{middle / best[direction]:.2f}", f"{cpu_seconds / (nbytes / 1e9):.3f}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+def _timed(move: Callable[[], None]) -> Pass:
+    start, cpu = time.perf_counter(), time.process_time()
+    move()
+    return Pass(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the file (default 1)")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What only the disk tier promises: order, overlap, a bounded pool, exact counts."""
+
+import mmap
+import resource
+import threading
+import time
+
+import pytest
+import torch
+
+from ztk.offload import NvmeStore, OffloadPolicy, PoolExhausted, StoreClosed
+from ztk.offload.policy import PAGE_BYTES as PAGE
+from ztk.runtime.io import Direction, IoCounters
+from ztk.runtime.memory import Tier
+
+
+def _slots(store, count, *, numel=1024):
+    return [
+        store.allocate(name=f"s{i}", shape=(numel,), dtype=torch.float32, category="optimizer") for i in range(count)
+    ]
+
+
+def test_a_fetch_waits_for_the_put_before_it(make_store, faults) -> None:
+    store = make_store()
+    (slot,) = _slots(store, 1, numel=4096)
+    faults.hold_writes.clear()
+    tensor = store.fetch(slot).wait().fill_(7)
+    store.put(slot, value=tensor)
+    again, out = store.fetch(slot), store.fetch_into(slot, out=torch.zeros(4096))
+    time.sleep(0.05)
+    assert not again.transfer.done
+    faults.hold_writes.set()
+    assert bool((again.wait() == 7).all()) and bool((out.wait() == 7).all())
+
+
+def test_a_put_waits_for_reads_and_puts_before_it(make_store, faults) -> None:
+    store = make_store(threads=4)
+    (slot,) = _slots(store, 1, numel=4096)
+    faults.read_delay = faults.write_delay = 0.01
+    reads = []
+    for value in range(4):
+        store.put(slot, value=torch.full((4096,), float(value)))
+        reads.append(store.fetch_into(slot, out=torch.empty(4096)))
+    assert [pending.wait().unique().tolist() for pending in reads] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_read_update_and_write_overlap(make_store, faults) -> None:
+    """Fetch k+1 while k is updated and k-1 is written: 8 groups of 20 ms each way take about 9 x 20 ms, not 24 x 20."""
+    store = make_store(threads=2)
+    slots = _slots(store, 8)
+    faults.read_delay = faults.write_delay = 0.02
+    start = time.perf_counter()
+    ahead = store.fetch(slots[0])
+    for i, slot in enumerate(slots):
+        current, ahead = ahead, store.fetch(slots[i + 1]) if i + 1 < len(slots) else None
+        tensor = current.wait()
+        time.sleep(0.02)
+        store.put(slot, value=tensor)
+    store.flush()
+    assert time.perf_counter() - start < 16 * 0.02
+
+
+def test_a_fetch_without_a_buffer_starts_when_a_write_ends(make_store, faults) -> None:
+    store = make_store()
+    slots = _slots(store, 4)
+    tensors = [store.fetch(slot).wait() for slot in slots[:3]]
+    faults.hold_writes.clear()
+    store.put(slots[0], value=tensors[0])
+    fourth = store.fetch(slots[3])
+    assert fourth.buffer is None
+    threading.Timer(0.05, faults.hold_writes.set).start()
+    assert not fourth.wait().any()
+
+
+def test_an_exhausted_pool_is_an_error_not_a_hang(make_store) -> None:
+    store = make_store()
+    slots = _slots(store, 5)
+    held = [store.fetch(slot).wait() for slot in slots[:3]]
+    queued = store.fetch(slots[3])
+    with pytest.raises(PoolExhausted, match=r"all 3 buffers.*offload\.buffer_count"):
+        queued.wait()
+    store.put(slots[3], value=torch.ones(1024)).wait()  # needs no buffer, and drops the queued fetch
+    with pytest.raises(StoreClosed):
+        queued.wait()
+    assert bool((store.fetch_into(slots[3], out=torch.zeros(1024)).wait() == 1).all())
+    later = store.fetch(slots[4])
+    store.put(slots[0], value=held[0])
+    assert not later.wait().any()
+
+
+def test_release_at_any_time_returns_the_buffer(make_store, faults) -> None:
+    store = make_store()
+    slots = _slots(store, 5)
+    faults.read_delay = 0.02
+    for _ in range(3):
+        for slot in slots:  # three running, two queued
+            store.fetch(slot)
+        for slot in slots:
+            store.release(slot)
+            store.release(slot)
+    for slot in slots:
+        assert not store.fetch(slot).wait().any()
+        store.release(slot)
+
+
+def test_fetch_twice_is_one_fetch(make_store, counters) -> None:
+    store = make_store()
+    (slot,) = _slots(store, 1)
+    assert store.fetch(slot).wait().data_ptr() == store.fetch(slot).wait().data_ptr()
+    assert counters.read_bytes == PAGE
+
+
+def test_a_slot_larger_than_a_buffer_names_the_key(make_store) -> None:
+    store = make_store()
+    (slot,) = _slots(store, 1, numel=4097)
+    with pytest.raises(ValueError, match=r"offload\.buffer_bytes=20480"):
+        store.fetch(slot)
+    store.put(slot, value=torch.arange(4097.0))
+    assert torch.equal(store.fetch_into(slot, out=torch.empty(4097)).wait(), torch.arange(4097.0))
+
+
+def test_counters_are_exact(make_store, counters, faults) -> None:
+    store = make_store()
+    slots = _slots(store, 3, numel=1025)
+    faults.read_delay = faults.write_delay = 0.01
+    for slot in slots:
+        store.put(slot, value=torch.ones(1025))
+    store.flush()
+    assert (counters.write_bytes, counters.write_payload_bytes) == (3 * 2 * PAGE, 3 * 4100)
+    assert (counters.read_bytes, counters.read_seconds) == (0, 0.0)
+    for slot in slots:
+        store.fetch_into(slot, out=torch.empty(1025)).wait()
+    assert (counters.read_bytes, counters.read_payload_bytes) == (3 * 2 * PAGE, 3 * 4100)
+    # six calls of 10 ms over two threads: at least 30 ms busy, far less than the 60 ms of a sum over threads
+    assert 0.029 < counters.write_seconds < 0.055 and 0.029 < counters.read_seconds < 0.055
+    assert counters.busy_seconds == pytest.approx(counters.read_seconds + counters.write_seconds)
+
+
+def test_overlapping_transfers_count_their_union() -> None:
+    counters = IoCounters()
+    read = counters.moving(Direction.read, nbytes=1, payload_bytes=1)
+    write = counters.moving(Direction.write, nbytes=1, payload_bytes=1)
+    start = time.perf_counter()
+    with read:
+        time.sleep(0.01)
+        with write:
+            time.sleep(0.01)
+    elapsed = time.perf_counter() - start
+    assert counters.busy_seconds == pytest.approx(counters.read_seconds)
+    assert 0.01 <= counters.write_seconds < counters.read_seconds <= elapsed
+
+
+def test_a_failed_transfer_counts_no_bytes() -> None:
+    counters = IoCounters()
+    with pytest.raises(OSError), counters.moving(Direction.read, nbytes=1, payload_bytes=1):
+        raise OSError
+    assert counters.read_bytes == 0
+
+
+def test_the_pool_is_all_the_memory(tmp_path, ledger) -> None:
+    """64 MiB of slots through a pool of 4 MiB: the resident memory grows by the pool, not by the slots."""
+    policy = OffloadPolicy(
+        optimizer="nvme", nvme_path=str(tmp_path), buffer_count=3, buffer_bytes=1 << 20, block_bytes=1 << 18, threads=4
+    )
+    store = NvmeStore(policy, rank=0, ledger=ledger, counters=IoCounters())
+    slots = _slots(store, 64, numel=1 << 18)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2):
+        ahead = store.fetch(slots[0])
+        for i, slot in enumerate(slots):
+            tensor = ahead.wait().add_(1)
+            ahead = store.fetch(slots[(i + 1) % 64])
+            store.put(slot, value=tensor)
+        store.release(slots[0])
+    store.flush()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown <= policy.pool_bytes + (4 << 20), f"resident memory grew by {grown} bytes"
+    assert ledger.peak(Tier.host) == policy.pool_bytes and ledger.peak(Tier.nvme) == 64 << 20
+    assert bool((store.fetch(slots[5]).wait() == 2).all())
+    store.close()
+
+
+def test_fetched_memory_is_page_aligned(make_store) -> None:
+    store = make_store()
+    for slot in _slots(store, 3, numel=5):
+        assert store.fetch(slot).wait().data_ptr() % mmap.PAGESIZE == 0
+
+
+def test_close_ends_what_is_under_way(make_store, faults) -> None:
+    store = make_store()
+    slots = _slots(store, 5, numel=4096)
+    faults.write_delay = faults.read_delay = 0.01
+    writes = [store.put(slot, value=torch.ones(4096)) for slot in slots]
+    reads = [store.fetch(slot) for slot in slots]
+    store.close()
+    for pending in (writes[-1], *reads):
+        with pytest.raises(StoreClosed):
+            pending.wait()
