@@ -17,6 +17,10 @@ class CommCounters:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything back to zero."""
         self.calls: dict[str, int] = defaultdict(int)
         self.elements: dict[str, int] = defaultdict(int)
         self.bytes: dict[str, int] = defaultdict(int)

@@ -1,0 +1,93 @@
+"""Real gloo processes, kept warm between tests.
+
+`RankPool(2).run(function, key=value)` calls `function(process, key=value)` on every rank and returns the results in rank order. The
+function must be importable. Starting a rank costs seconds (torch), a call costs milliseconds. After a failure the pool is
+thrown away, because its ranks may wait for each other.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+TIMEOUT_SECONDS = 120.0
+
+
+class RankFailed(Exception):
+    """What the first failing rank raised, with its traceback."""
+
+
+class RankPool:
+    """`world_size` processes on this machine, connected like the ranks of a run."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function, **kwargs) -> list:
+        """Results of `function(process, **kwargs)` in rank order; raises RankFailed."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, kwargs))
+        results: list = [None] * self.world_size
+        waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
+        failures = []
+        while waiting:
+            ready = wait(list(waiting), timeout=10 if failures else TIMEOUT_SECONDS)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, results[rank] = pipe.recv()
+                except EOFError:
+                    ok, results[rank] = False, (True, f"rank {rank} died")
+                if not ok:
+                    failures.append(results[rank])
+        if failures or waiting:
+            self.close()
+            failures.sort(key=lambda failure: failure[0])  # first causes before lost peers
+            raise RankFailed(failures[0][1] if failures else f"ranks {sorted(waiting.values())} hang")
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallelize"])
+        store = os.path.join(tempfile.mkdtemp(prefix="ztk-ranks-"), "store")
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), ZTK_STORE=store)
+    torch.set_num_threads(1)
+    from ztk.runtime import PeerLost, Process
+
+    process = Process.start(device="cpu", timeout_seconds=TIMEOUT_SECONDS)
+    while True:
+        try:
+            function, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(process, **kwargs)))
+        except BaseException as error:
+            pipe.send((False, (isinstance(error, PeerLost), traceback.format_exc())))

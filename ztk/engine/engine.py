@@ -1,0 +1,112 @@
+"""The engine: a model that trains under a memory strategy which it does not know."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ztk.engine.control import StepControl, StepMetrics
+from ztk.engine.overflow import OverflowGuard
+from ztk.runtime import MemoryLedger, PhaseClock, Process
+from ztk.runtime.io import IoCounters
+from ztk.zero import Zero
+
+
+class Engine:
+    """Trains `module`: call it, `backward(loss)`, `step()`, for every micro-batch; built by `ztk.parallelize`.
+
+    memory, clock, comm, io: the counters that reports print and tests assert.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        zero: Zero,
+        control: StepControl,
+        process: Process,
+        memory: MemoryLedger,
+        clock: PhaseClock,
+        io: IoCounters,
+        accumulation_steps: int = 1,
+    ) -> None:
+        self.module, self.zero, self.control, self.process = module, zero, control, process
+        self.memory, self.clock, self.io, self.comm = memory, clock, io, process.comm
+        self.accumulation_steps = accumulation_steps
+        self.micro_steps = 0  # backward passes that were stepped over
+        self.global_steps = 0  # optimizer steps, skipped ones included
+        self._synchronise = True
+        self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
+        self._guard = OverflowGuard(control, zero=zero, device=process.device)
+
+    def __call__(self, *args, **kwargs):
+        """The module's forward."""
+        with self.clock.phase("forward"):
+            return self.module(*args, **kwargs)
+
+    @property
+    def is_accumulation_boundary(self) -> bool:
+        """The optimizer steps after this micro-batch."""
+        return self._synchronise and (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside add up locally and are not reduced; at stages 2 and 3 too, at the price of whole gradients."""
+        self._synchronise, before = False, self._synchronise
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale: for `engine.scale(loss).backward()`."""
+        self._prepare_backward()
+        return loss * self.control.loss_scale.to(loss.dtype) if self._scales_loss else loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward of a scalar loss and reduces gradients as its place in the step demands.
+
+        The gradient that the optimizer sees is the mean over data-parallel ranks and accumulated micro-batches.
+        """
+        scaled = self.scale(loss)
+        self.zero.reduction.open_backward()
+        with self.clock.phase("backward"):
+            scaled.backward()
+            self.zero.reduction.finish_backward()
+
+    def _prepare_backward(self) -> None:
+        boundary = self.is_accumulation_boundary
+        self.zero.reduction.synchronise = self._synchronise and (boundary or self.zero.policy.shards_gradients)
+        self.zero.reduction.is_boundary = boundary
+
+    def step(self) -> bool:
+        """Ends a micro-batch. At a boundary the optimizer steps: True, also if overflow made it skip.
+
+        Raises FloatingPointError, on all ranks alike, for a non-finite gradient that no smaller loss scale can mend.
+        """
+        boundary = self.is_accumulation_boundary
+        self.micro_steps += 1
+        if not boundary:
+            return False
+        with self.clock.phase("optimizer"):
+            self.control.decide(self.zero.sum_of_squares())
+            self._guard.check(step=self.global_steps)
+            self.zero.update(self.control.control)
+        self.global_steps += 1
+        return True
+
+    def read_metrics(self) -> StepMetrics:
+        """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""
+        return self.control.read()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients, the module in eval mode, and back."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(training)

@@ -1,0 +1,46 @@
+"""Non-finite gradients that skipping cannot mend end the run, and say where they came from."""
+
+import torch
+from torch import Tensor
+
+from ztk.engine.control import StepControl
+from ztk.zero import Zero
+
+
+class OverflowGuard:
+    """Looks at each step's verdict: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
+
+    A late look loses nothing: the step that was hopeless changed no parameter, so the next gradients fail in the same place.
+    """
+
+    def __init__(self, control: StepControl, *, zero: Zero, device: torch.device) -> None:
+        self._control, self._zero = control, zero
+        self._late = device.type == "cuda"
+        self._event = torch.cuda.Event() if self._late else None
+        self._seen: Tensor | None = torch.zeros(2, pin_memory=True) if self._late else None
+        self._pending = False
+
+    def check(self, *, step: int) -> None:
+        """Called between the verdict and the update, on all ranks. Raises FloatingPointError."""
+        if not self._late:
+            self._judge(self._control.verdict(), step=step)
+            return
+        if self._pending:
+            self._event.synchronize()
+            self._judge(self._seen, step=step - 1)
+        self._seen.copy_(self._control.verdict(), non_blocking=True)
+        self._event.record()
+        self._pending = True
+
+    def _judge(self, verdict: Tensor, *, step: int) -> None:
+        if not self._control.is_hopeless(verdict):
+            return
+        name = self._zero.first_non_finite() or "no parameter any more"
+        scaling = self._control.scaling
+        if scaling.dynamic:
+            reason = f"at the smallest loss scale (precision.loss_scale.floor={scaling.floor:g})"
+            mend = "the model diverges or fp16 is too narrow for it: use precision=bf16, or a smaller optimizer.lr"
+        else:
+            reason = "and there is no dynamic loss scale that could mend it"
+            mend = "look at the data and the loss of this step, or use a smaller optimizer.lr"
+        raise FloatingPointError(f"step {step}: the gradient of {name} is not finite {reason}; {mend}")

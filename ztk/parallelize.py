@@ -1,0 +1,134 @@
+"""The one place where techniques meet. Order: groups of parameters, stores, ZeRO, engine.
+
+A technique is applied to a plain module from outside; the module, the optimizer and the training program know nothing of it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ztk.engine.control import StepControl
+from ztk.engine.engine import Engine
+from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
+from ztk.optim import FlatOptimizer, OptimizerPolicy, flat_optimizer, group_parameters
+from ztk.precision import PrecisionPolicy
+from ztk.runtime import MemoryLedger, PhaseClock, Process
+from ztk.runtime.io import IoCounters
+from ztk.zero import DeviceStore, Store, Stores, Zero, ZeroPolicy
+from ztk.zero.build import InitialValues
+from ztk.zero.layout import SHARD_ALIGNMENT
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    process: Process,
+    optimizer: OptimizerPolicy,
+    lr_table: Tensor | None = None,
+    precision: PrecisionPolicy | None = None,
+    zero: ZeroPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+    accumulation_steps: int = 1,
+    initial_values: InitialValues | None = None,
+) -> Engine:
+    """Makes `model` train under a memory strategy. A collective call: every rank makes it with the same arguments.
+
+    model: a plain module, on any device; on the meta device it needs `initial_values(name=, start=, stop=)`, otherwise rank 0's values
+        are everybody's. Its parameters are taken over: dtype, memory and place follow the policies.
+    lr_table: fp32 [steps], multipliers of the learning rate by number of updates; the last one stays. None: constant.
+
+    Raises ValueError for policies that do not fit together.
+    """
+    precision, zero, offload = precision or PrecisionPolicy(), zero or ZeroPolicy(), offload or OffloadPolicy()
+    if offload.parameters is not OffloadTarget.none and not zero.shards_parameters:
+        raise ValueError(
+            f"offload.parameters={offload.parameters} needs zero=stage3 (have stage {zero.stage}); "
+            "use zero=stage3 or offload.parameters=none"
+        )
+    memory, clock, io = MemoryLedger(), PhaseClock(), IoCounters()
+    step = flat_optimizer(optimizer)
+    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    groups = group_parameters(optimizer, shapes=trained)
+    stores = _stores(offload, process=process, memory=memory, io=io, shards_gradients=zero.shards_gradients)
+    sharded = Zero(
+        model,
+        policy=zero,
+        precision=precision,
+        optimizer=step,
+        groups=groups,
+        stores=stores,
+        comm=process.comm,
+        ledger=memory,
+        clock=clock,
+        piece_size=_piece_size(offload, optimizer=step),
+        initial_values=initial_values,
+    )
+    _place_buffers(model, device=process.device)
+    control = StepControl(
+        optimizer=optimizer,
+        groups=groups,
+        loss_scale=precision.loss_scale,
+        lr_table=lr_table,
+        gradient_divisor=process.world_size * accumulation_steps,
+        device=process.device,
+    )
+    process.comm.counters.reset()  # what building moved is not what training moves
+    return Engine(
+        model,
+        zero=sharded,
+        control=control,
+        process=process,
+        memory=memory,
+        clock=clock,
+        io=io,
+        accumulation_steps=accumulation_steps,
+    )
+
+
+def _stores(
+    policy: OffloadPolicy, *, process: Process, memory: MemoryLedger, io: IoCounters, shards_gradients: bool
+) -> Stores:
+    """One store per tier in use. Reduced gradients sleep where the optimizer runs."""
+    made: dict[OffloadTarget, Store] = {}
+
+    def store(target: OffloadTarget) -> Store:
+        if target not in made:
+            match target:
+                case OffloadTarget.none:
+                    made[target] = DeviceStore(device=process.device, ledger=memory)
+                case OffloadTarget.cpu:
+                    made[target] = HostStore(policy, ledger=memory)
+                case OffloadTarget.nvme:
+                    made[target] = NvmeStore(policy, rank=process.rank, ledger=memory, counters=io)
+        return made[target]
+
+    return Stores(
+        optimizer=store(policy.optimizer),
+        gradients=store(policy.optimizer if shards_gradients else OffloadTarget.none),
+        parameters=store(policy.parameters),
+    )
+
+
+def _piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer) -> int | None:
+    """How many elements fit a pool buffer with master weights and moments in fp32, or None: no limit."""
+    if not policy.uses_nvme:
+        return None
+    bytes_per_element = 4 * (1 + len(optimizer.state_names))
+    size = policy.buffer_bytes // bytes_per_element // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+    if size == 0:
+        raise ValueError(
+            f"offload.buffer_bytes={policy.buffer_bytes} cannot hold the states of {SHARD_ALIGNMENT} parameters; "
+            f"set offload.buffer_bytes={SHARD_ALIGNMENT * bytes_per_element} or more"
+        )
+    return size
+
+
+def _place_buffers(model: nn.Module, *, device: torch.device) -> None:
+    """Buffers go to the device. Those on the meta device are the model's to fill: `materialise_buffers(device)`."""
+    if any(buffer.is_meta for buffer in model.buffers()):
+        if not hasattr(model, "materialise_buffers"):
+            raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")
+        model.materialise_buffers(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

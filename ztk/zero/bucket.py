@@ -1,0 +1,161 @@
+"""One flat buffer of parameters: sharded or gathered, its gradient on the way or reduced."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ztk.runtime import Comm
+from ztk.zero.buffers import BufferPool
+from ztk.zero.layout import BucketLayout
+from ztk.zero.piece import Piece
+from ztk.zero.store import Pending, Store
+
+
+class ParameterState(Enum):
+    """Where a bucket's parameters are."""
+
+    sharded = "sharded"  # only the own shard exists; the parameters are placeholders
+    gathering = "gathering"  # a whole buffer is allocated and being filled
+    gathered = "gathered"  # the parameters are views of the whole buffer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketTraits:
+    """What never changes about a bucket."""
+
+    name: str
+    unit: str
+    dtype: torch.dtype
+    trainable: bool
+    shards_parameters: bool
+    shards_gradients: bool
+
+
+class Bucket:
+    """Owns the whole parameter buffer (when there is one), the gradient buffer (when there is one) and the pieces of its shard."""
+
+    def __init__(
+        self,
+        traits: BucketTraits,
+        *,
+        layout: BucketLayout,
+        parameters: list[nn.Parameter],
+        comm: Comm,
+        pool: BufferPool,
+    ) -> None:
+        self.traits, self.layout, self.parameters = traits, layout, parameters
+        self.pieces: list[Piece] = []
+        self.parameter_store: Store | None = None
+        self.state = ParameterState.sharded if traits.shards_parameters else ParameterState.gathered
+        self.full: Tensor | None = None  # [layout.size], the parameters
+        self.gradient: Tensor | None = None  # [layout.size], the local gradient
+        self._comm, self._pool = comm, pool
+        self._work: Pending | None = None
+        self._written = [False] * len(parameters)  # whose gradient is in `gradient`
+        self._arrived: set[int] = set()  # whose gradient came in this backward
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's shard of a buffer that spans the bucket."""
+        shard = self.layout.shard(self._comm.rank)
+        return full[shard.start : shard.stop]
+
+    # Parameters
+
+    def start_gather(self) -> None:
+        """sharded -> gathering: the own shard is fetched into its place, then all ranks' shards are gathered in place."""
+        if self.state is not ParameterState.sharded:
+            return
+        self.full = self._pool.acquire(self.size, dtype=self.traits.dtype)
+        fetches = [self.parameter_store.fetch_into(p.parameter, out=p.of(self.full)) for p in self.pieces]
+        self._work = self._comm.all_gather(self.full, label=self.traits.name, after=_All(fetches))
+        self.state = ParameterState.gathering
+
+    def finish_gather(self) -> None:
+        """-> gathered: the parameters are usable."""
+        if self.state is ParameterState.gathered:
+            return
+        self.start_gather()
+        self._work.wait()
+        self._work = None
+        self.show_parameters()
+        self.state = ParameterState.gathered
+
+    def release(self, *, placeholder: Tensor) -> None:
+        """gathered -> sharded: parameters become NaN placeholders that keep their shapes; the buffer returns to the pool."""
+        if self.state is ParameterState.sharded:
+            return
+        if self.state is ParameterState.gathering:
+            self._work.wait()
+            self._work = None
+        for parameter, placement in zip(self.parameters, self.layout.placements, strict=True):
+            parameter.data = placeholder.expand(placement.shape)
+        self._pool.release(self.full)
+        self.full = None
+        self.state = ParameterState.sharded
+
+    def show_parameters(self) -> None:
+        """Makes the parameters views of `full`."""
+        for parameter, placement in zip(self.parameters, self.layout.placements, strict=True):
+            parameter.data = self.full[placement.offset : placement.stop].view(placement.shape)
+
+    # Gradients
+
+    def accept_gradient(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
+        """Moves parameter `index`'s fresh gradient into the flat buffer: copied when it is the first, added when not."""
+        parameter, placement = self.parameters[index], self.layout.placements[index]
+        if self.gradient is None:
+            self.gradient = acquire()
+            self._written = [False] * len(self.parameters)
+            for gap in self.layout.gaps():
+                self.gradient[gap.start : gap.stop].zero_()
+        place = self.gradient[placement.offset : placement.stop].view(placement.shape)
+        if self._written[index]:
+            place.add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+            self._written[index] = True
+        parameter.grad = None
+        self._arrived.add(index)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every parameter's gradient has come in this backward."""
+        return len(self._arrived) == len(self.parameters)
+
+    def fill_missing(self, *, acquire: Callable[[], Tensor]) -> None:
+        """Parameters that were not used have the gradient zero."""
+        if self.gradient is None:
+            self.gradient = acquire().zero_()
+            return
+        for written, placement in zip(self._written, self.layout.placements, strict=True):
+            if not written:
+                self.gradient[placement.offset : placement.stop].zero_()
+
+    def new_backward(self) -> None:
+        """The next backward starts: nobody's gradient has come."""
+        self._arrived.clear()
+
+    def forget_gradient(self) -> Tensor | None:
+        """Gives the gradient buffer away; the next gradient starts a new one."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+    def restart_gradient(self) -> None:
+        """Keeps the buffer, forgets its content."""
+        self._written = [False] * len(self.parameters)
+
+
+class _All:
+    def __init__(self, pendings: list[Pending]) -> None:
+        self._pendings = pendings
+
+    def wait(self) -> None:
+        for pending in self._pendings:
+            pending.wait()

@@ -1,0 +1,41 @@
+"""Flat device buffers that live for a moment: gathered parameters and gradients on their way to their shard.
+
+Buffers are kept for reuse. On the CPU a fresh allocation costs a page fault per 4 KiB, measured 0.1 s per GB and step; on a GPU
+the reuse keeps the allocator's pool from growing.
+"""
+
+import torch
+from torch import Tensor
+
+from ztk.runtime import MemoryLedger, Tier
+
+
+class BufferPool:
+    """Hands out 1-D buffers. Never holds more buffers than were in use at one time; each is as large as the largest it had to be.
+
+    Booked under one category as long as they exist, in use or not.
+    """
+
+    def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str) -> None:
+        self._device, self._ledger, self._category = device, ledger, category
+        self._free: list[Tensor] = []  # uint8, by size
+        self._used: dict[int, Tensor] = {}  # address -> uint8
+
+    def acquire(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A buffer [numel] with undefined content."""
+        nbytes = numel * dtype.itemsize
+        fitting = next((buffer for buffer in self._free if buffer.numel() >= nbytes), None)
+        if fitting is not None:
+            self._free = [buffer for buffer in self._free if buffer is not fitting]
+        else:
+            if self._free:  # the largest of those that are too small makes room for one that is not
+                self._ledger.remove(tier=Tier.device, category=self._category, nbytes=self._free.pop().numel())
+            fitting = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._ledger.add(tier=Tier.device, category=self._category, nbytes=nbytes)
+        self._used[fitting.data_ptr()] = fitting
+        return fitting[:nbytes].view(dtype)
+
+    def release(self, buffer: Tensor) -> None:
+        """The caller no longer uses `buffer`."""
+        self._free.append(self._used.pop(buffer.data_ptr()))
+        self._free.sort(key=Tensor.numel)

@@ -1,0 +1,214 @@
+"""From a model to buckets: plan the units, give every bucket its layout, its pieces and its first values.
+
+Nothing here is larger than one piece, or, for a model that already has values, one bucket: a model on the meta device is initialised shard by
+shard.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ztk.optim import FlatOptimizer, GroupTable
+from ztk.runtime import Comm, MemoryLedger, Tier
+from ztk.zero.bucket import Bucket, BucketTraits
+from ztk.zero.buffers import BufferPool
+from ztk.zero.gathering import Unit
+from ztk.zero.layout import BucketLayout, ParameterSpec
+from ztk.zero.piece import Piece, cut_shard
+from ztk.zero.policy import ZeroPolicy
+from ztk.zero.units import BucketPlan, UnitPlan, plan_buckets, plan_units
+from ztk.zero.update import Stores
+
+# (name, start, stop) -> fp32 [stop - start]: a stretch of a parameter's first values, the same on all ranks
+InitialValues = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """The buckets in order of definition, and the units that use them, the root last."""
+
+    buckets: list[Bucket]
+    units: list[Unit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Builder:
+    """What every bucket is built with."""
+
+    policy: ZeroPolicy
+    dtype: torch.dtype  # of the parameters
+    reduce_dtype: torch.dtype | None  # of the gradients, None: as the parameters
+    optimizer: FlatOptimizer
+    groups: GroupTable
+    stores: Stores
+    piece_size: int | None  # elements; None: a shard is one piece
+    comm: Comm
+    ledger: MemoryLedger
+    pool: BufferPool
+
+    def build(self, model: nn.Module, *, initial_values: InitialValues | None) -> Built:
+        """Takes over all parameters of `model`; its own storage is released bucket by bucket.
+
+        initial_values: needed if `model` is on the meta device. Otherwise rank 0's values are everybody's.
+        Raises ValueError if a parameter has no values.
+        """
+        self._check(model, initial_values=initial_values)
+        plans = plan_units(model)
+        whole = self._adopt(model)
+        buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
+        owner = {placement.name: bucket for bucket in buckets for placement in bucket.layout.placements}
+        for bucket in buckets:
+            source = initial_values or self._values_of(bucket, whole=whole)
+            self._fill(bucket, source=source)
+        return Built(buckets=buckets, units=list(self._units(plans, owner=owner)))
+
+    def _check(self, model: nn.Module, *, initial_values: InitialValues | None) -> None:
+        if initial_values is None:
+            for name, parameter in model.named_parameters():
+                if parameter.is_meta:
+                    raise ValueError(
+                        f"parameter {name} is on the meta device and has no values: pass initial_values, or build the "
+                        "model on a real device"
+                    )
+
+    def _adopt(self, model: nn.Module) -> dict[str, Tensor]:
+        """Sets the parameters' dtype and device without memory, and returns the values they had."""
+        values = {}
+        for name, parameter in list(model.named_parameters()):
+            empty = torch.empty((), dtype=self.dtype, device=self.comm.device).expand(parameter.shape)
+            values[name] = parameter.detach()
+            if parameter.is_meta:
+                _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            else:
+                values[name] = parameter.data
+                parameter.data = empty
+        return values
+
+    def _unit_buckets(self, plan: UnitPlan, *, model: nn.Module) -> Iterator[Bucket]:
+        parameters = dict(model.named_parameters())
+        bucket_plans = plan_buckets(
+            plan,
+            model=model,
+            bucket_size=self.policy.bucket_size,
+            persistence_threshold=self.policy.param_persistence_threshold,
+        )
+        for number, bucket_plan in enumerate(bucket_plans):
+            specs = [
+                ParameterSpec(name=name, shape=tuple(parameters[name].shape), group=self.groups.row_of.get(name, 0))
+                for name in bucket_plan.names
+            ]
+            layout = BucketLayout.plan(specs, num_shards=self.comm.size)
+            name = plan.name if len(bucket_plans) == 1 else f"{plan.name}#{number}"
+            bucket = Bucket(
+                self._traits(bucket_plan, name=name),
+                layout=layout,
+                parameters=[parameters[placement.name] for placement in layout.placements],
+                comm=self.comm,
+                pool=self.pool,
+            )
+            bucket.parameter_store = self.stores.parameters
+            bucket.pieces = list(self._pieces(bucket))
+            yield bucket
+
+    def _traits(self, plan: BucketPlan, *, name: str) -> BucketTraits:
+        # A world of one has nothing to shard; stage 3 there only means that parameters may be offloaded.
+        alone = self.comm.size == 1 and self.stores.parameters.tier is Tier.device
+        return BucketTraits(
+            name=name,
+            unit=plan.unit,
+            dtype=plan.dtype,
+            trainable=plan.trainable,
+            shards_parameters=self.policy.shards_parameters and not plan.persistent and not alone,
+            shards_gradients=self.policy.shards_gradients,
+        )
+
+    def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
+        """The pieces this rank updates: its own shard, or at stage 0 all shards, cut alike."""
+        traits, layout = bucket.traits, bucket.layout
+        everything = traits.trainable and not self.policy.shards_optimizer
+        for rank in range(self.comm.size) if everything else (self.comm.rank,):
+            for number, stretch in enumerate(cut_shard(layout, rank=rank, piece_size=self.piece_size)):
+                name, size = f"{traits.name}/{rank}.{number}", len(stretch)
+                states = gradient = parameter = None
+                if traits.trainable:
+                    rows = len(self.optimizer.state_names) + (not self._is_own_master(bucket))
+                    states = self.stores.optimizer.allocate(
+                        name=name, shape=(rows, size), dtype=torch.float32, category="optimizer"
+                    )
+                    if traits.shards_gradients:
+                        gradient = self.stores.gradients.allocate(
+                            name=name, shape=(size,), dtype=self.reduce_dtype or traits.dtype, category="gradients"
+                        )
+                if traits.shards_parameters:
+                    parameter = self.stores.parameters.allocate(
+                        name=name, shape=(size,), dtype=traits.dtype, category="parameters"
+                    )
+                yield Piece(
+                    start=stretch.start,
+                    stop=stretch.stop,
+                    segments=tuple(layout.segments(stretch)),
+                    states=states,
+                    gradient=gradient,
+                    parameter=parameter,
+                )
+
+    def _is_own_master(self, bucket: Bucket) -> bool:
+        """An fp32 parameter needs no master copy if the optimizer can reach it where its states are."""
+        home = self.stores.parameters.tier if bucket.traits.shards_parameters else Tier.device
+        return (
+            bucket.traits.dtype is torch.float32 and home is self.stores.optimizer.tier and home is not Tier.nvme
+        )
+
+    # First values
+
+    def _values_of(self, bucket: Bucket, *, whole: dict[str, Tensor]) -> InitialValues:
+        """Rank 0's values of a model that has them, one bucket at a time."""
+        values = {}
+        for placement in bucket.layout.placements:
+            value = whole.pop(placement.name).to(self.comm.device).contiguous()
+            self.comm.broadcast(value, source=0, label=placement.name).wait()
+            values[placement.name] = value.view(-1)
+        return lambda *, name, start, stop: values[name][start:stop].float()
+
+    def _fill(self, bucket: Bucket, *, source: InitialValues) -> None:
+        if not bucket.traits.shards_parameters:
+            bucket.full = torch.zeros(bucket.size, dtype=bucket.traits.dtype, device=self.comm.device)
+            self.ledger.add(tier=Tier.device, category="parameters", nbytes=bucket.full.nbytes)
+            bucket.show_parameters()
+        for piece in bucket.pieces:
+            values = torch.zeros(piece.stop - piece.start, dtype=torch.float32)
+            for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
+                place = values[fragment.offset - piece.start :][: fragment.stop - fragment.start]
+                place.copy_(source(name=fragment.name, start=fragment.start, stop=fragment.stop))
+            self.set_master(bucket, piece=piece, values=values)
+        if not bucket.traits.shards_parameters:
+            self.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+
+    def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
+        """Sets the master weights of a piece, fp32 [n], and the parameter that follows from them."""
+        parameter = values.to(bucket.traits.dtype)
+        if bucket.traits.shards_parameters:
+            self.stores.parameters.put(piece.parameter, value=parameter).wait()
+        else:
+            piece.of(bucket.full).copy_(parameter)
+        if piece.states is not None and not self._is_own_master(bucket):
+            states = self.stores.optimizer.fetch(piece.states).wait()
+            states[0].copy_(values)
+            self.stores.optimizer.put(piece.states, value=states).wait()
+
+    def _units(self, plans: list[UnitPlan], *, owner: dict[str, Bucket]) -> Iterator[Unit]:
+        for plan in plans:
+            used = dict.fromkeys(owner[name] for name in plan.used)
+            buckets = tuple(bucket for bucket in used if bucket.traits.shards_parameters)
+            if buckets or plan is plans[-1]:
+                yield Unit(name=plan.name, module=plan.module, buckets=buckets)
+
+
+def _replace(model: nn.Module, *, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Puts `new` wherever `old` stands, ties included."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new

@@ -1,0 +1,226 @@
+"""Stage 3: parameters are whole while they are used, and only then.
+
+[Note: Saved parameters]
+Autograd saves views of parameters (`weight.t()`) for the backward. The buffer under them is given away after the forward, so a
+saved tensor whose storage is a gathered buffer is packed as (bucket, shape, strides, offset) and rebuilt from the
+buffer of the moment when the backward asks for it. That request is also what gathers a bucket in the backward: it works for any
+module, for parameters used outside their own module, and needs no hooks on outputs.
+Hooks on saved tensors do not stack in PyTorch: only the innermost pair is called. So tensors that are no parameters are handed on
+to the pair that was active outside, which is how activation checkpointing around a unit keeps working.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ztk.runtime import PhaseClock
+from ztk.zero.bucket import Bucket, ParameterState
+from ztk.zero.policy import ZeroPolicy
+from ztk.zero.trace import UseTrace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Unit:
+    """A module and the sharded buckets it needs."""
+
+    name: str
+    module: nn.Module
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SavedParameter:
+    """A saved tensor that is a view of a bucket. See [Note: Saved parameters]."""
+
+    bucket: Bucket
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HandedOn:
+    """A saved tensor that the outer hooks packed."""
+
+    packed: object
+    unpack: object
+
+
+class Gathering:
+    """Gathers buckets before use, releases them after, and looks ahead."""
+
+    def __init__(self, units: list[Unit], *, policy: ZeroPolicy, clock: PhaseClock) -> None:
+        self._units, self._policy, self._clock = units, policy, clock
+        self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._by_storage: dict[int, Bucket] = {}  # address of a gathered buffer -> its bucket
+        self._users: dict[Bucket, int] = dict.fromkeys(self._buckets, 0)  # open units that need it
+        self._touched: set[Bucket] = set()  # used since it was gathered
+        self._live = 0  # gathered elements
+        self._open_units = 0
+        self._traces = {True: UseTrace(), False: UseTrace()}  # with gradients, without
+        self._trace = self._traces[True]
+        self._placeholders: dict[tuple, Tensor] = {}
+        for unit in units:
+            self._wrap(unit)
+        for module in units[-1].module.modules() if units else ():
+            if any(parameter in self._bucket_of for parameter in module._parameters.values()):
+                module._parameters = _GatherOnAccess(module._parameters, on_access=self._on_access)
+
+    # Use and release
+
+    def use(self, bucket: Bucket) -> None:
+        """Makes `bucket`'s parameters usable now and starts on what comes next."""
+        if bucket in self._touched:
+            return
+        self._trace.use(bucket)
+        self.borrow(bucket)
+        self._prefetch()
+
+    def borrow(self, bucket: Bucket) -> None:
+        """Gathers `bucket` outside of the model's own passes: nothing is recorded, nothing prefetched."""
+        self._start(bucket)
+        with self._clock.phase("communication"):
+            bucket.finish_gather()
+        self._by_storage[bucket.full.data_ptr()] = bucket
+        self._touched.add(bucket)
+
+    def release(self, bucket: Bucket) -> None:
+        """Nobody needs `bucket` for now. A bucket that is never sharded stays."""
+        if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded:
+            return
+        self._by_storage.pop(bucket.full.data_ptr(), None)
+        self._touched.discard(bucket)
+        self._live -= bucket.size
+        bucket.release(placeholder=self._placeholder(bucket))
+
+    def release_all(self) -> None:
+        """A pass is over: whatever is still gathered goes, prefetched or used."""
+        for bucket in self._buckets:
+            self.release(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket.state is ParameterState.sharded:
+            bucket.start_gather()
+            self._live += bucket.size
+
+    def _prefetch(self) -> None:
+        budget = self._policy.prefetch_bucket_size
+        for bucket in self._trace.ahead():
+            if bucket in self._touched:
+                continue
+            budget -= bucket.size
+            if budget < 0 or self._live + bucket.size > self._policy.max_live_parameters:
+                return
+            self._start(bucket)
+
+    def _placeholder(self, bucket: Bucket) -> Tensor:
+        """One NaN: reading a released parameter by mistake shows at once."""
+        key = bucket.traits.dtype, bucket.full.device
+        if key not in self._placeholders:
+            self._placeholders[key] = torch.full((), float("nan"), dtype=key[0], device=key[1])
+        return self._placeholders[key]
+
+    # Hooks into the model
+
+    def _wrap(self, unit: Unit) -> None:
+        original = unit.module.forward
+        is_root = unit is self._units[-1]
+
+        @functools.wraps(original)
+        def forward(*args, **kwargs):
+            with self._open(unit, is_root=is_root):
+                return original(*args, **kwargs)
+
+        unit.module.forward = forward
+
+    @contextmanager
+    def _open(self, unit: Unit, *, is_root: bool) -> Iterator[None]:
+        recomputing = _inside_backward()
+        if is_root and not recomputing:
+            self._trace = self._traces[torch.is_grad_enabled()]
+            self._trace.restart()
+        for bucket in unit.buckets:
+            self._users[bucket] += 1
+            self._start(bucket)
+        for bucket in unit.buckets:
+            self.use(bucket)
+        self._open_units += 1
+        try:
+            with self._saved_tensors():
+                yield
+        finally:
+            self._open_units -= 1
+            for bucket in unit.buckets:
+                self._users[bucket] -= 1
+            if not recomputing:  # a recomputed forward is followed at once by its backward
+                self._after_forward(unit, is_root=is_root)
+
+    def _after_forward(self, unit: Unit, *, is_root: bool) -> None:
+        for bucket in self._buckets if is_root else unit.buckets:
+            if bucket in self._touched and not self._users[bucket]:
+                if self._is_reused_soon(bucket):
+                    self._touched.discard(bucket)  # so that the next use is recorded
+                else:
+                    self.release(bucket)
+        if is_root and not torch.is_grad_enabled():
+            self.release_all()  # no backward follows
+
+    def _is_reused_soon(self, bucket: Bucket) -> bool:
+        distance = self._trace.distance_to(bucket)
+        within = distance is not None and 0 < self._policy.max_reuse_distance >= distance
+        return within and self._live <= self._policy.max_live_parameters
+
+    def _on_access(self, parameter: nn.Parameter) -> None:
+        """A module's attribute is a parameter of a unit that is not open: gathered till the model's forward ends."""
+        bucket = self._bucket_of.get(parameter)
+        if bucket is not None and self._open_units and bucket not in self._touched:
+            self.use(bucket)
+
+    # See [Note: Saved parameters]
+
+    @contextmanager
+    def _saved_tensors(self) -> Iterator[None]:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not torch.is_grad_enabled() or (outer and outer[1] == self._unpack):
+            yield
+            return
+
+        def pack(tensor: Tensor) -> object:
+            bucket = self._by_storage.get(tensor.untyped_storage().data_ptr())
+            if bucket is not None:
+                return _SavedParameter(
+                    bucket=bucket, shape=tensor.shape, strides=tensor.stride(), offset=tensor.storage_offset()
+                )
+            return tensor if outer is None else _HandedOn(packed=outer[0](tensor), unpack=outer[1])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def _unpack(self, saved: object) -> Tensor:
+        if isinstance(saved, _SavedParameter):
+            self.use(saved.bucket)
+            return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
+        return saved.unpack(saved.packed) if isinstance(saved, _HandedOn) else saved
+
+
+class _GatherOnAccess(dict):
+    """A module's parameters; reading one says so. Iteration does not."""
+
+    def __init__(self, parameters: dict, *, on_access) -> None:
+        super().__init__(parameters)
+        self._on_access = on_access
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._on_access(parameter)
+        return parameter
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

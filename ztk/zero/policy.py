@@ -1,0 +1,45 @@
+"""What a user chooses about ZeRO."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroPolicy:
+    """Which states are sharded over the data-parallel ranks, and how far ahead and how much is kept gathered.
+
+    stage: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020,
+        https://arxiv.org/abs/1910.02054). Sizes below are in elements.
+    bucket_size: a unit with more elements is cut into several flat buffers (a parameter is never cut).
+    prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use.
+    max_live_parameters: stage 3: prefetching stops when this many elements are gathered.
+    max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
+    param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
+    """
+
+    stage: int = 0
+    bucket_size: int = 500_000_000
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 0
+    param_persistence_threshold: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero.stage={self.stage}: must be 0, 1, 2 or 3; use zero=stage0 ... zero=stage3")
+        if self.bucket_size < 1:
+            raise ValueError(f"zero.bucket_size={self.bucket_size}: must be at least 1 element")
+        for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"zero.{name}={getattr(self, name)}: must be 0 or more elements")
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.stage >= 3

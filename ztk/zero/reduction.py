@@ -1,0 +1,208 @@
+"""Gradients: from autograd into flat buffers, from all ranks into shards, while the backward is still running."""
+
+import functools
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.kernels import sum_of_squares
+from ztk.runtime import Comm, MemoryLedger, PhaseClock, Tier
+from ztk.zero.bucket import Bucket
+from ztk.zero.buffers import BufferPool
+from ztk.zero.gathering import Gathering
+from ztk.zero.policy import ZeroPolicy
+from ztk.zero.store import Pending, Store
+
+MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one travels while the next fills
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InFlight:
+    bucket: Bucket
+    work: Pending
+    local: Tensor | None  # the whole local gradient, to be given back
+    shard: Tensor  # [shard_size], where the sum arrives
+
+
+class GradientReduction:
+    """Reduces each bucket once per synchronised backward, in one fixed order on all ranks.
+
+    The order is that of definition, backwards. A bucket is reduced when it and all before it in this order are complete;
+    what is incomplete at the end of the backward (modules that were not used) is reduced then, with zeros for what is missing.
+    So ranks that used different modules still meet in the same collectives.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        *,
+        policy: ZeroPolicy,
+        store: Store,
+        gathering: Gathering,
+        comm: Comm,
+        dtype: torch.dtype | None,
+        pool: BufferPool,
+        ledger: MemoryLedger,
+        clock: PhaseClock,
+    ) -> None:
+        self.synchronise = True  # False: gradients add up locally (`no_sync`)
+        self.is_boundary = True  # the optimizer steps after this backward
+        self.squares: dict[Bucket, Tensor] = {}  # per bucket: sum of squares of the reduced shard, fp32 [1]
+        self._order = list(reversed(buckets))
+        self._position = {bucket: position for position, bucket in enumerate(self._order)}
+        self._policy, self._store, self._gathering = policy, store, gathering
+        self._comm, self._dtype, self._pool, self._ledger, self._clock = comm, dtype, pool, ledger, clock
+        self._resident: dict[Bucket, Tensor] = {}  # stages 0 and 1: gradient buffers that stay
+        self._accumulated: set[Bucket] = set()  # shards that hold gradients of earlier micro-batches
+        self._in_flight: deque[_InFlight] = deque()
+        self._launched = 0
+        self._backward_open = False
+        self._reduced = False  # stages 0 and 1: this step's gradients are reduced already
+        for bucket in buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._on_gradient, bucket=bucket, index=index)
+                )
+
+    # During backward
+
+    def _on_gradient(self, parameter: Tensor, *, bucket: Bucket, index: int) -> None:
+        if not self._backward_open:
+            self.open_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        if self.synchronise and self._position[bucket] < self._launched:
+            raise RuntimeError(
+                f"{bucket.layout.placements[index].name}: a second gradient arrived after its bucket was reduced. Re-entrant "
+                "activation checkpointing over tied parameters does this; use checkpoint(..., use_reentrant=False)"
+            )
+        bucket.accept_gradient(index, acquire=functools.partial(self._acquire, bucket))
+        if self.synchronise and bucket.is_complete:
+            self._launch_complete()
+        if bucket.is_complete:
+            self._gathering.release(bucket)
+
+    def open_backward(self) -> None:
+        """A backward begins; without this call the first gradient opens it."""
+        if self._reduced:
+            raise RuntimeError(
+                "a second backward after this step's gradients were reduced: call engine.step() first, or run all but "
+                "the last backward of the step under engine.no_sync()"
+            )
+        self._backward_open = True
+        self._launched = 0
+        for bucket in self._order:
+            bucket.new_backward()
+
+    def finish_backward(self) -> None:
+        """The backward is over: reduces what was not used and releases what is still gathered. Idempotent."""
+        if not self._backward_open:
+            return
+        if self.synchronise:
+            while self._launched < len(self._order):
+                self._launch(self._order[self._launched])
+        self._gathering.release_all()
+        self._backward_open = False
+        self._reduced = self.synchronise and not self._policy.shards_gradients
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._order) and self._order[self._launched].is_complete:
+            self._launch(self._order[self._launched])
+
+    def _acquire(self, bucket: Bucket) -> Tensor:
+        """A buffer for the bucket's local gradient: resident at stages 0 and 1, passing at 2 and 3."""
+        dtype = self._dtype or bucket.traits.dtype
+        if bucket.traits.shards_gradients:
+            return self._pool.acquire(bucket.size, dtype=dtype)
+        if bucket not in self._resident:
+            buffer = torch.empty(bucket.size, dtype=dtype, device=self._comm.device)
+            self._ledger.add(tier=Tier.device, category="gradients", nbytes=buffer.nbytes)
+            self._resident[bucket] = buffer
+        return self._resident[bucket]
+
+    # Reduction
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._launched += 1
+        bucket.fill_missing(acquire=functools.partial(self._acquire, bucket))
+        label = bucket.traits.name
+        if self._policy.stage == 0:
+            work = self._comm.all_reduce(bucket.gradient, label=label)
+            flight = _InFlight(bucket=bucket, work=work, local=None, shard=bucket.own(bucket.gradient))
+        elif not bucket.traits.shards_gradients:
+            shard = bucket.own(bucket.gradient)
+            work = self._comm.reduce_scatter(bucket.gradient, out=shard, label=label)
+            flight = _InFlight(bucket=bucket, work=work, local=None, shard=shard)
+        else:
+            local = bucket.forget_gradient()
+            shard = self._landing_place(bucket, dtype=local.dtype)
+            work = self._comm.reduce_scatter(local, out=shard, label=label)
+            flight = _InFlight(bucket=bucket, work=work, local=local, shard=shard)
+        self._in_flight.append(flight)
+        while len(self._in_flight) > MAX_IN_FLIGHT:
+            self._land(self._in_flight.popleft())
+
+    def _landing_place(self, bucket: Bucket, *, dtype: torch.dtype) -> Tensor:
+        """The shard itself if it lies on the device and holds nothing yet, else a passing buffer."""
+        if self._store.tier is Tier.device and bucket not in self._accumulated:
+            return self._store.fetch(bucket.pieces[0].gradient).wait()
+        return self._pool.acquire(bucket.layout.shard_size, dtype=dtype)
+
+    def _land(self, flight: _InFlight) -> None:
+        """The sum has arrived: it joins earlier micro-batches' and goes where gradients sleep."""
+        bucket = flight.bucket
+        with self._clock.phase("communication"):
+            flight.work.wait()
+        if flight.local is not None:
+            self._pool.release(flight.local)
+            self._keep(bucket, shard=flight.shard)
+        elif self.is_boundary:
+            self.squares[bucket] = sum_of_squares(flight.shard)
+
+    def _keep(self, bucket: Bucket, *, shard: Tensor) -> None:
+        start = bucket.layout.shard(self._comm.rank).start
+        if self._store.tier is Tier.device:
+            kept = self._store.fetch(bucket.pieces[0].gradient).wait()
+            if kept is not shard:
+                kept.add_(shard)
+                self._pool.release(shard)
+            total = kept
+        else:
+            if bucket in self._accumulated:
+                earlier = self._pool.acquire(shard.numel(), dtype=shard.dtype)
+                for piece in bucket.pieces:
+                    place = earlier[piece.start - start : piece.stop - start]
+                    self._store.fetch_into(piece.gradient, out=place).wait()
+                shard.add_(earlier)
+                self._pool.release(earlier)
+            with self._clock.phase("io"):
+                puts = [
+                    self._store.put(piece.gradient, value=shard[piece.start - start : piece.stop - start])
+                    for piece in bucket.pieces
+                ]
+                for put in puts:
+                    put.wait()
+            total = shard
+        self._accumulated.add(bucket)
+        if self.is_boundary:
+            self.squares[bucket] = sum_of_squares(total)
+        if self._store.tier is not Tier.device:
+            self._pool.release(shard)
+
+    # At the step
+
+    def finish_step(self) -> None:
+        """All sums have arrived. Raises if no backward was synchronised since the last step."""
+        while self._in_flight:
+            self._land(self._in_flight.popleft())
+        if len(self.squares) < len(self._order):
+            raise RuntimeError("step() without a synchronised backward since the last step: call backward() first")
+
+    def forget(self) -> None:
+        """The step is done; the next gradients start anew."""
+        self.squares.clear()
+        self._accumulated.clear()
+        self._reduced = False
+        for bucket in self._order:
+            bucket.restart_gradient()

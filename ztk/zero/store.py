@@ -1,0 +1,102 @@
+"""Where a shard sleeps: the protocol that `zero` needs and `ztk.offload` implements, and the trivial case."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.runtime import MemoryLedger, Tier
+
+
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Tensor | None: ...
+
+
+class Slot(Protocol):
+    """A stored tensor's name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Store(Protocol):
+    """Keeps tensors in one tier.
+
+    A fetched tensor's memory is valid until `put` or `release` of its slot. Puts and fetches of one slot happen in the order of the
+    calls. Errors of the medium surface in `wait()` or `flush()`.
+    """
+
+    tier: Tier
+
+    def allocate(self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Slot: ...
+
+    def fetch(self, slot: Slot) -> Pending: ...
+
+    def fetch_into(self, slot: Slot, *, out: Tensor) -> Pending: ...
+
+    def put(self, slot: Slot, *, value: Tensor) -> Pending: ...
+
+    def release(self, slot: Slot) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Done:
+    """A pending that is over."""
+
+    def __init__(self, value: Tensor | None = None) -> None:
+        self._value = value
+
+    def wait(self) -> Tensor | None:
+        return self._value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeviceSlot:
+    """A slot that is the tensor itself."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: Tensor
+
+
+class DeviceStore:
+    """No offloading: tensors stay in the memory the model computes in."""
+
+    tier = Tier.device
+
+    def __init__(self, *, device: torch.device, ledger: MemoryLedger) -> None:
+        self._device = device
+        self._ledger = ledger
+
+    def allocate(self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> DeviceSlot:
+        tensor = torch.zeros(shape, dtype=dtype, device=self._device)
+        self._ledger.add(tier=self.tier, category=category, nbytes=tensor.nbytes)
+        return DeviceSlot(name=name, shape=shape, dtype=dtype, tensor=tensor)
+
+    def fetch(self, slot: DeviceSlot) -> Done:
+        return Done(slot.tensor)
+
+    def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Done:
+        return Done(out.copy_(slot.tensor))
+
+    def put(self, slot: DeviceSlot, *, value: Tensor) -> Done:
+        if value is not slot.tensor:
+            slot.tensor.copy_(value)
+        return Done()
+
+    def release(self, slot: DeviceSlot) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

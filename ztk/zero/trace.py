@@ -1,0 +1,45 @@
+"""The order in which buckets are used in a pass, recorded to look ahead in the next one."""
+
+from collections.abc import Iterator
+
+from ztk.zero.bucket import Bucket
+
+
+class UseTrace:
+    """Uses of buckets from one start of the model to the next: forward, then backward.
+
+    Deterministic on purpose: what is prefetched depends on recorded uses and sizes only, never on time, so all ranks issue the
+    same collectives in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: list[Bucket] = []
+        self._current: list[Bucket] = []
+        self._cursor = 0
+
+    def restart(self) -> None:
+        """A new pass begins; the last one becomes the forecast."""
+        if self._current:
+            self._recorded = self._current
+        self._current, self._cursor = [], 0
+
+    def use(self, bucket: Bucket) -> None:
+        """`bucket` is used now. The cursor moves past it in the forecast, or stays when the model took another path."""
+        self._current.append(bucket)
+        for position in range(self._cursor, len(self._recorded)):
+            if self._recorded[position] is bucket:
+                self._cursor = position + 1
+                return
+
+    def ahead(self) -> Iterator[Bucket]:
+        """The forecast from here on."""
+        return iter(self._recorded[self._cursor :])
+
+    def distance_to(self, bucket: Bucket) -> int | None:
+        """Elements used before `bucket` is used again, or None if the forecast does not use it again."""
+        distance = 0
+        for other in self.ahead():
+            if other is bucket:
+                return distance
+            distance += other.size
+        return None

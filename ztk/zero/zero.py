@@ -1,0 +1,224 @@
+"""ZeRO over one model: built once, then gathering, reduction and update take turns."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ztk.optim import FlatOptimizer, GroupTable
+from ztk.precision import PrecisionPolicy
+from ztk.runtime import Comm, MemoryLedger, PhaseClock
+from ztk.zero.buffers import BufferPool
+from ztk.zero.bucket import Bucket, ParameterState
+from ztk.zero.build import Builder, InitialValues
+from ztk.zero.gathering import Gathering
+from ztk.zero.piece import Piece
+from ztk.zero.policy import ZeroPolicy
+from ztk.zero.reduction import GradientReduction
+from ztk.zero.update import ShardUpdate, Stores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateShard:
+    """This rank's stretch [start, stop) of one parameter's flat state: what a checkpoint is made of.
+
+    kind: "master" (fp32 weights; the parameter is their cast), a name of the optimizer's states, or "parameter" for a frozen
+    parameter, which has nothing else.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    value: Tensor  # [stop - start]
+
+
+class Zero:
+    """The parameters, gradients and optimizer states of `model`, sharded as `policy` says."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: ZeroPolicy,
+        precision: PrecisionPolicy,
+        optimizer: FlatOptimizer,
+        groups: GroupTable,
+        stores: Stores,
+        comm: Comm,
+        ledger: MemoryLedger,
+        clock: PhaseClock,
+        piece_size: int | None = None,
+        initial_values: InitialValues | None = None,
+    ) -> None:
+        self.policy, self.optimizer, self._stores, self._comm = policy, optimizer, stores, comm
+        gathered = BufferPool(device=comm.device, ledger=ledger, category="gathered")
+        passing = BufferPool(device=comm.device, ledger=ledger, category="gradients in flight")
+        self._builder = Builder(
+            policy=policy,
+            dtype=precision.dtype,
+            reduce_dtype=precision.reduce_dtype,
+            optimizer=optimizer,
+            groups=groups,
+            stores=stores,
+            piece_size=piece_size,
+            comm=comm,
+            ledger=ledger,
+            pool=gathered,
+        )
+        built = self._builder.build(model, initial_values=initial_values)
+        self.buckets = built.buckets
+        trained = [bucket for bucket in built.buckets if bucket.traits.trainable]
+        sharded = any(bucket.traits.shards_parameters for bucket in built.buckets)
+        self.gathering = Gathering(built.units if sharded else [], policy=policy, clock=clock)
+        self.reduction = GradientReduction(
+            trained,
+            policy=policy,
+            store=stores.gradients,
+            gathering=self.gathering,
+            comm=comm,
+            dtype=precision.reduce_dtype,
+            pool=passing,
+            ledger=ledger,
+            clock=clock,
+        )
+        self._update = ShardUpdate(trained, optimizer=optimizer, stores=stores, comm=comm, clock=clock)
+        self._trained = trained
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model, frozen ones included, padding not."""
+        return sum(bucket.layout.num_parameters for bucket in self.buckets)
+
+    def sum_of_squares(self) -> Tensor:
+        """fp32 [1]: over all ranks' gradients, scaled and summed as they are, the same bits at every stage and on every rank."""
+        self.reduction.finish_step()
+        partial = torch.cat([self.reduction.squares[bucket] for bucket in self._trained]).sum().view(1)
+        return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
+
+    def update(self, control: Tensor) -> None:
+        """The optimizer step, after `step_control` has written `control`."""
+        self._update.run(control)
+        self.reduction.forget()
+
+    def first_non_finite(self) -> str | None:
+        """The first parameter, in order of definition, whose reduced gradient is not finite. The same answer on every rank."""
+        first, names = float("inf"), []
+        for bucket in self._trained:
+            for piece in bucket.pieces:
+                if piece.start in bucket.layout.shard(self._comm.rank):
+                    bad = self._non_finite_in(bucket, piece=piece)
+                    first = min([first, *(len(names) + index for index in bad)])
+            names += [placement.name for placement in bucket.layout.placements]
+        answer = torch.tensor([first], dtype=torch.float64, device=self._comm.device)
+        first = float(self._comm.gather_scalars(answer, label="first non-finite gradient").min())
+        return None if first == float("inf") else names[int(first)]
+
+    def _non_finite_in(self, bucket: Bucket, *, piece: Piece) -> list[int]:
+        """Numbers of the bucket's parameters with a non-finite gradient in `piece`."""
+        gradient = piece.of(bucket.gradient) if piece.gradient is None else self._stores.gradients.fetch(piece.gradient).wait()
+        number = {placement.name: index for index, placement in enumerate(bucket.layout.placements)}
+        bad = [
+            number[fragment.name]
+            for fragment in bucket.layout.fragments(range(piece.start, piece.stop))
+            if not gradient[fragment.offset - piece.start :][: fragment.stop - fragment.start].isfinite().all()
+        ]
+        if piece.gradient is not None:
+            self._stores.gradients.release(piece.gradient)
+        return bad
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are whole inside: for reading, and for small models. Every rank must enter."""
+        sharded = [bucket for bucket in self.buckets if bucket.state is ParameterState.sharded]
+        for bucket in sharded:
+            self.gathering.borrow(bucket)
+        try:
+            yield
+        finally:
+            for bucket in sharded:
+                self.gathering.release(bucket)
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, parameter) one bucket at a time, so that no more than one is whole. Every rank must iterate to the end."""
+        for bucket in self.buckets:
+            was_sharded = bucket.state is ParameterState.sharded
+            if was_sharded:
+                self.gathering.borrow(bucket)
+            for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+                yield placement.name, parameter.data
+            if was_sharded:
+                self.gathering.release(bucket)
+
+    # State, for checkpoints
+
+    def state_shards(self) -> Iterator[StateShard]:
+        """Every state element of the model exactly once over all ranks, piece by piece. Values are valid until the next one."""
+        for bucket in self.buckets:
+            own = bucket.layout.shard(self._comm.rank)
+            for piece in bucket.pieces:
+                if piece.start not in own:
+                    continue  # stage 0 keeps all shards; each rank answers for its own
+                for kind, values in self._piece_state(bucket, piece=piece):
+                    yield from self._shards(bucket, piece=piece, kind=kind, values=values)
+                if piece.states is not None:
+                    self._stores.optimizer.release(piece.states)
+
+    def load_state(self, read) -> None:
+        """Sets all state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece."""
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                kind = "master" if bucket.traits.trainable else "parameter"
+                values = self._read(bucket, piece=piece, kind=kind, read=read)
+                self._builder.set_master(bucket, piece=piece, values=values)
+                if bucket.traits.trainable:
+                    self._load_moments(bucket, piece=piece, read=read)
+            if not bucket.traits.shards_parameters:
+                self._comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+
+    def _load_moments(self, bucket: Bucket, *, piece: Piece, read) -> None:
+        states = self._stores.optimizer.fetch(piece.states).wait()
+        moments = states[states.shape[0] - len(self.optimizer.state_names) :]
+        for kind, moment in zip(self.optimizer.state_names, moments, strict=True):
+            moment.copy_(self._read(bucket, piece=piece, kind=kind, read=read))
+        self._stores.optimizer.put(piece.states, value=states).wait()
+
+    def _read(self, bucket: Bucket, *, piece: Piece, kind: str, read) -> Tensor:
+        values = torch.zeros(piece.stop - piece.start, dtype=torch.float32)
+        for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
+            place = values[fragment.offset - piece.start :][: fragment.stop - fragment.start]
+            place.copy_(read(name=fragment.name, kind=kind, start=fragment.start, stop=fragment.stop))
+        return values
+
+    def _piece_state(self, bucket: Bucket, *, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        if piece.states is None:
+            yield "parameter", self._parameter(bucket, piece=piece)
+            return
+        states = self._stores.optimizer.fetch(piece.states).wait()
+        num_moments = len(self.optimizer.state_names)
+        has_master = states.shape[0] > num_moments
+        yield "master", states[0] if has_master else self._parameter(bucket, piece=piece)
+        yield from zip(self.optimizer.state_names, states[states.shape[0] - num_moments :], strict=True)
+
+    def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+        if not bucket.traits.shards_parameters:
+            return piece.of(bucket.full)
+        out = torch.empty(piece.stop - piece.start, dtype=bucket.traits.dtype, device=self._comm.device)
+        self._stores.parameters.fetch_into(piece.parameter, out=out).wait()
+        return out
+
+    def _shards(self, bucket: Bucket, *, piece: Piece, kind: str, values: Tensor) -> Iterator[StateShard]:
+        shapes = {placement.name: placement.shape for placement in bucket.layout.placements}
+        for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
+            offset = fragment.offset - piece.start
+            yield StateShard(
+                name=fragment.name,
+                kind=kind,
+                shape=shapes[fragment.name],
+                start=fragment.start,
+                stop=fragment.stop,
+                value=values[offset : offset + fragment.stop - fragment.start],
+            )
