@@ -1,0 +1,119 @@
+"""Faults of precision policies, and a dynamic loss scale driven through step control."""
+
+import pytest
+import torch
+
+from ztk import kernels
+from ztk.precision import LossScalePolicy, PrecisionPolicy, control_settings, control_state
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial": 0.0}, "precision.loss_scale.initial=0.0"),
+        ({"initial": float("inf")}, "precision.loss_scale.initial=inf"),
+        ({"window": 0}, "precision.loss_scale.window=0"),
+        ({"hysteresis": 0}, "precision.loss_scale.hysteresis=0"),
+        ({"floor": 0.0}, "precision.loss_scale.floor=0.0"),
+        ({"growth_factor": 1.0}, "precision.loss_scale.growth_factor=1.0"),
+        ({"backoff_factor": 1.0}, "precision.loss_scale.backoff_factor=1.0"),
+        ({"floor": 8.0, "initial": 4.0}, "initial=4.0: must lie between precision.loss_scale.floor=8.0 and"),
+        ({"maximum": 4.0}, "maximum=4.0"),
+    ],
+)
+def test_loss_scale_faults(options, message):
+    with pytest.raises(ValueError, match=message):
+        LossScalePolicy(**options)
+
+
+def test_precision_faults():
+    with pytest.raises(ValueError, match="precision.dtype=torch.float64: must be one of fp32, bf16, fp16"):
+        PrecisionPolicy(dtype=torch.float64)
+    with pytest.raises(ValueError, match="precision.reduce_dtype=torch.int8"):
+        PrecisionPolicy(reduce_dtype=torch.int8)
+    with pytest.raises(ValueError, match="precision.dtype=fp8: must be one of"):
+        PrecisionPolicy.named("fp8")
+    with pytest.raises(ValueError, match="precision.loss_scale=dynamic has no effect with precision.dtype=bf16"):
+        PrecisionPolicy.named("bf16", loss_scale=LossScalePolicy())
+    with pytest.raises(ValueError, match="precision.loss_scale=128.0 has no effect with precision.dtype=fp32"):
+        PrecisionPolicy(loss_scale=LossScalePolicy(dynamic=False, initial=128.0))
+
+
+def test_defaults_by_dtype():
+    assert PrecisionPolicy.named("fp16").loss_scale == LossScalePolicy()
+    assert PrecisionPolicy.named("bf16").loss_scale == PrecisionPolicy().loss_scale == LossScalePolicy.off()
+    assert PrecisionPolicy.named("bf16").gradient_dtype is torch.bfloat16
+    assert PrecisionPolicy.named("bf16", reduce_dtype="fp32").gradient_dtype is torch.float32
+
+
+def test_settings_and_state_have_the_kernel_layout():
+    policy = LossScalePolicy(
+        initial=512.0, window=7, hysteresis=3, floor=2.0, growth_factor=4.0, backoff_factor=0.25, maximum=1024.0
+    )
+    settings = control_settings(policy, gradient_divisor=6, clip_grad_norm=1.5)
+    assert settings.dtype == torch.float32 and settings.numel() == kernels.SETTINGS_SIZE
+    expected = {
+        "gradient_divisor": 6, "max_norm": 1.5, "dynamic": 1, "growth_factor": 4, "backoff_factor": 0.25,
+        "growth_interval": 7, "hysteresis": 3, "min_scale": 2, "max_scale": 1024, "consecutive_hysteresis": 0,
+    }  # fmt: skip
+    assert {setting.name: settings[setting].item() for setting in kernels.Setting} == expected
+    state = control_state(policy)
+    assert {entry.name: state[entry].item() for entry in kernels.State if state[entry]} == {
+        "loss_scale": 512.0,
+        "hysteresis_left": 3.0,
+    }
+
+
+class DeepSpeedScaler:
+    """The published rule of DeepSpeed's DynamicLossScaler, word for word"""
+
+    def __init__(self, policy: LossScalePolicy) -> None:
+        self.policy, self.scale, self.left = policy, policy.initial, policy.hysteresis
+        self.iteration, self.last_overflow = 0, -1
+
+    def update(self, overflow: bool) -> None:
+        policy = self.policy
+        if overflow:
+            if policy.hysteresis == 1 or self.left == 1:
+                self.scale = max(self.scale * policy.backoff_factor, policy.floor)
+            else:
+                self.left -= 1
+            self.last_overflow = self.iteration
+        else:
+            if policy.consecutive_hysteresis:
+                self.left = policy.hysteresis
+            if (self.iteration - self.last_overflow) % policy.window == 0:
+                self.left = policy.hysteresis
+                self.scale *= policy.growth_factor
+        self.iteration += 1
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_scale_moves_as_in_deepspeed(hysteresis, consecutive):
+    policy = LossScalePolicy(initial=64.0, window=3, hysteresis=hysteresis, consecutive_hysteresis=consecutive)
+    reference = DeepSpeedScaler(policy)
+    state, settings = control_state(policy), control_settings(policy, gradient_divisor=1)
+    control, hyper = torch.zeros(1, kernels.CONTROL_COLUMNS), torch.zeros(1, kernels.HYPER_COLUMNS)
+    overflows = "..x...xx..x.xxxxxxxxxxx...x......"
+    for overflow in (mark == "x" for mark in overflows):
+        sumsq = torch.tensor([float("nan") if overflow else 1.0])
+        kernels.step_control(
+            state, sumsq=sumsq, hyper=hyper, lr_table=torch.ones(1), control=control, settings=settings
+        )
+        reference.update(overflow)
+        assert state[kernels.State.loss_scale] == reference.scale
+        assert bool(control[0, kernels.Control.skip]) == overflow
+    assert state[kernels.State.skipped_steps] == overflows.count("x")
+    assert state[kernels.State.step] == overflows.count(".")
+
+
+def test_static_scale_stays():
+    policy = LossScalePolicy(dynamic=False, initial=8.0)
+    state, settings = control_state(policy), control_settings(policy, gradient_divisor=1)
+    control, hyper = torch.zeros(1, kernels.CONTROL_COLUMNS), torch.zeros(1, kernels.HYPER_COLUMNS)
+    for sumsq in (1.0, float("inf"), 1.0):
+        kernels.step_control(
+            state, sumsq=torch.tensor([sumsq]), hyper=hyper, lr_table=torch.ones(1), control=control, settings=settings
+        )
+    assert state[kernels.State.loss_scale] == 8.0

@@ -1,0 +1,301 @@
+"""The run folder's contract, and everything that is written into it."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from ztk import report
+from ztk.report.folder import write_json
+from ztk.report.reporter import Reporter, ReportPolicy
+from ztk.runtime import MemoryLedger, PhaseClock, Tier
+
+ROW_KEYS = {
+    *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second", "step_seconds"),
+    *(f"memory.{tier}_bytes" for tier in ("device", "host", "nvme")),
+    *(f"comm.{kind}_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")),
+    *("io.read_bytes", "io.write_bytes"),
+}
+SUMMARY_KEYS = {
+    *("status", "error", "steps", "first_loss", "final_loss", "tokens_per_second", "step_seconds_median", "parameters"),
+    *("world_size", "loss_digest"),
+    *(f"peak_memory.{tier}_bytes" for tier in ("device", "host", "nvme")),
+    *(f"seconds.{phase}" for phase in ("forward", "backward", "communication", "optimizer", "io")),
+}
+
+
+@dataclass
+class Counters:
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Io:
+    read_bytes: int = 0
+    write_bytes: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Metrics:
+    lr: float = 3e-4
+    grad_norm: float = 1.5
+    loss_scale: float = 1.0
+    skipped_total: int = 0
+
+
+def make_gauges() -> report.Gauges:
+    return report.Gauges(memory=MemoryLedger(), comm=Counters(), clock=PhaseClock(), io=Io())
+
+
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The gather of a world of one."""
+    return values[None]
+
+
+def make_reporter(folder: Path, *, gauges: report.Gauges | None = None, gather=alone, **options) -> Reporter:
+    names = ("every", "total_steps", "tracker", "tracker_every", "plain_seconds")
+    policy = ReportPolicy(folder=str(folder), **{"total_steps": 4} | {k: options.pop(k) for k in names if k in options})
+    return Reporter(
+        policy,
+        **{"rank": 0, "world_size": 1, "parameters": 1000} | options,
+        gauges=gauges or make_gauges(),
+        gather=gather,
+    )
+
+
+def train(reporter: Reporter, *, losses: list[float], finish: bool = True) -> dict | None:
+    with reporter:
+        for loss in losses:
+            reporter.step(loss=torch.tensor(loss), tokens=64, metrics=Metrics)
+        return reporter.finish() if finish else None
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return list(report.read_rows(folder))
+
+
+def test_folder_keeps_the_contract(tmp_path):
+    train(make_reporter(tmp_path), losses=[4.0, 3.0, 2.5, 2.0])
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(set(row) == ROW_KEYS for row in rows)
+    assert [row["tokens"] for row in rows] == [64, 128, 192, 256]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert SUMMARY_KEYS <= set(summary)
+    assert (summary["status"], summary["error"], summary["steps"]) == ("done", None, 4)
+    assert (summary["first_loss"], summary["final_loss"]) == (4.0, 2.0)
+    environment = json.loads((tmp_path / "env.json").read_text())
+    assert {"python", "torch", "triton", "commit", "device", "world_size"} <= set(environment)
+
+
+def test_counters_reach_rows_as_bytes_per_step(tmp_path):
+    gauges = make_gauges()
+    gauges.comm.bytes["all_gather"] = 10**6  # before training: counts for no step
+    with make_reporter(tmp_path, gauges=gauges, every=2) as reporter:
+        for step in range(1, 5):
+            gauges.memory.add(tier=Tier.host, category="optimizer", nbytes=100)
+            gauges.comm.bytes["all_gather"] = 10**6 + 300 * step
+            gauges.io.read_bytes = 4096 * step
+            with reporter.aside():
+                gauges.comm.bytes["all_gather"] += 0
+            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics)
+        summary = reporter.finish()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 4]
+    assert [row["comm.all_gather_bytes"] for row in rows] == [300, 300, 300]
+    assert [row["io.read_bytes"] for row in rows] == [4096, 4096, 4096]
+    assert [row["memory.host_bytes"] for row in rows] == [100, 200, 400]
+    assert summary["comm.all_gather_bytes"] == 1200
+    assert summary["peak_memory.host_bytes"] == summary["memory.host.optimizer_bytes"] == 400
+
+
+def test_time_and_traffic_aside_count_for_no_step(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("ztk.report.rows.time.perf_counter", lambda: now[0])
+    gauges = make_gauges()
+    with make_reporter(tmp_path, gauges=gauges, total_steps=2) as reporter:
+        for _ in range(2):
+            now[0] += 0.5
+            gauges.comm.bytes["all_gather"] = gauges.comm.bytes.get("all_gather", 0) + 8
+            with reporter.aside():
+                now[0] += 100.0
+                gauges.comm.bytes["all_gather"] += 10**6
+            reporter.step(loss=torch.tensor(1.0), tokens=64, metrics=Metrics)
+        summary = reporter.finish()
+    assert [row["step_seconds"] for row in rows_of(tmp_path)] == [0.5, 0.5]
+    assert [row["comm.all_gather_bytes"] for row in rows_of(tmp_path)] == [8, 8]
+    assert summary["step_seconds_median"] == 0.5
+    assert summary["tokens_per_second"] == 128.0
+
+
+def test_loss_is_the_mean_over_ranks_and_counters_their_maximum(tmp_path):
+    def two_ranks(values):
+        return torch.stack([values, values * 3])
+
+    with make_reporter(tmp_path, gather=two_ranks, total_steps=1, world_size=2) as reporter:
+        reporter._gauges.memory.add(tier=Tier.device, category="parameters", nbytes=7)
+        reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics)
+    (row,) = rows_of(tmp_path)
+    assert row["loss"] == 2.0
+    assert row["memory.device_bytes"] == 21
+
+
+def test_digest_sees_one_bit_of_any_step_and_no_row_interval(tmp_path):
+    losses = [4.0, 3.0, 2.5, 2.0]
+    one_bit = torch.tensor(3.0).view(torch.int32).add(1).view(torch.float32).item()
+    digests = [
+        train(make_reporter(tmp_path / name, every=every), losses=values)["loss_digest"]
+        for name, every, values in (
+            ("a", 1, losses),
+            ("b", 3, losses),
+            ("c", 1, [4.0, one_bit, 2.5, 2.0]),
+            ("d", 1, [3.0, 4.0, 2.5, 2.0]),
+        )
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_resumed_run_ends_with_the_digest_and_rows_of_an_uninterrupted_one(tmp_path):
+    losses = [4.0, 3.0, 2.5, 2.0]
+    whole = train(make_reporter(tmp_path / "whole"), losses=losses)
+    first = make_reporter(tmp_path / "cut")
+    with first:
+        for loss in losses[:2]:
+            first.step(loss=torch.tensor(loss), tokens=64, metrics=Metrics)
+        saved = first.digest
+        first.step(loss=torch.tensor(9.0), tokens=64, metrics=Metrics)  # after the checkpoint: made again
+    resumed = train(make_reporter(tmp_path / "cut", first_step=2, digest=saved), losses=losses[2:])
+    assert resumed["loss_digest"] == whole["loss_digest"]
+    assert resumed["steps"] == 4
+    assert [row["loss"] for row in rows_of(tmp_path / "cut")] == losses
+
+
+def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
+    with make_reporter(tmp_path, every=100) as reporter:
+        for step in range(1, 5):
+            extra = {"validation_loss": 2.0} if step == 3 else {}
+            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics, **extra)
+        summary = reporter.finish(validation_loss=2.0, bigram_entropy=2.3)
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 3, 4]
+    assert rows_of(tmp_path)[1]["validation_loss"] == 2.0
+    assert summary["bigram_entropy"] == 2.3
+
+
+def test_failed_run_keeps_its_rows_and_says_why(tmp_path):
+    with pytest.raises(RuntimeError), make_reporter(tmp_path) as reporter:
+        reporter.step(loss=torch.tensor(4.0), tokens=1, metrics=Metrics)
+        raise RuntimeError("disk full")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "RuntimeError: disk full", 1)
+    assert SUMMARY_KEYS <= set(summary)
+    assert len(rows_of(tmp_path)) == 1
+    report.write_failed_summary(tmp_path, error="rank 1 was killed")  # the parent knows the first cause
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["error"], summary["first_loss"], summary["world_size"]) == ("rank 1 was killed", 4.0, 1)
+
+
+def test_failed_summary_without_a_summary(tmp_path):
+    report.write_failed_summary(tmp_path / "nothing", error="no rank started")
+    summary = json.loads((tmp_path / "nothing" / "summary.json").read_text())
+    assert summary == {"status": "failed", "error": "no rank started", "steps": 0}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n{"step": 3, "lo')
+    report.write_failed_summary(tmp_path, error="killed")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["first_loss"], summary["final_loss"]) == (2, 5.0, 4.0)
+
+
+def test_failed_summary_needs_no_torch():
+    code = "import sys; from ztk.report import write_failed_summary; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_json_is_strict(tmp_path):
+    write_json(tmp_path / "a.json", values={"loss": math.nan, "norm": math.inf, "step": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None, "norm": None, "step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_overflow_and_nan_do_not_stop_the_record(tmp_path, capsys):
+    with make_reporter(tmp_path, total_steps=1) as reporter:
+        reporter.step(
+            loss=torch.tensor(math.nan), tokens=1, metrics=lambda: Metrics(grad_norm=math.inf, loss_scale=2.0)
+        )
+        reporter.finish()
+    (row,) = rows_of(tmp_path)
+    assert row["loss"] is None and row["grad_norm"] is None
+    assert "scale 2" in capsys.readouterr().out
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    summary = train(make_reporter(tmp_path / "none", rank=1), losses=[1.0] * 4)
+    assert summary["steps"] == 4
+    assert not (tmp_path / "none").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_output_and_tables(tmp_path, capsys):
+    gauges = make_gauges()
+    gauges.memory.add(tier=Tier.device, category="parameters", nbytes=2_000_000)
+    gauges.memory.add(tier=Tier.nvme, category="optimizer", nbytes=12_000_000)
+    with make_reporter(tmp_path, gauges=gauges) as reporter:
+        for _ in range(4):
+            gauges.io.write_bytes += 10**9
+            gauges.io.write_seconds += 0.5
+            gauges.comm.bytes["reduce_scatter"] = gauges.comm.bytes.get("reduce_scatter", 0) + 5000
+            reporter.step(loss=torch.tensor(2.0), tokens=64, metrics=Metrics)
+        reporter.finish()
+    out = capsys.readouterr().out
+    assert "step 1/4" in out and "step 4/4" in out and "step 2/4" not in out
+    for text in ("2.00 MB", "12.0 MB", "2.00 GB/s", "5.00 kB", "memory per rank and tier", "seconds per phase"):
+        assert text in out, text
+
+
+def test_picture(tmp_path):
+    with make_reporter(tmp_path) as reporter:
+        reporter._gauges.memory.add(tier=Tier.device, category="parameters", nbytes=2_000_000)
+        for _ in range(4):
+            reporter.step(loss=torch.tensor(2.0), tokens=64, metrics=Metrics, validation_loss=2.5)
+        reporter.finish(bigram_entropy=2.2)
+    data = (tmp_path / "run.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 10_000
+
+
+def test_picture_of_a_run_without_rows(tmp_path):
+    report.write_failed_summary(tmp_path, error="too early")
+    assert report.plot_run(tmp_path).stat().st_size > 5_000
+
+
+def test_load_reads_one_run_and_a_sweep(tmp_path):
+    for name, stage in (("0", "stage0"), ("1", "stage3")):
+        train(make_reporter(tmp_path / name), losses=[4.0, 3.0, 2.5, 2.0])
+        (tmp_path / name / "overrides.json").write_text(json.dumps({"zero": stage}))
+    report.write_failed_summary(tmp_path / "2", error="killed")
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    runs, history = report.load(tmp_path)
+    assert list(runs["run"]) == ["0", "1", "2", "3"]
+    assert list(runs["status"]) == ["done", "done", "failed", "running"]
+    assert list(runs["zero"][:2]) == ["stage0", "stage3"]
+    assert len(history) == 9 and set(history["run"]) == {"0", "1", "3"}
+    assert report.load(tmp_path / "0").runs["run"].item() == "."
+    with pytest.raises(ValueError, match="holds no run"):
+        report.load(tmp_path / "0" / "nowhere")
+
+
+@pytest.mark.parametrize("key", ["every", "tracker_every"])
+def test_intervals_are_checked(key):
+    with pytest.raises(ValueError, match="must be 1 step or more"):
+        ReportPolicy(folder=".", total_steps=1, **{key: 0})
+
+
+def test_unknown_tracker_mode():
+    with pytest.raises(ValueError, match="logger.mode=on"):
+        report.TrackerPolicy(mode="on")

@@ -1,0 +1,49 @@
+"""One fused step over one flat shard."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ztk import kernels
+from ztk.optim.policy import OptimizerPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatOptimizer:
+    """An optimizer as the states it keeps beside the master weights (float32, the shard's size, zero at the start) and
+    one fused update. It holds no tensors: where states sleep is the store's matter."""
+
+    state_names: tuple[str, ...]
+    kernel: Callable[..., None]
+    options: dict[str, bool]
+
+    def step(
+        self, master: Tensor, *, grad: Tensor, states: tuple[Tensor, ...], control: Tensor, out: Tensor | None = None
+    ) -> None:
+        """Updates `master` and `states` in place from the scaled, summed gradient.
+
+        master, states: float32 [n]; grad: float32, bfloat16 or float16 [n]; control: one row of the control table,
+        written by `ztk.kernels.step_control`, which says whether to skip, the factor on the gradient and the
+        hyperparameters;
+        out: 16-bit [n] that receives the cast master. On a skipped step nothing is touched.
+        """
+        assert len(states) == len(self.state_names), (len(states), self.state_names)
+        named = dict(zip(self.state_names, states, strict=True))
+        self.kernel(master, grad=grad, control=control, out=out, **named, **self.options)
+
+
+def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
+    """The fused step that `policy.name` stands for."""
+    match policy.name:
+        case "adamw" | "adam":
+            names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": policy.name == "adamw"}
+        case "lion":
+            names, kernel, options = ("exp_avg",), kernels.lion, {}
+        case "sgd" if policy.momentum:
+            names, kernel, options = ("momentum_buffer",), kernels.sgd, {"nesterov": policy.nesterov}
+        case "sgd":
+            names, kernel, options = (), kernels.sgd, {}
+        case _:
+            raise AssertionError(policy.name)  # the policy has checked it
+    return FlatOptimizer(state_names=names, kernel=kernel, options=options)

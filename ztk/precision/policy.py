@@ -1,0 +1,115 @@
+"""The dtypes of a run. Master weights and optimizer states are float32 whatever the policy says."""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+# The words of the command line.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScalePolicy:
+    """How the loss is scaled so that 16-bit gradients neither vanish nor overflow.
+
+    Dynamic scaling works as in apex and DeepSpeed: an overflow skips the step and uses up one unit of `hysteresis`;
+    when none is left, every overflow multiplies the scale by `backoff_factor`, down to `floor`. After `window` steps
+    without overflow in a row the scale is multiplied by `growth_factor`, up to `maximum`, and the hysteresis is
+    restored; with `consecutive_hysteresis` every step without overflow restores it.
+    Static scaling keeps `initial` for ever. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
+
+    Raises ValueError for a value that cannot work, naming the key and a value that can.
+    """
+
+    dynamic: bool = True
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    floor: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    maximum: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.initial) and self.initial > 0):
+            raise ValueError(f"precision.loss_scale.initial={self.initial}: must be positive and finite, such as 65536")
+        if not self.dynamic:
+            return
+        if self.window < 1:
+            raise ValueError(f"precision.loss_scale.window={self.window}: must be 1 step or more, such as 1000")
+        if self.hysteresis < 1:
+            raise ValueError(
+                f"precision.loss_scale.hysteresis={self.hysteresis}: must be 1 or more; 1 backs off at once"
+            )
+        if not self.floor > 0:
+            raise ValueError(f"precision.loss_scale.floor={self.floor}: must be positive, such as 1")
+        if not self.growth_factor > 1:
+            raise ValueError(f"precision.loss_scale.growth_factor={self.growth_factor}: must be above 1, such as 2")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(
+                f"precision.loss_scale.backoff_factor={self.backoff_factor}: must lie between 0 and 1, such as 0.5"
+            )
+        if not self.floor <= self.initial <= self.maximum < math.inf:
+            raise ValueError(
+                f"precision.loss_scale.initial={self.initial}: must lie between precision.loss_scale.floor={self.floor}"
+                f" and precision.loss_scale.maximum={self.maximum}"
+            )
+
+    @classmethod
+    def off(cls) -> Self:
+        """No scaling: the factor is 1 and stays."""
+        return cls(dynamic=False, initial=1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionPolicy:
+    """The dtypes of a run.
+
+    dtype: parameters, activations and gradients as the model computes them.
+    reduce_dtype: in which gradients are summed over ranks; None means `dtype`.
+    loss_scale: None means the default of `LossScalePolicy` for float16 and `LossScalePolicy.off()` otherwise; after
+        construction it is never None.
+
+    Raises ValueError for other dtypes, and for loss scaling where it would do nothing but cost (bfloat16 and float32
+    have the exponent range of float32).
+    """
+
+    dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype | None = None
+    loss_scale: LossScalePolicy | None = None
+
+    def __post_init__(self) -> None:
+        words = ", ".join(DTYPES)
+        if self.dtype not in _NAMES:
+            raise ValueError(f"precision.dtype={self.dtype}: must be one of {words}")
+        if self.reduce_dtype is not None and self.reduce_dtype not in _NAMES:
+            raise ValueError(
+                f"precision.reduce_dtype={self.reduce_dtype}: must be one of {words}, or null for that of the model"
+            )
+        needs_scale = self.dtype is torch.float16
+        if self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", LossScalePolicy() if needs_scale else LossScalePolicy.off())
+        elif not needs_scale and self.loss_scale != LossScalePolicy.off():
+            kind = "dynamic" if self.loss_scale.dynamic else f"{self.loss_scale.initial}"
+            raise ValueError(
+                f"precision.loss_scale={kind} has no effect with precision.dtype={_NAMES[self.dtype]}: leave it out, "
+                "or use precision=fp16"
+            )
+
+    @classmethod
+    def named(cls, name: str, *, reduce_dtype: str | None = None, loss_scale: LossScalePolicy | None = None) -> Self:
+        """The policy for the words of the command line: fp32, bf16 or fp16. Raises ValueError for other words."""
+        for key, word in (("dtype", name), ("reduce_dtype", reduce_dtype)):
+            if word is not None and word not in DTYPES:
+                raise ValueError(f"precision.{key}={word}: must be one of {', '.join(DTYPES)}")
+        reduce = None if reduce_dtype is None else DTYPES[reduce_dtype]
+        return cls(dtype=DTYPES[name], reduce_dtype=reduce, loss_scale=loss_scale)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype that gradients have on the wire and when the optimizer reads them."""
+        return self.dtype if self.reduce_dtype is None else self.reduce_dtype

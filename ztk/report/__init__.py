@@ -1,0 +1,51 @@
+"""The record of a run: its folder, what is shown while it goes on, its tables and picture, and reading it back.
+
+Names are imported when they are used: the process that starts the ranks writes failed summaries without torch, pandas
+or matplotlib, and a rank loads no pandas to count bytes.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ztk.report.digest import LossDigest
+    from ztk.report.folder import RunFolder, read_rows, write_failed_summary
+    from ztk.report.gauges import Gauges
+    from ztk.report.history import Runs, load
+    from ztk.report.plot import plot_run
+    from ztk.report.reporter import Reporter, ReportPolicy
+    from ztk.report.tracker import TrackerPolicy
+
+_HOMES = {
+    "Gauges": "gauges",
+    "LossDigest": "digest",
+    "ReportPolicy": "reporter",
+    "Reporter": "reporter",
+    "RunFolder": "folder",
+    "Runs": "history",
+    "TrackerPolicy": "tracker",
+    "load": "history",
+    "plot_run": "plot",
+    "read_rows": "folder",
+    "write_failed_summary": "folder",
+}
+
+__all__ = [
+    "Gauges",
+    "LossDigest",
+    "ReportPolicy",
+    "Reporter",
+    "RunFolder",
+    "Runs",
+    "TrackerPolicy",
+    "load",
+    "plot_run",
+    "read_rows",
+    "write_failed_summary",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,106 @@
+"""The run folder: everything a run leaves, and the only thing that notebooks, sweeps and checks read.
+
+This file imports the standard library alone, so that the process that starts the ranks can write a failed summary.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
+
+
+class RunFolder:
+    """Writes the JSON files of one run. Whole files appear at once or not at all; a row is on the file when `row`
+    returns.
+
+    JSON knows no infinity and no NaN: they are written as null.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._metrics = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_environment(self, values: Mapping[str, Any]) -> None:
+        write_json(self.path / ENVIRONMENT, values=values)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """One line of `metrics.jsonl`."""
+        if self._metrics is None:
+            self._metrics = open(self.path / METRICS, "a", buffering=1, encoding="utf-8")
+        self._metrics.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+
+    def drop_rows_after(self, step: int) -> None:
+        """Forgets the rows of steps that a run resumed at `step` makes again."""
+        assert self._metrics is None, "rows are dropped before the first is written"
+        kept = [row for row in read_rows(self.path) if row["step"] <= step]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        _replace(self.path / METRICS, text=text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_json(self.path / SUMMARY, values=summary)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+def write_failed_summary(path: str | os.PathLike, *, error: str) -> None:
+    """Says in `summary.json` that the run failed and why, keeping what its rows tell.
+
+    Works for a run that died before it wrote anything, and for one whose rank 0 has left a summary: what that says
+    besides `status` and `error` stays.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = list(read_rows(folder))
+    known = {"steps": rows[-1]["step"] if rows else 0}
+    if rows:
+        known |= {"first_loss": rows[0]["loss"], "final_loss": rows[-1]["loss"]}
+    if (folder / SUMMARY).exists():
+        known |= json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    (folder / METRICS).touch()  # readers of a sweep find every file in every folder
+    write_json(folder / SUMMARY, values=known | {"status": "failed", "error": error})
+
+
+def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """The rows of a run folder's `metrics.jsonl`; a last line cut short by a kill is left out."""
+    try:
+        lines = (Path(path) / METRICS).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            if number != len(lines) - 1:
+                raise
+
+
+def write_json(path: str | os.PathLike, *, values: Mapping[str, Any]) -> None:
+    """Writes the file at once or not at all."""
+    _replace(Path(path), text=json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, *, text: str) -> None:
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(staging, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staging, path)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }

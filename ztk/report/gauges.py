@@ -1,0 +1,74 @@
+"""The counters of one rank, read as flat numbers, and how those of all ranks meet."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.runtime import MemoryLedger, PhaseClock, Tier
+
+# [k] of every rank -> [world, k], the same bits everywhere; collectives belong to `ztk.runtime`.
+Gather = Callable[[Tensor], Tensor]
+
+COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+PHASES = ("forward", "backward", "communication", "optimizer", "io")
+
+
+class _HasBytes(Protocol):
+    bytes: Mapping[str, int]
+
+
+class _HasIo(Protocol):
+    read_bytes: int
+    write_bytes: int
+    read_seconds: float
+    write_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gauges:
+    """The counters that a rank's engine keeps. `io` is None where nothing is offloaded to files."""
+
+    memory: MemoryLedger
+    comm: _HasBytes
+    clock: PhaseClock
+    io: _HasIo | None = None
+    device: torch.device = torch.device("cpu")
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Booked bytes per tier now."""
+        return {f"memory.{tier}_bytes": self.memory.current(tier) for tier in Tier}
+
+    def peak_bytes(self) -> dict[str, int]:
+        """The most bytes booked per tier at one time; on a GPU also the allocator's own peak, activations included."""
+        peaks = {f"peak_memory.{tier}_bytes": self.memory.peak(tier) for tier in Tier}
+        if self.device.type == "cuda":
+            peaks["peak_memory.allocator_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        return peaks
+
+    def flows(self) -> dict[str, float]:
+        """Bytes through collectives and files, and seconds per phase and of the disk, since the start."""
+        io = self.io
+        return {
+            **{f"comm.{kind}_bytes": self.comm.bytes.get(kind, 0) for kind in COMM_KINDS},
+            "io.read_bytes": 0 if io is None else io.read_bytes,
+            "io.write_bytes": 0 if io is None else io.write_bytes,
+            "io.read_seconds": 0.0 if io is None else io.read_seconds,
+            "io.write_seconds": 0.0 if io is None else io.write_seconds,
+            **{f"seconds.{phase}": self.clock.seconds.get(phase, 0.0) for phase in PHASES},
+        }
+
+    def holdings(self) -> dict[str, Any]:
+        """Booked bytes by tier and category, and the peaks."""
+        return {"memory": {str(tier): self.memory.by_category(tier) for tier in Tier}, "peak": self.peak_bytes()}
+
+
+def gather_objects(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:
+    """A JSON value of every rank, in rank order, on every rank."""
+    text = json.dumps(value).encode()
+    longest = int(gather(torch.tensor([float(len(text))], device=device)).max())
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.float32, device=device)
+    return [json.loads(bytes(row)) for row in gather(padded).to(torch.uint8).tolist()]

@@ -1,0 +1,78 @@
+"""The picture of a run, drawn from its folder alone."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ztk.report.folder import SUMMARY, read_rows
+
+_TIERS = ("device", "host", "nvme")
+_COLORS = {"parameters": "#4477aa", "gradients": "#ee6677", "optimizer": "#228833", "gathered": "#ccbb44"}
+_OTHER_COLOR = "#bbbbbb"
+
+
+def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
+    """Writes a PNG with two panels: loss over steps, and model state per tier by category with its peak. Returns its
+    path.
+    """
+    path = Path(folder)
+    rows = pandas.DataFrame(list(read_rows(path)))
+    summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(12, 4.5), layout="constrained")  # no pyplot: no global state, no display
+        loss_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+        _draw_loss(loss_axes, rows=rows, summary=summary)
+        _draw_memory(memory_axes, summary=summary)
+        figure.savefig(path / name, dpi=120)
+    return path / name
+
+
+def _draw_loss(axes: Axes, *, rows: pandas.DataFrame, summary: dict[str, Any]) -> None:
+    axes.set(title="loss", xlabel="step", ylabel="nats per token")
+    axes.grid(alpha=0.25)
+    if rows.empty:
+        axes.text(0.5, 0.5, "no step was logged", ha="center", va="center", transform=axes.transAxes)
+        return
+    smooth = rows["loss"].astype(float).ewm(span=max(1, len(rows) // 25)).mean()
+    axes.plot(rows["step"], rows["loss"], color="#4477aa", alpha=0.3, linewidth=1)
+    axes.plot(rows["step"], smooth, color="#4477aa", linewidth=2, label="training")
+    if "validation_loss" in rows:
+        held_out = rows.dropna(subset="validation_loss")
+        axes.plot(held_out["step"], held_out["validation_loss"], "o-", color="#ee6677", markersize=4, label="held out")
+    if (entropy := summary.get("bigram_entropy")) is not None:
+        axes.axhline(entropy, color="black", linestyle="--", linewidth=1, label=f"byte bigrams ({entropy:.3f})")
+    axes.legend(frameon=False)
+
+
+def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
+    axes.set(title="model state of a rank", ylabel="MB")
+    axes.grid(alpha=0.25, axis="y")
+    tiers = [tier for tier in _TIERS if summary.get(f"peak_memory.{tier}_bytes")] or ["device"]
+    drawn = set()
+    for position, tier in enumerate(tiers):
+        bottom = 0.0
+        for category, nbytes in _categories(summary, tier=tier).items():
+            label = None if category in drawn else category
+            color = _COLORS.get(category, _OTHER_COLOR)
+            axes.bar(position, nbytes / 1e6, bottom=bottom, width=0.6, color=color, label=label)
+            drawn.add(category)
+            bottom += nbytes / 1e6
+        peak = summary.get(f"peak_memory.{tier}_bytes", 0) / 1e6
+        axes.hlines(
+            peak, position - 0.38, position + 0.38, color="black", linewidth=1.5, label=None if position else "peak"
+        )
+    axes.set_xticks(range(len(tiers)), tiers)
+    axes.set_xlim(-0.8, len(tiers) - 0.2)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _categories(summary: dict[str, Any], *, tier: str) -> dict[str, int]:
+    """`memory.{tier}.{category}_bytes` of the summary."""
+    start = f"memory.{tier}."
+    return {key[len(start) : -len("_bytes")]: value for key, value in summary.items() if key.startswith(start)}

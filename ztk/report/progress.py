@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ztk.report.units import format_bytes, format_count
+
+
+class LiveProgress:
+    """A bar and a line of figures, redrawn in place. For a terminal; only one process may draw."""
+
+    def __init__(self, *, console: Console, total_steps: int, start_step: int) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("train", total=total_steps, completed=start_step)
+        self._live = Live(self._bar, console=console, refresh_per_second=4)
+        self._live.start()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._bar.update(self._task, completed=row["step"])
+        self._live.update(Group(self._bar, Text(describe_row(row), overflow="ellipsis", no_wrap=True)))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class PlainProgress:
+    """One line every `seconds`, and for the first and the last step. For logs and pipes."""
+
+    def __init__(self, *, console: Console, total_steps: int, seconds: float = 10.0) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._seconds = seconds
+        self._last = float("-inf")
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._last < self._seconds and row["step"] != self._total_steps:
+            return
+        self._last = now
+        self.say(f"step {row['step']}/{self._total_steps}  {describe_row(row)}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    """loss, learning rate, speed, memory of the tiers in use; validation loss and loss scale where there are any."""
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"{format_count(row['tokens_per_second'])} tokens/s"]
+    parts.append(f"{1e3 * row['step_seconds']:.0f} ms/step")
+    for tier in ("device", "host", "nvme"):
+        if nbytes := row[f"memory.{tier}_bytes"]:
+            parts.append(f"{tier} {format_bytes(nbytes)}")
+    if row["loss_scale"] != 1:
+        parts.append(f"scale {row['loss_scale']:g}")
+    if (validation := row.get("validation_loss")) is not None:
+        parts.append(f"validation {validation:.4f}")
+    return "  ".join(parts)

@@ -1,0 +1,189 @@
+"""The record of a run while it goes on: every rank holds one, rank 0's writes and draws."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from torch import Tensor
+
+from ztk.report.environment import describe_environment
+from ztk.report.folder import RunFolder, write_failed_summary
+from ztk.report.gauges import Gather, Gauges, gather_objects
+from ztk.report.plot import plot_run
+from ztk.report.progress import LiveProgress, PlainProgress
+from ztk.report.rows import RowBuilder, StepMetrics
+from ztk.report.summary import rank_report, rank_totals, summarise
+from ztk.report.tables import describe_end, print_tables
+from ztk.report.tracker import TrackerPolicy, WandbTracker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportPolicy:
+    """What is recorded, how often, and where.
+
+    folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first
+    and the last step, and those with extra values, always have one. plain_seconds: between lines where there is no
+    terminal.
+    tracker_every: steps between the rows that wandb gets.
+    """
+
+    folder: str
+    total_steps: int
+    every: int = 1
+    plain_seconds: float = 10.0
+    tracker: TrackerPolicy = TrackerPolicy(mode="disabled")
+    tracker_every: int = 1
+
+    def __post_init__(self) -> None:
+        for key, value in (("train.log_every", self.every), ("logger.every", self.tracker_every)):
+            if value < 1:
+                raise ValueError(f"{key}={value}: must be 1 step or more")
+
+
+class _Outlet(Protocol):
+    def row(self, row: dict[str, Any]) -> None: ...
+
+
+class Reporter:
+    """Use as a context around the training loop: an exception inside leaves a failed summary, with all rows kept.
+
+    `step` and `finish` gather from all ranks, so all ranks call them alike.
+    """
+
+    def __init__(
+        self,
+        policy: ReportPolicy,
+        *,
+        rank: int,
+        world_size: int,
+        gauges: Gauges,
+        gather: Gather,
+        parameters: int,
+        first_step: int = 0,
+        first_tokens: int = 0,
+        digest: str = "",
+    ) -> None:
+        """gather: [k] of every rank -> [world, k] on all. parameters: of the whole model. first_step, first_tokens,
+        digest: steps made, tokens seen and `digest` at the checkpoint that the run continues from.
+        """
+        self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
+        self._gauges, self._gather, self._first_step = gauges, gather, first_step
+        self._rows = RowBuilder(
+            gauges=gauges, gather=gather, first_step=first_step, first_tokens=first_tokens, digest=digest
+        )
+        self._console = Console() if sys.stdout.isatty() else Console(width=140)
+        self._folder: RunFolder | None = None  # this and the next two: rank 0 only
+        self._progress: LiveProgress | PlainProgress | None = None
+        self._tracker: WandbTracker | None = None
+
+    @property
+    def digest(self) -> str:
+        """The loss digest after the last row; complete if that row was the last step's. Belongs into a checkpoint."""
+        return self._rows.digest.value
+
+    def __enter__(self) -> Self:
+        if self._rank == 0:
+            self._open()
+        self._rows.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if self._rank == 0 and self._folder is not None:  # not after `finish`
+            said = (
+                "interrupted"
+                if isinstance(error, KeyboardInterrupt)
+                else f"{kind.__name__}: {error}"
+                if kind
+                else "not finished"
+            )
+            self._close(self._summary(status="failed", error=said), failed=True)
+            write_failed_summary(self._policy.folder, error=said)
+
+    def step(self, *, loss: Tensor, tokens: int, metrics: Callable[[], StepMetrics], **extra: float) -> None:
+        """Records one optimizer step.
+
+        loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
+        metrics: called if the step has a row. extra: further values, such as `validation_loss`; they make a row.
+        """
+        self._rows.add(loss=loss, tokens=tokens)
+        step = self._rows.step
+        if extra or step in (self._first_step + 1, self._policy.total_steps) or step % self._policy.every == 0:
+            row = self._rows.build(metrics()) | extra
+            for outlet in self._outlets(step):
+                outlet.row(row)
+            self._say_tracker_notice()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time spent inside, as for validation and checkpoints, counts for no step."""
+        with self._rows.aside():
+            yield
+
+    def say(self, text: str) -> None:
+        """Prints a line above the progress bar, on rank 0."""
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def finish(self, **extra: Any) -> dict[str, Any]:
+        """Writes the summary, draws the picture, prints the tables. extra: further keys of the summary. Returns it."""
+        ranks = gather_objects(self._report(), gather=self._gather, device=self._gauges.device)
+        summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
+        if self._rank == 0:
+            folder = self._policy.folder
+            self._folder.write_summary(summary)
+            self._close(summary, failed=False)
+            picture = plot_run(folder)
+            print_tables(self._console, ranks=ranks, steps=self._rows.num_steps)
+            self._console.print(
+                f"{describe_end(summary)}\nrecord: {folder}, picture: {picture}", highlight=False, soft_wrap=True
+            )
+        return summary
+
+    def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
+        """What this rank knows by itself."""
+        counts = {"status": status, "error": error, "steps": self._rows.step}
+        size = {"parameters": self._parameters, "world_size": self._world_size}
+        return counts | summarise(self._rows) | size | rank_totals([self._report()])
+
+    def _report(self) -> dict[str, Any]:
+        return rank_report(self._rows, gauges=self._gauges)
+
+    def _open(self) -> None:
+        policy = self._policy
+        self._folder = RunFolder(policy.folder)
+        self._folder.write_environment(describe_environment(device=self._gauges.device, world_size=self._world_size))
+        self._folder.drop_rows_after(self._first_step)
+        if policy.tracker.mode != "disabled":
+            self._tracker = WandbTracker(policy.tracker, directory=policy.folder)
+        if self._console.is_terminal:
+            self._progress = LiveProgress(
+                console=self._console, total_steps=policy.total_steps, start_step=self._first_step
+            )
+        else:
+            self._progress = PlainProgress(
+                console=self._console, total_steps=policy.total_steps, seconds=policy.plain_seconds
+            )
+        self._say_tracker_notice()
+
+    def _outlets(self, step: int) -> Iterator[_Outlet]:
+        if self._folder is not None:
+            yield self._folder
+            yield self._progress
+        if self._tracker is not None and (step % self._policy.tracker_every == 0 or step == self._policy.total_steps):
+            yield self._tracker
+
+    def _say_tracker_notice(self) -> None:
+        if self._tracker is not None and self._tracker.notice:
+            self.say(self._tracker.notice)
+            self._tracker.notice = None
+
+    def _close(self, summary: dict[str, Any], *, failed: bool) -> None:
+        self._progress.close()
+        self._folder.write_summary(summary)
+        self._folder.close()
+        if self._tracker is not None:
+            self._tracker.finish(summary, failed=failed)
+        self._folder = self._progress = self._tracker = None

@@ -1,0 +1,138 @@
+"""One row of `metrics.jsonl` per logged step.
+
+Every rank hands over its mean loss of every step as a device scalar, and nothing is read from the device until a row
+is due. Then the losses since the last row and the counters travel in one gather, so a GPU run waits for its device
+once per row.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.report.digest import LossDigest
+from ztk.report.gauges import Gather, Gauges
+
+
+class StepMetrics(Protocol):
+    """What an engine knows of its last step once its scalars are on the host."""
+
+    lr: float
+    grad_norm: float
+    loss_scale: float
+    skipped_total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    """The counters at one moment."""
+
+    flows: dict[str, float]
+    time: float
+
+
+class RowBuilder:
+    """Collects steps and makes rows of them.
+
+    A row holds, besides `StepMetrics`: `step` counted from 1, `loss` the mean over ranks and micro-batches of that
+    step, `tokens` trained on so far, `skipped` the steps skipped so far, `tokens_per_second` and `step_seconds` as
+    means since the last row, `memory.*_bytes` booked now, `comm.*_bytes` and `io.*_bytes` moved per step since the
+    last row. Memory and moved bytes are those of the rank with the most.
+    """
+
+    def __init__(self, *, gauges: Gauges, gather: Gather, first_step: int, first_tokens: int, digest: str) -> None:
+        self.step = first_step
+        self._first_step = first_step
+        self.digest = LossDigest(digest)
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.step_seconds: list[float] = []  # of each row
+        self.tokens = self._first_tokens = first_tokens
+        self._gauges, self._gather = gauges, gather
+        self._losses: list[Tensor] = []  # of the steps since the last row
+        self._new_tokens = 0
+        self.flows: dict[str, float] = dict.fromkeys(gauges.flows(), 0)  # `Gauges.flows` of the steps of this run
+        self._mark = _Mark(flows={}, time=0.0)  # where the row under way began; what happened aside moves it on
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this run, those before it resumed left out."""
+        return self.step - self._first_step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this run's rows, those before it resumed left out."""
+        return self.tokens - self._first_tokens
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._mark = self._now()
+
+    def add(self, *, loss: Tensor, tokens: int) -> None:
+        """One more step. `loss`: this rank's, a scalar."""
+        self.step += 1
+        self._losses.append(loss.detach().reshape(1).double())
+        self._new_tokens += tokens
+
+    def build(self, metrics: StepMetrics) -> dict[str, Any]:
+        """The row of the last step. Every rank gets the same."""
+        steps = len(self._losses)
+        now = self._now()
+        flows = {key: total - self._mark.flows[key] for key, total in now.flows.items()}
+        counters = self._gauges.memory_bytes() | {
+            key: total // steps for key, total in flows.items() if key.endswith("_bytes")
+        }
+        losses, largest = self._gather_all(list(counters.values()))
+        for loss in losses:
+            self.digest.update(loss)
+        self.first_loss = losses[0] if self.first_loss is None else self.first_loss
+        self.last_loss = losses[-1]
+        self.tokens += self._new_tokens
+        seconds = time.perf_counter() - self._mark.time
+        self.step_seconds.append(seconds / steps)
+        row = {
+            "step": self.step,
+            "loss": losses[-1],
+            "lr": metrics.lr,
+            "grad_norm": metrics.grad_norm,
+            "loss_scale": metrics.loss_scale,
+            "skipped": metrics.skipped_total,
+            "tokens": self.tokens,
+            "tokens_per_second": self._new_tokens / seconds,
+            "step_seconds": seconds / steps,
+            **{key: int(value) for key, value in zip(counters, largest, strict=True)},
+        }
+        self.flows = {key: total + flows[key] for key, total in self.flows.items()}
+        self._losses, self._new_tokens = [], 0
+        self._mark = _Mark(flows=now.flows, time=self._mark.time + seconds)
+        return row
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time inside, and bytes moved there, count for no step."""
+        if self._gauges.device.type == "cuda":
+            torch.cuda.synchronize(self._gauges.device)  # the step under way is no part of it
+        before = self._now()
+        try:
+            yield
+        finally:
+            after, mark = self._now(), self._mark
+            flows = {key: mark.flows[key] + after.flows[key] - before.flows[key] for key in mark.flows}
+            self._mark = _Mark(flows=flows, time=mark.time + after.time - before.time)
+
+    def _now(self) -> "_Mark":
+        return _Mark(flows=self._gauges.flows(), time=time.perf_counter())
+
+    def _gather_all(self, counters: list[int]) -> tuple[list[float], list[float]]:
+        """The mean losses over ranks as float32 values, and the largest of each counter over ranks."""
+        losses = torch.cat(self._losses)
+        own = torch.cat([losses, torch.tensor(counters, dtype=torch.float64, device=losses.device)])
+        everyone = self._gather(own).cpu()  # the only wait for the device
+        summed = torch.zeros(len(losses), dtype=torch.float64)
+        for rank_losses in everyone[:, : len(losses)]:  # in rank order: the sum is a function of the values
+            summed += rank_losses
+        return (summed / len(everyone)).float().tolist(), everyone[:, len(losses) :].amax(0).tolist()
