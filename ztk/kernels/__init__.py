@@ -4,8 +4,10 @@
 """
 
 from ztk.kernels import adamw as _adamw
+from ztk.kernels import adamw_bf16 as _adamw_bf16
 from ztk.kernels import cast_copy as _cast_copy
 from ztk.kernels import flat as _flat_ops
+from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import lion as _lion
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import sgd as _sgd
@@ -25,8 +27,10 @@ from ztk.kernels._control import (
 from ztk.kernels._library import Backend, get_backend, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.adamw import adamw
+from ztk.kernels.adamw_bf16 import adamw_bf16
 from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.flat import flatten_into, unflatten_from
+from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.lion import lion
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.sgd import sgd
@@ -47,6 +51,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _quantize.SPEC,
     _quantize.DEQUANTIZE_SPEC,
     _quantize.DEQUANTIZE_REDUCE_SPEC,
+    _layer_norm.SPEC,
+    _adamw_bf16.SPEC,
 )
 
 __all__ = [
@@ -63,11 +69,13 @@ __all__ = [
     "Setting",
     "State",
     "adamw",
+    "adamw_bf16",
     "cast_copy",
     "dequantize",
     "dequantize_reduce",
     "flatten_into",
     "get_backend",
+    "layer_norm",
     "lion",
     "quantize",
     "quantized_bytes",

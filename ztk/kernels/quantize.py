@@ -3,14 +3,14 @@
     scale = max|x| / Q over the group, Q = 127 or 7
     code  = floor(x / scale + 0.5), and back: x' = code * scale
 
-A chunk of n elements becomes one row of bytes: codes, then scales, padded to 16 bytes, so that one all-to-all of the rows
-carries both. Groups are contiguous in the chunk (the last may be short), and in a group of int4 codes byte j holds
+A chunk of n elements becomes one row of bytes: codes, then scales, padded to 16 bytes, so that one all-to-all of the
+rows carries both. Groups are contiguous in the chunk (the last may be short), and in a group of int4 codes byte j holds
 elements j (low nibble) and j + group/2 (high nibble): both halves are contiguous loads, nothing is shuffled.
 Traffic for bf16: quantise reads 2 and writes 1.02 bytes per element (int4: 0.52), dequantise the reverse,
 dequantise-and-reduce over W chunks reads W * 1.02 and writes 2: the sum never exists in a second buffer.
 
-An inf or nan anywhere in a group makes its scale inf or nan, and with it every element that comes back: overflow survives
-the wire and is seen by the sum of squares behind it.
+An inf or nan anywhere in a group makes its scale inf or nan, and with it every element that comes back: overflow
+survives the wire and is seen by the sum of squares behind it.
 
 Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
 """
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
@@ -43,7 +44,7 @@ def _quantize_fwd(
     o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]  # [BLOCK_G, HALF]
     b_lo = tl.load(x_ptr + i_w * N + o_lo, mask=o_lo < N, other=0.0).to(tl.float32)
     b_hi = tl.load(x_ptr + i_w * N + o_lo + HALF, mask=o_lo + HALF < N, other=0.0).to(tl.float32)
-    # The largest magnitude as an integer: inf and nan order above every finite value and are kept, unlike in a float max.
+    # The largest magnitude as an integer: inf and nan order above every finite value, where a float max may drop nan.
     b_lo_bits = b_lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     b_hi_bits = b_hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     b_max = tl.max(tl.maximum(b_lo_bits, b_hi_bits), axis=1).to(tl.float32, bitcast=True)  # [BLOCK_G]
@@ -91,8 +92,8 @@ def _dequantize_fwd(
     b_scale = tl.load(scales_ptr + (i_w * stride_bytes + code_bytes) // 4 + o_g, mask=m_g, other=0.0)[:, None]
     o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]
     p_out = out_ptr + i_w * N + o_lo
-    tl.store(p_out, (b_lo * b_scale).to(out_ptr.dtype.element_ty), mask=o_lo < N)
-    tl.store(p_out + HALF, (b_hi * b_scale).to(out_ptr.dtype.element_ty), mask=o_lo + HALF < N)
+    tl.store(p_out, cast(b_lo * b_scale, out_ptr.dtype.element_ty), mask=o_lo < N)
+    tl.store(p_out + HALF, cast(b_hi * b_scale, out_ptr.dtype.element_ty), mask=o_lo + HALF < N)
 
 
 @triton.jit
@@ -113,8 +114,8 @@ def _dequantize_reduce_fwd(
         b_sum_lo += b_lo * b_scale
         b_sum_hi += b_hi * b_scale
     o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]
-    tl.store(out_ptr + o_lo, (b_sum_lo * factor).to(out_ptr.dtype.element_ty), mask=o_lo < N)
-    tl.store(out_ptr + o_lo + HALF, (b_sum_hi * factor).to(out_ptr.dtype.element_ty), mask=o_lo + HALF < N)
+    tl.store(out_ptr + o_lo, cast(b_sum_lo * factor, out_ptr.dtype.element_ty), mask=o_lo < N)
+    tl.store(out_ptr + o_lo + HALF, cast(b_sum_hi * factor, out_ptr.dtype.element_ty), mask=o_lo + HALF < N)
 
 
 def _code_bytes(numel: int, *, bits: int, group: int) -> int:
@@ -258,8 +259,8 @@ def _validate_packed(name: str, packed: Tensor, *, numel: int, bits: int, group:
 def quantize(x: Tensor, *, bits: int = 8, group: int = 256) -> Tensor:
     """Quantise each row of `x` [W, N] (or [N], one row) to int8 bytes [W, quantized_bytes(N)]; no gradient.
 
-    x is float32, float16 or bfloat16 and contiguous; row w holds what rank w is to receive. `bits` 8 or 4, `group` a power
-    of two from 32: elements that share a scale. The error of an element is at most half a step, max|group| / 254 or / 14.
+    x is float32, float16 or bfloat16; row w holds what rank w is to receive. `bits` is 8 or 4, `group` a power of two
+    from 32: elements that share a scale. The error of an element is at most half a step, max|group| / 254 or / 14.
     """
     _validate("quantize", bits=bits, group=group)
     if x.dim() not in (1, 2):
