@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-PIECE = 65536  # elements: 256 KiB of float32
+PIECE = 65536
 
 _local = threading.local()  # offload threads run optimizer updates at the same time
 

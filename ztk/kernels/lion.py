@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._control import Control
-from ztk.kernels._cpu import PIECE, scaled_float32, scratch
+from ztk.kernels._cpu import UPDATE_PIECE, scaled_float32, scratch
 from ztk.kernels._flat import check_flat, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
@@ -78,8 +78,8 @@ def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Te
     if c[Control.skip]:
         return
     beta1, beta2, lr = c[Control.beta1], c[Control.beta2], c[Control.lr]
-    for start in range(0, master.numel(), PIECE):
-        cut = slice(start, start + PIECE)
+    for start in range(0, master.numel(), UPDATE_PIECE):
+        cut = slice(start, start + UPDATE_PIECE)
         p, m = master[cut], exp_avg[cut]
         g = scaled_float32(grad[cut], scale=c[Control.grad_coefficient], slot=0)
         direction, scaled_g = scratch(p.numel(), slot=1), scratch(p.numel(), slot=2)

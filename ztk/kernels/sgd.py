@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._control import Control
-from ztk.kernels._cpu import PIECE, scaled_float32
+from ztk.kernels._cpu import UPDATE_PIECE, scaled_float32
 from ztk.kernels._flat import check_flat, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
@@ -80,8 +80,8 @@ def _cpu(
     c = control.tolist()
     if c[Control.skip]:
         return
-    for start in range(0, master.numel(), PIECE):
-        cut = slice(start, start + PIECE)
+    for start in range(0, master.numel(), UPDATE_PIECE):
+        cut = slice(start, start + UPDATE_PIECE)
         p = master[cut]
         g = scaled_float32(grad[cut], scale=c[Control.grad_coefficient])
         torch._fused_sgd_(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._cpu import PIECE, scratch
+from ztk.kernels._cpu import PIECE, UPDATE_PIECE, scaled_float32
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
@@ -64,14 +64,16 @@ def _cpu(grad: Tensor) -> Tensor:
     # fixed length make the result a function of the content alone.
     n = grad.numel()
     whole = n - n % ROW
-    norms = torch.linalg.vector_norm(grad[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
+    norms = torch.empty(whole // ROW, dtype=torch.float32, device="cpu")
+    step = max(whole, 1) if grad.dtype == torch.float32 else UPDATE_PIECE
+    for start in range(0, whole, step):
+        piece = scaled_float32(grad[start : min(start + step, whole)], scale=1.0).view(-1, ROW)
+        torch.linalg.vector_norm(piece, dim=1, out=norms[start // ROW : start // ROW + piece.shape[0]])
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for start in range(0, norms.numel(), PIECE // 4):  # below torch's threshold for splitting
         total += norms[start : start + PIECE // 4].double().square_().sum()
     if whole < n:
-        tail = scratch(n - whole)
-        tail.copy_(grad[whole:])
-        total += tail.double().square_().sum()
+        total += grad[whole:].double().square_().sum()
     return total.float().reshape(1)
 
 
