@@ -29,14 +29,16 @@ class ByteCorpus:
     ) -> "ByteCorpus":
         """Opens the text at `path`: one or more files, folders or globs; None is the Python standard library's source.
 
-        `validation_fraction` is the share of bytes kept for validation: the end of every mebibyte (of the whole, if it is smaller), so
-        that both parts see every region of the text. The packed copy lies in `cache_dir`, by default the folder ztk below
-        $XDG_CACHE_HOME or ~/.cache.
-        Raises ValueError for a path that is missing, empty or unreadable, and for a cache folder that cannot be written.
+        `validation_fraction` of the bytes is kept for validation: the end of every mebibyte (of the whole, if it is
+        smaller), so that both parts see every region of the text. The packed copy lies in `cache_dir`, by default the
+        folder ztk below $XDG_CACHE_HOME or ~/.cache.
+        Raises ValueError for a path that is missing, empty or unreadable, and for a cache folder that cannot be
+        written.
         """
         if not 0.0 < validation_fraction < 1.0:
             raise ValueError(
-                f"data.validation_fraction={validation_fraction}: must lie between 0 and 1; 0.05 keeps a twentieth for validation"
+                f"data.validation_fraction={validation_fraction}: must lie between 0 and 1, "
+                "0.05 keeps a twentieth for validation"
             )
         entries = [path] if isinstance(path, str) else list(path or ())
         files = named_files(entries) if entries else standard_library()
@@ -44,8 +46,8 @@ class ByteCorpus:
         num_validation = num_held_out(total, share=validation_fraction)
         if num_validation < 2:
             raise ValueError(
-                f"data.path={', '.join(entries)}: {total} bytes in {len(files)} files, of which {num_validation} would be "
-                f"held out for validation; name more text, or raise data.validation_fraction={validation_fraction}"
+                f"data.path={', '.join(entries)}: {total} bytes in {len(files)} files, of which {num_validation} would "
+                f"be held out; name more text, or raise data.validation_fraction={validation_fraction}"
             )
         packed = packed_file(files, cache_dir=cache_dir, share=validation_fraction)
         data = torch.from_file(str(packed), shared=False, size=total + DIGEST_BYTES, dtype=torch.uint8)
@@ -55,8 +57,9 @@ class ByteCorpus:
     def bigram_entropy(self) -> float:
         """The empirical conditional entropy H(next byte | byte) of the held-out bytes, in nats per byte.
 
-        Counted on the held-out bytes themselves: H = -sum over pairs (a, b) of p(a, b) ln p(b | a). No byte-bigram model has
-        a lower loss on this text, not even one fitted to it, so a model below this figure has learned more than pairs.
+        Counted on the held-out bytes themselves: H = -sum over pairs (a, b) of p(a, b) ln p(b | a). No byte-bigram
+        model has a lower loss on this text, not even one fitted to it, so a model below this figure has learned more
+        than pairs.
         """
         counts = _pair_counts(self.validation).double()
         totals = counts.sum(dim=1, keepdim=True)

@@ -1,7 +1,7 @@
 """Packing files into one: training bytes, then held-out bytes, then a digest of all bytes in their original order.
 
-The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new one. Ranks
-of one machine share it: the first to come packs under a lock, the others wait and then map the same pages.
+The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new one.
+Ranks of one machine share it: the first to come packs under a lock, the others wait and then map the same pages.
 """
 
 import fcntl
@@ -24,7 +24,10 @@ def num_held_out(total: int, *, share: float) -> int:
 
 
 def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float) -> Path:
-    """The packed form of `files`, written now if no process has done so yet. ValueError if the folder cannot be written."""
+    """The packed form of `files`, written now if no process has done so yet.
+
+    Raises ValueError if the folder cannot be written.
+    """
     folder = _folder(cache_dir)
     listing = "\n".join(f"{file.path.absolute()}\t{file.size}\t{file.modified}" for file in files)
     key = hashlib.blake2b(f"{_FORMAT} {_PERIOD} {share}\n{listing}".encode(), digest_size=12).hexdigest()
@@ -48,7 +51,7 @@ def _folder(cache_dir: str | None) -> Path:
 
 
 def _pack_once(files: list[SourceFile], *, packed: Path, share: float) -> None:
-    """Packs under a lock into a file of another name and renames it: it is complete or not there, whoever is killed when."""
+    """Packs into a file of another name and renames it, under a lock: it is complete or not there."""
     with open(packed.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
         if packed.exists():

@@ -1,8 +1,9 @@
 """A shuffle that is computed, not stored.
 
-A balanced Feistel network is a bijection on the numbers of 2k bits whatever its round function does (Luby and Rackoff 1988,
-https://doi.org/10.1137/0217022). Walking its cycle until a number below `size` turns up restricts it to [0, size). So any
-element of a shuffle of any length costs a few multiplications and no memory, and every rank can look up just its own.
+A balanced Feistel network is a bijection on the numbers of 2k bits whatever its round function does (Luby and Rackoff
+1988, https://doi.org/10.1137/0217022). Walking its cycle until a number below `size` turns up restricts it to
+[0, size). So any element of a shuffle of any length costs a few multiplications and no memory, and every rank can look
+up just its own.
 """
 
 from ztk.runtime.seed import derive_seed

@@ -2,9 +2,9 @@
 
 [Note: Global order]
 Training reads one endless row of sequences, `position` counting them over all ranks: a step takes the next
-`world_size * accumulation_steps * micro_batch` of them, rank r the r-th contiguous part, and each of its micro-batches the
-next part of that. So the global batch of a step is the same sequences in the same order for every number of ranks with
-the same global batch, and the position alone is the state.
+`world_size * accumulation_steps * micro_batch` of them, rank r the r-th contiguous part, and each of its micro-batches
+the next part of that. So the global batch of a step is the same sequences in the same order for every number of ranks
+with the same global batch, and the position alone is the state.
 """
 
 from collections.abc import Iterator
@@ -100,8 +100,8 @@ class _Stream:
 class TokenStream(_Stream):
     """The sequences of a row of tokens, shuffled anew in every epoch, without end.
 
-    Sequence i is `data[i * seq_len : (i + 1) * seq_len + 1]`, so that every token but the first is a target once per epoch.
-    The rest shorter than a sequence is left out.
+    Sequence i is `data[i * seq_len : (i + 1) * seq_len + 1]`, so that every token but the first is a target once per
+    epoch. The rest shorter than a sequence is left out.
     """
 
     def __init__(self, data: Tensor, *, seq_len: int, share: Share, seed: int, digest: str = "") -> None:
@@ -158,8 +158,8 @@ class SyntheticStream(_Stream):
 def held_out_batches(data: Tensor, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
     """This rank's micro-batches of about `num_sequences` sequences spread evenly over `data`; always the same ones.
 
-    The number is rounded to whole batches over all ranks, at least one, so every rank gets equally many and the mean of the
-    ranks' mean losses is the mean over all tokens. Accumulation plays no part.
+    The number is rounded down to whole batches over all ranks, at least one, so every rank gets equally many and the
+    mean of the ranks' mean losses is the mean over all tokens. Accumulation plays no part.
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = _num_sequences(data, seq_len=seq_len)

@@ -29,13 +29,13 @@ class DecoderConfig:
                 raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
         if self.dim % (2 * self.heads):
             raise ValueError(
-                f"model.dim={self.dim} with model.heads={self.heads}: every head needs an even size (rotary positions turn "
-                f"pairs); make dim a multiple of {2 * self.heads}"
+                f"model.dim={self.dim} with model.heads={self.heads}: every head needs an even size (rotary positions "
+                f"turn pairs); make dim a multiple of {2 * self.heads}"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}, so that each key and value head "
-                "serves equally many query heads"
+                f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}, so that each key and value "
+                "head serves equally many query heads"
             )
 
     @property
@@ -50,8 +50,9 @@ class DecoderConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward per token, at sequences of `seq_len`.
 
-        Six per weight that is multiplied (the embedding is looked up, not multiplied), and 12 * dim * seq_len per layer for
-        attention scores and values counted without the causal half: the PaLM convention (arXiv 2204.02311, appendix B).
+        Six per weight that is multiplied (the embedding is looked up, not multiplied), and 12 * dim * seq_len per layer
+        for attention scores and values, the causal half not taken off: the PaLM convention (arXiv 2204.02311,
+        appendix B).
         """
         multiplied = self.layers * (self._block_count() - 2 * self.dim) + self.vocab_size * self.dim
         return 6 * multiplied + 12 * self.layers * self.dim * seq_len

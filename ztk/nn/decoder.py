@@ -31,7 +31,7 @@ class Decoder(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens int64 [B, T] -> logits [B, T, V], or, given targets [B, T], their mean cross entropy, a float32 scalar.
+        """tokens int64 [B, T] -> logits [B, T, V], or, given targets [B, T], their mean cross entropy (float32 scalar).
 
         Targets of -100 do not count. Raises ValueError for T above `config.max_seq_len`.
         """

@@ -1,8 +1,8 @@
 """Initial values of any part of any parameter, without the rest of it.
 
-A parameter is cut into chunks of fixed size, and each chunk is drawn from a generator seeded by (seed, parameter name, chunk
-number). So a rank fills its own slice at a cost proportional to the slice, and the whole is the same for every way of
-cutting it up.
+A parameter is cut into chunks of fixed size, and each chunk is drawn from a generator seeded by (seed, parameter name,
+chunk number). So a rank fills its own slice at a cost proportional to the slice, and the whole is the same for every
+way of cutting it up.
 """
 
 import math
@@ -21,8 +21,9 @@ def initial_values(model: Decoder, *, name: str, start: int, stop: int, seed: in
     """Elements [start, stop) of the flattened parameter `name` before training, float32 [stop - start] on CPU.
 
     Norm weights are one. Others are normal with a standard deviation of sqrt(2 / (5 dim)) (Nguyen and Salazar 2019,
-    https://arxiv.org/abs/1910.05895), the two that write to the residual stream divided by sqrt(2 layers) so that its size
-    does not grow with depth (GPT-2). The model may be on the meta device; a tied weight has the values of the embedding.
+    https://arxiv.org/abs/1910.05895), the two that write to the residual stream divided by sqrt(2 layers) so that its
+    size does not grow with depth (GPT-2). The model may be on the meta device; a tied weight has the values of the
+    embedding.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, RMSNorm):
@@ -37,7 +38,7 @@ def initial_values(model: Decoder, *, name: str, start: int, stop: int, seed: in
 def initialise(
     model: Decoder, *, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Gives every parameter of `model`, built on meta or not, its initial values on `device` in `dtype`; returns `model`."""
+    """Gives every parameter of `model`, on meta or not, its initial values on `device` in `dtype`; returns `model`."""
     for name, parameter in list(model.named_parameters()):
         values = initial_values(model, name=name, start=0, stop=parameter.numel(), seed=seed)
         owner, _, leaf = name.rpartition(".")

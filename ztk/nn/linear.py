@@ -2,8 +2,8 @@
 
 [Note: Matrix products on CPU]
 torch sends float32 products to MKL, which on AMD processors stays at AVX2, and float16 products of processors without
-float16 arithmetic to a scalar loop. Measured on one core of an EPYC with AVX512, 512 tokens times 512 x 1536, milliseconds
-for output / gradient of the input / gradient of the weight:
+float16 arithmetic to a scalar loop. Measured on one core of an EPYC with AVX512, 512 tokens times 512 x 1536,
+milliseconds for output / gradient of the input / gradient of the weight:
 
     float32    F.linear   7.6 /   7.6 /  7.7     oneDNN              3.4 / 3.5 / 4.6
     float16    F.linear  33.9 / 549   / 99       oneDNN in float32   3.5 / 3.7 / 4.8

@@ -22,9 +22,9 @@ def sample_text(
 ) -> str:
     """`prompt` and `num_bytes` bytes that a byte-level `model` (tokens [1, T] -> logits [1, T, V]) appends to it.
 
-    Plain sampling from softmax(logits / temperature); temperature 0 takes the likeliest byte. One forward per byte over the
-    last `max_seq_len` of them. Collective where the model is: called with the same arguments on all ranks it runs the same
-    forwards and returns the same text on all, because the draws come from `seed` on CPU.
+    Plain sampling from softmax(logits / temperature); temperature 0 takes the likeliest byte. One forward per byte over
+    the last `max_seq_len` of them. Collective where the model is: called with the same arguments on all ranks it runs
+    the same forwards and returns the same text on all, because the draws come from `seed` on CPU.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: must be at least 0")

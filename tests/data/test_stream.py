@@ -1,0 +1,141 @@
+"""The order of the data: the same for every number of ranks, resumable anywhere, every sequence once per epoch."""
+
+import pytest
+import torch
+
+from ztk.data import Batch, Share, SyntheticStream, TokenStream, held_out_batches
+
+DATA = torch.arange(1000, dtype=torch.int32)  # every token says where it stands
+
+
+def stream(rank=0, world_size=1, *, micro_batch=4, accumulation_steps=1, seq_len=7, seed=3, data=DATA) -> TokenStream:
+    share = Share(micro_batch=micro_batch, accumulation_steps=accumulation_steps, rank=rank, world_size=world_size)
+    return TokenStream(data, seq_len=seq_len, share=share, seed=seed, digest="d")
+
+
+def synthetic(rank=0, world_size=1, *, micro_batch=4, accumulation_steps=1) -> SyntheticStream:
+    share = Share(micro_batch=micro_batch, accumulation_steps=accumulation_steps, rank=rank, world_size=world_size)
+    return SyntheticStream(vocab_size=256, seq_len=7, share=share, seed=3)
+
+
+def global_steps(make, *, world_size, micro_batch, accumulation_steps, steps) -> list[torch.Tensor]:
+    """Per step the tokens of all ranks in rank order [global_batch, seq_len]."""
+    options = {"micro_batch": micro_batch, "accumulation_steps": accumulation_steps}
+    ranks = [make(rank, world_size, **options) for rank in range(world_size)]
+    return [
+        torch.cat([rank.next_batch().tokens for rank in ranks for _ in range(accumulation_steps)]) for _ in range(steps)
+    ]
+
+
+def test_targets_follow_tokens():
+    batch = stream().next_batch()
+    assert isinstance(batch, Batch)
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert batch.tokens.shape == batch.targets.shape == (4, 7)
+    assert torch.equal(batch.targets, batch.tokens + 1)
+
+
+def test_every_sequence_once_per_epoch_and_epochs_differ():
+    source = stream(micro_batch=1)
+    assert source.num_sequences == 142  # (1000 - 1) // 7
+    epochs = [[int(source.next_batch().tokens[0, 0]) for _ in range(142)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 142 * 7, 7))
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != sorted(epochs[0])
+    assert source.epoch == 2.0
+
+
+@pytest.mark.parametrize("make", [stream, synthetic])
+@pytest.mark.parametrize(
+    "world_size,micro_batch,accumulation_steps", [(2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 2, 4), (2, 1, 4)]
+)
+def test_global_batch_does_not_depend_on_ranks(make, world_size, micro_batch, accumulation_steps):
+    one = global_steps(
+        make, world_size=1, micro_batch=8, accumulation_steps=1, steps=40
+    )  # 320 sequences: over two epochs
+    split = global_steps(
+        make, world_size=world_size, micro_batch=micro_batch, accumulation_steps=accumulation_steps, steps=40
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, split, strict=True))
+
+
+@pytest.mark.parametrize("make", [stream, synthetic])
+def test_resume_continues_exactly_also_on_other_ranks(make):
+    whole = global_steps(make, world_size=2, micro_batch=4, accumulation_steps=1, steps=50)
+    source = make(0, 2)
+    for _ in range(33):
+        source.next_batch()
+    state = source.state_dict()
+    resumed = [make(rank, 4, micro_batch=2) for rank in range(4)]
+    for rank in resumed:
+        rank.load_state_dict(state)
+    for step in range(33, 50):
+        assert torch.equal(torch.cat([rank.next_batch().tokens for rank in resumed]), whole[step])
+
+
+def test_state_is_refused_inside_a_step():
+    source = stream(accumulation_steps=2)
+    source.next_batch()
+    with pytest.raises(ValueError, match="after forward 1 of 2"):
+        source.state_dict()
+
+
+def test_state_of_other_data_is_refused():
+    state = stream().state_dict()
+    for other in (stream(seq_len=8), stream(seed=4), stream(data=DATA[:900])):
+        with pytest.raises(ValueError, match=r"checkpoint\.resume"):
+            other.load_state_dict(state)
+    with pytest.raises(ValueError, match="digest"):
+        TokenStream(DATA, seq_len=7, share=Share(micro_batch=4), seed=3, digest="other").load_state_dict(state)
+
+
+def test_seeds_give_different_orders():
+    assert not torch.equal(stream(seed=1).next_batch().tokens, stream(seed=2).next_batch().tokens)
+
+
+def test_synthetic_tokens_fill_the_vocabulary():
+    source = synthetic(micro_batch=64)
+    tokens = torch.cat([source.next_batch().tokens for _ in range(20)])
+    assert tokens.min() >= 0
+    assert tokens.max() == 255
+    assert len(tokens.unique()) == 256
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_held_out_batches_are_the_same_sequences_for_every_split(world_size):
+    def rows(rank):
+        share = Share(micro_batch=8 // world_size, rank=rank, world_size=world_size)
+        return [batch.tokens for batch in held_out_batches(DATA, seq_len=7, share=share, num_sequences=36)]
+
+    parts = [rows(rank) for rank in range(world_size)]
+    assert all(len(part) == 4 for part in parts)  # 32 of 36: whole batches of 8
+    joined = torch.cat([torch.cat(step) for step in zip(*parts, strict=True)])
+    assert joined[:, 0].tolist() == [i * 142 // 32 * 7 for i in range(32)]
+
+
+def test_held_out_batches_cover_a_small_part_at_least_once():
+    share = Share(micro_batch=8, world_size=2)
+    batches = list(held_out_batches(DATA[:30], seq_len=7, share=share, num_sequences=64))
+    assert len(batches) == 1
+    assert batches[0].tokens.shape == (8, 7)
+
+
+def test_too_short_text_is_refused():
+    for refuse in (
+        lambda: stream(data=DATA[:7]),
+        lambda: list(held_out_batches(DATA[:7], seq_len=7, share=Share(micro_batch=1), num_sequences=1)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"data\.seq_len=7: a sequence needs 8 tokens .* has 7; use data\.seq_len=6"
+        ):
+            refuse()
+    assert stream(data=DATA[:8], micro_batch=1).next_batch().tokens.tolist() == [list(range(7))]
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"train\.micro_batch_size=0"):
+        Share(micro_batch=0)
+    with pytest.raises(ValueError, match=r"train\.accumulation_steps=0"):
+        Share(micro_batch=1, accumulation_steps=0)
+    with pytest.raises(ValueError, match=r"data\.seq_len=0"):
+        stream(seq_len=0)
