@@ -43,13 +43,14 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, *, use_all: bool = True) -> Tensor:
+    def forward(self, tokens: Tensor, *, use_all: bool = True, outside: bool = True) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         if use_all:
             x = self.sometimes[0](x)
-        x = x * self.blocks[0].norm.weight.mean()  # a parameter outside its module's forward
+        if outside:
+            x = x * self.blocks[0].norm.weight.mean()  # a parameter outside its module's forward
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(1, dims=1).flatten())
 
 
@@ -123,32 +124,35 @@ def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder
     )
 
 
-def train(process: Process, *, layout: Layout, dtype: str = "fp32", steps: int = 20, **options) -> Run:
-    """Trains and returns the bits."""
+def train(
+    process: Process, *, layout: Layout, dtype: str = "fp32", steps: int = 20, plain: bool = False, **options
+) -> Run:
+    """Trains and returns the bits. `plain`: every step uses every module, inside its forward only."""
+    process.comm.counters.reset()
     engine = make_engine(process, layout=layout, dtype=dtype, **options)
     accumulation = engine.accumulation_steps
     losses, norms = [], []
     stream = batches(steps * accumulation, rank=process.rank, world=process.world_size)
     for step in range(steps):
         for tokens in itertools.islice(stream, accumulation):
-            loss = engine(tokens, use_all=step % 3 != 1)
+            loss = engine(tokens, use_all=plain or step % 3 != 1, outside=not plain)
             engine.backward(loss)
             engine.step()
         mean = process.comm.gather_scalars(loss.detach().view(1), label="loss").mean()
         losses.append(float(mean))
         norms.append(engine.read_metrics().grad_norm)
+    elements, calls = dict(process.comm.counters.elements), dict(process.comm.counters.calls)
     weights = {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
     bits = hashlib.sha256()
     for name in sorted(weights):
         bits.update(weights[name].numpy().tobytes())
-    counters = process.comm.counters
     return Run(
         losses=losses,
         grad_norms=norms,
         weights=weights,
         digest=hashlib.sha256(torch.tensor(losses).numpy().tobytes()).hexdigest() + bits.hexdigest(),
-        elements=dict(counters.elements),
-        calls=dict(counters.calls),
+        elements=elements,
+        calls=calls,
         memory={tier.value: engine.memory.by_category(tier) for tier in Tier},
         skipped=engine.read_metrics().skipped_total,
         padded=sum(bucket.size for bucket in engine.zero.buckets),

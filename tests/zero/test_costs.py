@@ -1,0 +1,92 @@
+"""What a strategy costs, as arithmetic: bytes of model state per rank and tier, elements on the wire per step.
+
+P is the number of elements of all buckets, padding included. ZeRO paper, sections 5 and 7.
+"""
+
+import pytest
+
+from tests.zero.models import DTYPES, Layout, train
+
+PAGE = 4096
+
+
+def expected_memory(*, stage: int, offload: str, dtype: str, padded: int, world: int) -> dict[str, dict[str, int]]:
+    """Parameters and gradients of 2 or 4 bytes; optimizer states of 12 bytes with the fp32 master weights, 8 where an fp32
+    parameter is its own master (not on NVMe, and not if the parameter stays on the device while its states leave)."""
+    itemsize = DTYPES[dtype].itemsize
+    sharded = world > 1 or offload != "none"
+    optimizer = 12 * padded // (world if stage >= 1 else 1)
+    where = {"none": "device", "cpu": "host", "nvme": "nvme"}[offload]
+    together = stage == 3 or offload == "none"
+    if dtype == "fp32" and where != "nvme" and together:
+        optimizer = optimizer // 12 * 8
+    memory: dict[str, dict[str, int]] = {"device": {}, "host": {}, "nvme": {}}
+    memory[where]["optimizer"] = optimizer
+    memory[where if stage >= 2 else "device"]["gradients"] = itemsize * padded // (world if stage >= 2 else 1)
+    memory[where if stage == 3 and sharded else "device"]["parameters"] = itemsize * padded // (world if stage == 3 else 1)
+    return memory
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_model_state_is_divided_as_the_formula_says(ranks, world, stage, offload, dtype):
+    run = ranks(world).run(train, layout=Layout(stage=stage, offload=offload), dtype=dtype, steps=2)[0]
+    expected = expected_memory(stage=stage, offload=offload, dtype=dtype, padded=run.padded, world=world)
+    for tier, categories in expected.items():
+        for category, nbytes in categories.items():
+            found = run.memory[tier].get(category, 0)
+            slack = PAGE * 40 if tier == "nvme" else 0  # each of at most 40 slots ends on a page
+            assert nbytes <= found <= nbytes + slack, (tier, category)
+    for category in ("parameters", "gradients", "optimizer"):
+        tiers = [tier for tier in expected if category in run.memory[tier]]
+        assert tiers == [tier for tier in expected if category in expected[tier]], category
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_communication_is_two_or_three_times_the_parameters(ranks, world, stage):
+    steps = 5
+    layout = Layout(stage=stage, zero={"bucket_size": 10**6})  # one bucket per unit, so the backward reads every bucket
+    run = ranks(world).run(train, layout=layout, steps=steps, plain=True)[0]
+    moved = {kind: elements for kind, elements in run.elements.items() if kind != "scalars"}
+    p = run.padded * steps
+    assert moved == {
+        0: {"all_reduce": 2 * p},
+        1: {"reduce_scatter": p, "all_gather": p},
+        2: {"reduce_scatter": p, "all_gather": p},
+        3: {"reduce_scatter": p, "all_gather": 2 * p},
+    }[stage]
+
+
+def test_what_the_backward_does_not_read_is_not_gathered_again(ranks):
+    """With small buckets the biases stand alone; a linear layer's backward does not need its bias."""
+    run = ranks(2).run(train, layout=Layout(stage=3), steps=5, plain=True)[0]
+    assert run.elements["reduce_scatter"] == 5 * run.padded
+    assert run.elements["all_gather"] < 2 * 5 * run.padded
+
+
+def test_reuse_and_persistence_save_gathers(ranks):
+    """max_reuse_distance keeps what comes back soon; persistent parameters are gathered once per step, after the update."""
+    steps = 5
+    plain = ranks(2).run(train, layout=Layout(stage=3), steps=steps, plain=True)[0]
+    kept = ranks(2).run(train, layout=Layout(stage=3, zero={"max_reuse_distance": 10**9}), steps=steps, plain=True)[0]
+    assert kept.digest == plain.digest
+    backward = plain.elements["all_gather"] - steps * plain.padded
+    saved = plain.elements["all_gather"] - kept.elements["all_gather"]
+    assert saved == backward * (steps - 1) // steps  # the first step has no forecast yet
+    bounded = ranks(2).run(
+        train, layout=Layout(stage=3, zero={"max_reuse_distance": 4000}), steps=steps, plain=True
+    )[0]
+    assert bounded.digest == plain.digest
+    assert kept.elements["all_gather"] < bounded.elements["all_gather"] < plain.elements["all_gather"]
+
+
+def test_live_parameters_are_bounded(ranks):
+    """Without prefetching and with a small bound, two gathered buckets at most exist at one time (the root's and a unit's)."""
+    layout = {"prefetch_bucket_size": 0, "max_live_parameters": 0}
+    lean = ranks(2).run(train, layout=Layout(stage=3, zero=layout), steps=3, plain=True)[0]
+    eager = ranks(2).run(train, layout=Layout(stage=3), steps=3, plain=True)[0]
+    assert lean.digest == eager.digest
+    assert lean.memory["device"]["gathered"] < eager.memory["device"]["gathered"] / 2
