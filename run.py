@@ -1,0 +1,20 @@
+"""Compose a run from the groups in `conf/` and go: `python run.py zero=stage3 offload=nvme`. `--help` shows every choice."""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from ztk.cli import Session
+from ztk.config import conf_dir
+
+session = Session()
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
+def run(choices: DictConfig) -> float:
+    return session.run_job(choices)
+
+
+if __name__ == "__main__":
+    sys.exit(session.main(run))

@@ -1,0 +1,5 @@
+"""The command line around Hydra: arguments, jobs, tables of jobs, exit codes. Imports no torch."""
+
+from ztk.cli.session import Session
+
+__all__ = ["Session"]

@@ -1,0 +1,134 @@
+"""What `run.py` does around Hydra: read the command line, run each job it composes, tell how it went, choose the exit code."""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from ztk import config as door
+from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
+from ztk.config import Config, ConfigError, Machine
+from ztk.launch import ExternalRank, RankError, run_ranks, worker_command
+from ztk.report.folder import write_failed_summary, write_json
+
+
+class Session:
+    """One command line, which is one job or a sweep of jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._sweeping = False
+        self._external = ExternalRank.of_environment()
+
+    def main(self, compose_and_run: Callable[[], None]) -> int:
+        """Runs the command line in `sys.argv` and returns the exit code. compose_and_run: the function under `hydra.main`."""
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, not to Hydra's own printer
+        try:
+            self._prepare_arguments()
+            compose_and_run()
+        except ConfigError as error:
+            self._say(str(error))
+            return Outcome.refused
+        except HydraException as error:
+            self._say(str(door.refusal(error)))
+            return Outcome.refused
+        except KeyboardInterrupt:
+            self._print_jobs()
+            self._say("interrupted")
+            return Outcome.interrupted
+        self._print_jobs()
+        return exit_code(self._jobs)
+
+    def run_job(self, choices: DictConfig) -> float:
+        """One composed job, from check to end. Returns its final loss, NaN if it has none.
+
+        In a sweep a job that fails or is refused is recorded in its folder and the sweep goes on; alone, a refused one raises ConfigError.
+        """
+        hydra = HydraConfig.get()
+        self._sweeping = hydra.mode is RunMode.MULTIRUN
+        folder, overrides = Path(hydra.runtime.output_dir), tuple(hydra.overrides.task)
+        outcome = Outcome.interrupted
+        try:
+            config = door.to_config(
+                choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
+            )
+            outcome = self._run(config, overrides=overrides)
+        except ConfigError as error:
+            if not self._sweeping:
+                _remove_if_empty(folder)
+                raise
+            write_failed_summary(folder, error=str(error))
+            self._say(str(error))
+            outcome = Outcome.refused
+        finally:
+            self._jobs.append(Job(folder=folder, overrides=overrides, outcome=outcome))
+        loss = self._jobs[-1].summary().get("final_loss")
+        return math.nan if loss is None else loss
+
+    def _prepare_arguments(self) -> None:
+        arguments = sys.argv[1:]
+        if self._external:
+            try:
+                arguments = self._external.arguments(arguments)
+            except ValueError as error:
+                raise ConfigError([str(error)]) from None
+        flags, overrides = door.split_flags(arguments)
+        folders = [door.conf_dir(), *door.extra_folders(flags)]
+        sys.argv[1:] = flags + door.parse_arguments(overrides, folders=folders)
+
+    def _machine(self) -> Machine:
+        if self._external is None:
+            return Machine.here()
+        return Machine.here(started_ranks=self._external.world_size, started_here=self._external.local_world_size)
+
+    def _run(self, config: Config, *, overrides: tuple[str, ...]) -> Outcome:
+        if self._external is None or self._external.rank == 0:
+            folder = Path(config.output_dir)
+            values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+            write_json(folder / "overrides.json", values=values)
+            door.save(config, folder / "config.yaml")
+        return self._start_ranks(config) if self._external is None else self._be_rank(config)
+
+    def _start_ranks(self, config: Config) -> Outcome:
+        folder = Path(config.output_dir)
+        command = worker_command(folder / "config.yaml")
+        try:
+            run_ranks(command, ranks=config.launch.ranks, threads=config.launch.threads, output_dir=folder)
+        except RankError as error:
+            write_failed_summary(folder, error=str(error))
+            self._say(f"the run failed: {error}", f"log: {error.log}")
+            return Outcome.failed
+        except (KeyboardInterrupt, SystemExit):
+            write_failed_summary(folder, error="interrupted")
+            raise
+        return Outcome.done
+
+    def _be_rank(self, config: Config) -> Outcome:
+        from ztk.worker import run_task  # a rank is what imports torch
+
+        agreement = self._external.agree(door.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
+        run_task(door.from_yaml(agreement.text), rank=self._external.rank)
+        return Outcome.done
+
+    def _say(self, *lines: str) -> None:
+        if self._external is None or self._external.rank == 0:
+            print(*(f"ztk: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+
+    def _print_jobs(self) -> None:
+        if self._sweeping and self._jobs:
+            from rich.console import Console
+
+            print_jobs(self._jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        pass

@@ -1,0 +1,24 @@
+"""The Hydra door: a typed schema, the rules between its groups, and composing. Imports no torch."""
+
+from ztk.config.arguments import extra_folders, parse_arguments, split_flags
+from ztk.config.compose import compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
+from ztk.config.machine import Machine
+from ztk.config.rules import ConfigError
+from ztk.config.schema import Config
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Machine",
+    "compose",
+    "conf_dir",
+    "extra_folders",
+    "from_yaml",
+    "load",
+    "parse_arguments",
+    "refusal",
+    "save",
+    "split_flags",
+    "to_config",
+    "to_yaml",
+]

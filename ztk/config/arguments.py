@@ -1,0 +1,175 @@
+"""The command line before Hydra sees it: flags to the front, and every wrong name, option or value told at once."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ztk.config.keys import expected, holds_int, leaf_types, section_of
+from ztk.config.rules import ConfigError
+from ztk.config.suggest import did_you_mean, near_keys, near_options
+
+# Hydra's flags that are followed by a value.
+_WITH_VALUE = {
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--package", "-p", "--cfg", "-c", "--experimental-rerun"),
+}
+_INFO = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
+_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(@(?P<package>[^=]*))?(=(?P<value>.*))?", re.DOTALL)
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*")
+
+
+def order_arguments(arguments: list[str]) -> list[str]:
+    """Flags first, overrides after them: Hydra 1.3 refuses a flag between overrides."""
+    flags, overrides = [], []
+    pending = iter(arguments)
+    for argument in pending:
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        flags.append(argument)
+        if argument in _WITH_VALUE:
+            flags += [value for value in [next(pending, None)] if value is not None]
+        elif argument in ("--info", "-i"):
+            value = next(pending, None)
+            if value is not None:
+                (flags if value in _INFO else overrides).append(value)
+    return flags + overrides
+
+
+def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Ordered arguments as flags with their values, and overrides."""
+    ordered = order_arguments(arguments)
+    count = len(ordered)
+    while count and not ordered[count - 1].startswith("-"):
+        count -= 1
+    if count and (ordered[count - 1] in _WITH_VALUE or (ordered[count - 1] in ("--info", "-i") and ordered[count:])):
+        taken = ordered[count - 1] in _WITH_VALUE or ordered[count] in _INFO
+        count += int(taken and count < len(ordered))
+    return ordered[:count], ordered[count:]
+
+
+def extra_folders(flags: list[str]) -> list[str]:
+    """The folders that `--config-dir` adds."""
+    found = [value for flag, value in zip(flags, flags[1:], strict=False) if flag in ("--config-dir", "-cd")]
+    return found + [flag.partition("=")[2] for flag in flags if flag.startswith("--config-dir=")]
+
+
+def options_of(folders: list[str]) -> dict[str, list[str]]:
+    """`{"zero": ["ddp", ...], ...}`: the option files of every group."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in Path(folder).glob("*/*.yaml"):
+            found.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(names) for group, names in sorted(found.items()) if group != "hydra"}
+
+
+def parse_arguments(overrides: list[str], *, folders: list[str]) -> list[str]:
+    """The overrides as Hydra shall have them. Raises ConfigError with every fault that can be seen in them.
+
+    A whole number written as 5e8 becomes 500000000, which a key that holds one accepts.
+    """
+    options = options_of(folders)
+    accepted, faults = [], []
+    for override in overrides:
+        found = list(_faults(override, options=options))
+        faults += found
+        if not found:
+            accepted.append(_whole_numbers(override))
+    if faults:
+        raise ConfigError(faults)
+    return accepted
+
+
+def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
+    match = _OVERRIDE.fullmatch(override)
+    known = leaf_types()
+    if match is None:
+        yield f"{override}: an option is written key=value; --help lists all"
+        return
+    sign, key, value = match["sign"] or "", match["key"], match["value"]
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return
+    if value is None and sign != "~":
+        yield f"{override}: an option is written key=value{did_you_mean(_completed(override, options=options, keys=known))}"
+    elif key in options:
+        yield from _group_faults(sign, key, value, package=match["package"], options=options)
+    elif key in known:
+        if sign == "~":
+            yield f"{override}: a key cannot be removed; set it, or leave it out for its default"
+        elif sign == "+":
+            yield f"{override}: the key exists, write {key}={value}"
+        else:
+            yield from _value_faults(key, value, hint=known[key])
+    elif any(name.startswith(f"{key}.") for name in known):
+        if sign:
+            yield f"{override}: write its keys one by one, {key}.KEY=value"
+    else:
+        plus = " and + cannot add one" if "+" in sign else ""
+        yield f"{key}: there is no such key{plus}{did_you_mean(near_keys(key, keys=[*known, *options]))}"
+
+
+def _group_faults(
+    sign: str, group: str, value: str | None, *, package: str | None, options: dict[str, list[str]]
+) -> Iterator[str]:
+    if package is not None:
+        yield f"{group}@{package}: a group has one place; write {group}={value}"
+    if sign:
+        yield f"{sign}{group}: every run has one option of this group; write {group}=OPTION"
+        return
+    if value in ("null", "") and group in ("experiment", "sweep"):
+        return
+    for word in value.split(","):
+        plain = re.fullmatch(r"[\w.-]*", word.strip())
+        if plain and word.strip() not in options[group]:
+            near = did_you_mean(near_options(word.strip(), group=group, options=options))
+            yield f"{group}={word.strip()}: there is no such option, only {', '.join(options[group])}{near}"
+
+
+def _value_faults(key: str, value: str, *, hint: object) -> Iterator[str]:
+    if "${" in value:
+        return
+    for piece in _pieces(key, value):
+        text = _whole_number(piece) if holds_int(hint) else piece
+        try:
+            parsed = OverridesParser.create().parse_override(f"{key}={text}").value()
+            OmegaConf.structured(section_of(key))[key.rpartition(".")[2]] = parsed
+        except HydraException:
+            yield f"{key}={piece}: not readable; put quotes around it, as in '{key}=\"{piece}\"'"
+        except OmegaConfBaseException:
+            yield f"{key}={piece}: must be {expected(hint)}"
+
+
+def _pieces(key: str, value: str) -> list[str]:
+    """The single values of a sweep `a,b,c`; of any other value, itself. A sweep of another kind is left to Hydra."""
+    try:
+        override = OverridesParser.create().parse_override(f"{key}={value}")
+    except HydraException:
+        return [value]
+    if not override.is_sweep_override():
+        return [value]
+    return value.split(",") if re.fullmatch(r"[^\[\](){}'\"]*", value) else []
+
+
+def _whole_numbers(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not holds_int(leaf_types().get(key.lstrip("+"))):
+        return override
+    return key + equals + ",".join(map(_whole_number, value.split(",")))
+
+
+def _whole_number(text: str) -> str:
+    """`5e8` as `500000000`; other texts as they are."""
+    if _FLOAT.fullmatch(text.strip()) and float(text).is_integer():
+        return str(int(float(text)))
+    return text
+
+
+def _completed(word: str, *, options: dict[str, list[str]], keys: dict[str, object]) -> list[str]:
+    """What a word without `=` may have stood for: the option of a group, or a key."""
+    groups = [f"{group}={word}" for group, names in options.items() if word in names]
+    return groups[:3] or [f"{key}=VALUE" for key in near_keys(word, keys=[*keys, *options])]

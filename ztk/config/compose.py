@@ -1,0 +1,186 @@
+"""From composed groups to one checked, settled `Config`, and to and from its file."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from ztk.config.arguments import parse_arguments
+from ztk.config.effects import device_of, settle_parameter_tier, silence_idle
+from ztk.config.keys import flatten, leaf_types
+from ztk.config.machine import Machine
+from ztk.config.rules import ConfigError, check, data_paths
+from ztk.config.schema import Config, DataName, SchedulerName
+
+RANKS_WITHOUT_GPU = 2
+
+ConfigStore.instance().store(name="ztk_schema", node=Config)
+
+
+def conf_dir() -> str:
+    """The folder of the option files: beside `ztk/` in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"conf/config.yaml lies neither in {package} nor beside it: reinstall ztk")
+
+
+def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None) -> Config:
+    """The run that `python run.py OVERRIDES...` would start, without starting it. Raises ConfigError."""
+    arguments = parse_arguments(list(overrides), folders=[conf_dir()])
+    folder = str(Path(output_dir).absolute())
+    try:
+        with initialize_config_dir(conf_dir(), version_base="1.3"):
+            choices = hydra_compose("config", overrides=[*arguments, f"output_dir={folder}"], return_hydra_config=True)
+    except HydraException as error:
+        raise refusal(error) from None
+    with open_dict(choices):
+        options = choices.pop("hydra").runtime.choices
+    return to_config(choices, overrides=arguments, options=options, machine=machine or Machine.here())
+
+
+def refusal(error: HydraException) -> ConfigError:
+    """Hydra's complaint without its search path and its advice to add keys."""
+    text = "\n".join(dict.fromkeys(filter(None, [str(error), str(error.__cause__ or "")])))
+    text = re.sub(r"\nConfig search path:.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"\n?\s*(full_key|object_type|reference_type)[:=].*", "", text)
+    text = re.sub(r"\n?To append to your config use.*", "", text)
+    match = re.search(r"Value '(?P<value>[^']*)' of type 'float' could not be converted to Integer", text)
+    if match and float(match["value"]).is_integer():
+        text += f"; write {int(float(match['value']))}"
+    return ConfigError([text.strip()])
+
+
+def to_config(
+    choices: DictConfig, *, overrides: Sequence[str], options: Mapping[str, str | None], machine: Machine
+) -> Config:
+    """Types, rules, then everything that was left to the machine.
+
+    choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
+    Raises ConfigError with all faults.
+    """
+    config = _typed(choices)
+    given = _given(config, overrides=overrides, options=options)
+    if (
+        config.data.path is not None
+        and config.data.name is DataName.stdlib
+        and not _chosen("data", overrides=overrides)
+    ):
+        config.data.name = DataName.files  # a path says enough
+    check(config, given=given, machine=machine)
+    _settle(config, machine=machine)
+    return config
+
+
+def save(config: Config, path: str | os.PathLike) -> None:
+    """Writes `config.yaml`."""
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load(path: str | os.PathLike) -> Config:
+    """Reads what `save` wrote."""
+    return from_yaml(Path(path).read_text(encoding="utf-8"))
+
+
+def from_yaml(text: str) -> Config:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+
+
+def _typed(choices: DictConfig) -> Config:
+    known = leaf_types()
+    try:
+        OmegaConf.resolve(choices)
+        values = OmegaConf.to_container(choices, resolve=True)
+        unknown = [
+            key for key, _ in flatten(values) if key not in known and not any(key.startswith(f"{k}.") for k in known)
+        ]
+        if unknown:
+            raise ConfigError([f"{key}: there is no such key" for key in unknown])
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), choices))
+    except MissingMandatoryValue as error:
+        raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error).splitlines()[0]]) from None
+
+
+def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, str | None]) -> frozenset[str]:
+    """The keys set by the user: on the command line, or to another value than the chosen options say (in an experiment)."""
+    known = leaf_types()
+    named = {key for key in (_key(override) for override in overrides) if key in known}
+    sources = [("", Path(conf_dir(), "config.yaml"))]
+    sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
+    usual = {}
+    for prefix, path in sources:
+        if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
+            usual |= {key: value for key, value in flatten(yaml.safe_load(path.read_text()) or {}, prefix=prefix)}
+    interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
+    changed = {
+        key
+        for key, value in flatten(config)
+        if value is not None and key not in interpolated and value != usual.get(key)
+    }
+    return frozenset(named | changed) - {"output_dir"}
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
+    return any(_key(override) == group for override in overrides)
+
+
+def _settle(config: Config, *, machine: Machine) -> None:
+    """Numbers for what was left open, None for what plays no part."""
+    settle_parameter_tier(config)
+    silence_idle(config, machine=machine)
+    _settle_launch(config, machine=machine)
+    _settle_paths(config)
+    scheduler, steps = config.scheduler, config.train.steps
+    if scheduler.name in (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine):
+        scheduler.warmup_steps = steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps
+    if scheduler.name is SchedulerName.one_cycle:
+        scheduler.rise_steps = scheduler.rise_steps or max(1, steps // 2)
+    if scheduler.name is SchedulerName.range_test:
+        scheduler.step_size = scheduler.step_size or max(1, steps // 10)
+    silence_idle(config, machine=machine)  # a settled number may leave another key idle
+
+
+def _settle_launch(config: Config, *, machine: Machine) -> None:
+    launch = config.launch
+    device = device_of(config, machine)
+    launch.device = type(launch.device)(device)
+    launch.ranks = machine.started_ranks or launch.ranks or (machine.gpus if device == "cuda" else RANKS_WITHOUT_GPU)
+    if launch.threads is None:
+        # torchrun sets OMP_NUM_THREADS=1 whatever the machine has: there it is not the user's wish.
+        wanted = "" if machine.started_ranks else os.environ.get("OMP_NUM_THREADS", "")
+        fair = max(1, machine.cores // (machine.started_here or launch.ranks))
+        launch.threads = int(wanted) if wanted.isdigit() and int(wanted) else fair
+    if device == "cuda" and config.offload.optimizer != "none" and config.offload.pin_memory is None:
+        config.offload.pin_memory = True
+
+
+def _settle_paths(config: Config) -> None:
+    if "nvme" in (config.offload.optimizer, config.offload.parameters):
+        config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
+    if config.data.path is not None:
+        config.data.path = [_absolute(path) for path in data_paths(config)]
+    if config.checkpoint.resume is not None:
+        config.checkpoint.resume = _absolute(config.checkpoint.resume)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))

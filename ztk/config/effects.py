@@ -1,0 +1,203 @@
+"""Which keys act in which runs.
+
+A key that cannot act in the run at hand is refused where the user gave it, and set to None where an option file brought it along, so
+that the recorded configuration shows what took part. A key that acts and has no value is a fault as well.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ztk.config.keys import read, write, written
+from ztk.config.machine import Machine
+from ztk.config.schema import (
+    Config,
+    DataName,
+    DType,
+    LoggerMode,
+    OffloadTier,
+    OptimizerName,
+    ParameterTier,
+    SchedulerName,
+    ZeroEngine,
+)
+
+_WARMED = (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine)
+_DECAYED = (SchedulerName.linear, SchedulerName.cosine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """`keys` act when `when` holds; `only` says in a command line's words when that is; `required` ones must have a value then."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config, Machine], bool]
+    only: str
+    required: bool = True
+
+
+def _section(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
+def offloads(config: Config, tier: OffloadTier) -> bool:
+    """Whether anything sleeps in `tier`. Parameters on `auto` never go where the optimizer states do not."""
+    return config.offload.optimizer == tier or config.offload.parameters == tier
+
+
+def device_of(config: Config, machine: Machine) -> str:
+    """`cpu` or `cuda`."""
+    if config.launch.device == "auto":
+        return "cuda" if machine.gpus else "cpu"
+    return config.launch.device.value
+
+
+def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
+    return lambda config, machine: config.optimizer.name in names
+
+
+def _uses_scheduler(*names: SchedulerName) -> Callable[[Config, Machine], bool]:
+    return lambda config, machine: config.scheduler.name in names
+
+
+EFFECTS = (
+    Effect(keys=("zero.stage",), when=lambda c, m: c.zero.engine is ZeroEngine.ztk, only="zero=stage0 to stage3"),
+    Effect(keys=("zero.bucket_size",), when=lambda c, m: c.zero.engine is ZeroEngine.ztk, only="zero=stage0 to stage3"),
+    Effect(
+        keys=_section(
+            "zero", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold"
+        ),
+        when=lambda c, m: c.zero.stage == 3,
+        only="zero=stage3",
+    ),
+    Effect(
+        keys=_section("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
+        when=lambda c, m: offloads(c, OffloadTier.nvme),
+        only="offload=nvme",
+    ),
+    Effect(
+        keys=("offload.nvme_path",),
+        when=lambda c, m: offloads(c, OffloadTier.nvme),
+        only="offload=nvme",
+        required=False,
+    ),
+    Effect(
+        keys=("offload.pin_memory",),
+        when=lambda c, m: (offloads(c, OffloadTier.nvme) or offloads(c, OffloadTier.cpu)) and device_of(c, m) == "cuda",
+        only="offload=cpu or offload=nvme beside a GPU",
+        required=False,
+    ),
+    Effect(
+        keys=_section("precision.loss_scale", "dynamic", "initial"),
+        when=lambda c, m: c.precision.dtype is DType.fp16,
+        only="precision=fp16",
+    ),
+    Effect(
+        keys=_section("precision.loss_scale", "window", "hysteresis", "floor"),
+        when=lambda c, m: c.precision.dtype is DType.fp16 and c.precision.loss_scale.dynamic is not False,
+        only="precision=fp16 with precision.loss_scale.dynamic=true",
+    ),
+    Effect(keys=("data.path",), when=lambda c, m: c.data.name is DataName.files, only="data=files"),
+    Effect(
+        keys=("data.validation_fraction", "train.eval_every", "train.eval_batches"),
+        when=lambda c, m: c.data.name is not DataName.synthetic,
+        only="data=stdlib or data=files",
+    ),
+    Effect(
+        keys=("optimizer.betas",),
+        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion),
+        only="optimizer=adamw, adam or lion",
+    ),
+    Effect(
+        keys=("optimizer.eps",),
+        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam),
+        only="optimizer=adamw or adam",
+    ),
+    Effect(
+        keys=_section("optimizer", "momentum", "nesterov"),
+        when=_uses_optimizer(OptimizerName.sgd),
+        only="optimizer=sgd",
+    ),
+    Effect(
+        keys=("scheduler.warmup_steps",),
+        when=_uses_scheduler(*_WARMED),
+        only="scheduler=constant, linear or cosine",
+        required=False,
+    ),
+    Effect(
+        keys=("scheduler.warmup_shape",),
+        when=lambda c, m: c.scheduler.name in _WARMED and c.scheduler.warmup_steps != 0,
+        only="scheduler=constant, linear or cosine with scheduler.warmup_steps above 0",
+    ),
+    Effect(
+        keys=("scheduler.warmup_start",),
+        when=lambda c, m: c.scheduler.name in _WARMED and c.scheduler.warmup_steps != 0,
+        only="scheduler=constant, linear or cosine with scheduler.warmup_steps above 0",
+        required=False,
+    ),
+    Effect(keys=("scheduler.final",), when=_uses_scheduler(*_DECAYED), only="scheduler=linear or cosine"),
+    Effect(
+        keys=("scheduler.total_steps",),
+        when=_uses_scheduler(*_DECAYED),
+        only="scheduler=linear or cosine",
+        required=False,
+    ),
+    Effect(
+        keys=_section("scheduler", "start", "rise_stairs", "decay_rate", "decay_interval"),
+        when=_uses_scheduler(SchedulerName.one_cycle),
+        only="scheduler=one_cycle",
+    ),
+    Effect(
+        keys=_section("scheduler", "rise_steps", "fall_steps", "fall_stairs"),
+        when=_uses_scheduler(SchedulerName.one_cycle),
+        only="scheduler=one_cycle",
+        required=False,
+    ),
+    Effect(
+        keys=("scheduler.step_size",),
+        when=_uses_scheduler(SchedulerName.range_test),
+        only="scheduler=range_test",
+        required=False,
+    ),
+    Effect(
+        keys=_section("scheduler", "step_rate", "staircase"),
+        when=_uses_scheduler(SchedulerName.range_test),
+        only="scheduler=range_test",
+    ),
+    Effect(keys=("checkpoint.keep",), when=lambda c, m: c.checkpoint.every != 0, only="checkpoint.every above 0"),
+    Effect(
+        keys=_section("logger", "project", "every"),
+        when=lambda c, m: c.logger.mode is not LoggerMode.disabled,
+        only="logger=offline or online",
+    ),
+)
+
+
+def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) -> list[str]:
+    """One line per key in `given` that cannot act, and per group with keys that act and have no value."""
+    faults = []
+    missing: dict[str, list[str]] = {}
+    for effect in EFFECTS:
+        acts = effect.when(config, machine)
+        for key in effect.keys:
+            value = read(config, key=key)
+            if not acts and key in given and value is not None:
+                faults.append(f"{key}={written(value)} has no effect here, only with {effect.only}: leave it out")
+            if acts and effect.required and value is None:
+                missing.setdefault(effect.only, []).append(key)
+    faults += [f"{', '.join(keys)} must have a value: choose {only}" for only, keys in missing.items()]
+    return faults
+
+
+def silence_idle(config: Config, *, machine: Machine) -> None:
+    """Sets the keys that cannot act to None."""
+    for effect in EFFECTS:
+        if not effect.when(config, machine):
+            for key in effect.keys:
+                write(config, key=key, value=None)
+
+
+def settle_parameter_tier(config: Config) -> None:
+    """`auto` becomes the optimizer states' tier where parameters are sharded, else the device."""
+    if config.offload.parameters is ParameterTier.auto:
+        sharded = config.zero.stage == 3
+        config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier.none

@@ -1,0 +1,84 @@
+"""Dotted names: every key of the schema with its type, and reading and writing a value by its name."""
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from ztk.config.schema import Config
+
+
+def leaf_types(section: type = Config, *, prefix: str = "") -> dict[str, Any]:
+    """`{"train.steps": int, ...}` for every key that holds a value."""
+    found = {}
+    hints = typing.get_type_hints(section)
+    for name, hint in hints.items():
+        if is_dataclass(hint):
+            found |= leaf_types(hint, prefix=f"{prefix}{name}.")
+        else:
+            found[prefix + name] = hint
+    return found
+
+
+def section_of(key: str) -> type:
+    """The dataclass that declares `key`."""
+    section: Any = Config
+    for name in key.split(".")[:-1]:
+        section = typing.get_type_hints(section)[name]
+    return section
+
+
+def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key and value of everything below a dataclass or a mapping of mappings."""
+    if is_dataclass(values):
+        pairs = [(field.name, getattr(values, field.name)) for field in fields(values)]
+    else:
+        pairs = list(values.items())
+    for name, value in pairs:
+        if is_dataclass(value) or isinstance(value, dict):
+            yield from flatten(value, prefix=f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def read(config: Config, *, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def write(config: Config, *, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    owner: Any = config
+    for section in sections:
+        owner = getattr(owner, section)
+    setattr(owner, name, value)
+
+
+def written(value: Any) -> str:
+    """As one would write it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return str(value)
+
+
+def expected(hint: Any) -> str:
+    """What a key of this type takes, in words."""
+    if isinstance(hint, types.UnionType):
+        inner = [expected(kind) for kind in typing.get_args(hint) if kind is not type(None)]
+        return " or ".join([*inner, "null"])
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word or path"}
+    return words.get(hint, "a list of numbers" if typing.get_origin(hint) is list else "a value")
+
+
+def holds_int(hint: Any) -> bool:
+    return hint is int or (isinstance(hint, types.UnionType) and int in typing.get_args(hint))

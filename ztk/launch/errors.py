@@ -1,0 +1,111 @@
+"""What a failing rank leaves behind, and which of several failures came first.
+
+When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time to the
+microsecond and with the mark `secondary` if the error only says that another rank is gone.
+"""
+
+import json
+import os
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Class names, so that nothing heavy is imported: ztk.runtime's, then torch.distributed's.
+_SECONDARY_TYPES = {"PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_SECONDARY_TEXTS = (
+    *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
+    *("ncclRemoteError", "NCCL communicator was aborted", "Socket Timeout", "wait timeout after"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if the rank could write none."""
+
+    rank: int
+    kind: str
+    message: str
+    trace: str
+    time: float
+    secondary: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
+
+
+class RankError(RuntimeError):
+    """A run failed. The text is one line about the first cause; `failure` has the rest."""
+
+    def __init__(self, failure: RankFailure, *, log: str) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+        self.log = log
+
+    def __reduce__(self) -> tuple:
+        return (_rebuilt, (self.failure, self.log))
+
+
+def _rebuilt(failure: RankFailure, log: str) -> RankError:
+    return RankError(failure, log=log)
+
+
+def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    return Path(output_dir, "ranks", f"rank{rank}.error.json")
+
+
+def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    return Path(output_dir, "ranks", f"rank{rank}.log")
+
+
+def failure_of(error: BaseException, *, rank: int) -> RankFailure:
+    """`error` as it was raised in `rank`, now."""
+    message = str(error)
+    return RankFailure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=message,
+        trace="".join(traceback.format_exception(error)),
+        time=time.time(),
+        secondary=_is_secondary(error),
+    )
+
+
+def _is_secondary(error: BaseException) -> bool:
+    if type(error).__name__ in _SECONDARY_TYPES:
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _SECONDARY_TEXTS)
+
+
+def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailure:
+    """A rank that ended without a word. noticed: seconds since 1970 when its end was seen."""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
+        message = f"was killed by {name}{hints.get(name, '')}"
+    else:
+        message = f"ended with exit code {returncode}"
+    # An abort is how a communication library reacts to a lost peer.
+    secondary = returncode == -signal.SIGABRT
+    return RankFailure(rank=rank, kind="", message=message, trace="", time=noticed, secondary=secondary)
+
+
+def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
+    path = error_path(output_dir, rank=failure.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(f".{os.getpid()}")
+    staging.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    os.replace(staging, path)
+
+
+def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:
+    try:
+        return RankFailure(**json.loads(error_path(output_dir, rank=rank).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def first_cause(failures: list[RankFailure]) -> RankFailure:
+    """The earliest failure that is more than the loss of a peer, else the earliest."""
+    return min(failures, key=lambda failure: (failure.secondary, failure.time))

@@ -1,0 +1,104 @@
+"""Ranks that torchrun or srun have started: each runs `run.py`, and they agree on the run that rank 0 composed."""
+
+import datetime
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+# Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
+_QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """What rank 0 said. `store` must live as long as the process group: rank 0 may be the one that serves it."""
+
+    text: str
+    store: object
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalRank:
+    """A rank of somebody else's launcher."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    starter: str  # torchrun or srun
+
+    @staticmethod
+    def of_environment() -> "ExternalRank | None":
+        """This process as a rank, or None if nobody started it as one. Gives srun's variables the names that torch reads."""
+        if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+            os.environ.update(_slurm_names(os.environ))
+            starter = "srun"
+        else:
+            starter = "torchrun"
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        world = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return ExternalRank(rank=int(os.environ["RANK"]), world_size=world, local_world_size=local, starter=starter)
+
+    def arguments(self, arguments: list[str]) -> list[str]:
+        """The command line for this rank. Raises ValueError for a sweep."""
+        if any(argument in ("-m", "--multirun") or argument.startswith("sweep=") for argument in arguments):
+            raise ValueError(
+                f"{self.starter} cannot sweep: use `python run.py -m ...`, which starts the ranks of every run"
+            )
+        return arguments if self.rank == 0 else [*arguments, *_QUIET]
+
+    def agree(self, text: str, *, timeout_seconds: float) -> "Agreement":
+        """Rank 0's `text`, on every rank."""
+        import torch.distributed as dist  # only ranks pay for torch
+
+        under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            self.world_size,
+            is_master=self.rank == 0 and not under_agent,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,  # init_process_group opens the same port in this process
+        )
+        key = f"ztk/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        if self.rank == 0:
+            store.set(key, text)
+        return Agreement(text=store.get(key).decode(), store=store)
+
+
+def _slurm_names(slurm: os._Environ | dict[str, str]) -> dict[str, str]:
+    """torch's variables for a task of a SLURM step. The port comes from the ids of job and step, equal on all nodes."""
+    port = 15000 + (int(slurm["SLURM_JOB_ID"]) * 31 + int(slurm.get("SLURM_STEP_ID", 0))) % 16000
+    own = {
+        "RANK": slurm["SLURM_PROCID"],
+        "LOCAL_RANK": slurm["SLURM_LOCALID"],
+        "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_WORLD_SIZE": str(_tasks_on_node(slurm["SLURM_STEP_TASKS_PER_NODE"], node=int(slurm["SLURM_NODEID"]))),
+    }
+    address = {"MASTER_ADDR": _first_host(slurm["SLURM_STEP_NODELIST"]), "MASTER_PORT": str(port)}
+    return own | {name: value for name, value in address.items() if name not in slurm}
+
+
+def _tasks_on_node(text: str, *, node: int) -> int:
+    """`4(x2),1` lists 4, 4 and 1 tasks."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert match is not None, f"SLURM_STEP_TASKS_PER_NODE={text}"
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node]
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a list like `node[03-07,12],login1`."""
+    if shutil.which("scontrol"):
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        if done.returncode == 0 and done.stdout.split():
+            return done.stdout.split()[0]
+    match = re.match(r"(?P<stem>[^,\[]+)(\[(?P<first>\d+))?", nodes)
+    assert match is not None, f"SLURM_STEP_NODELIST={nodes}"
+    return match["stem"] + (match["first"] or "")

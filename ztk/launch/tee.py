@@ -1,0 +1,46 @@
+"""The log of a rank that also has the terminal."""
+
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Tee:
+    """Writes to the terminal as it is, and to a log without colours and without the frames of a progress bar.
+
+    What a frame redraws ends without a newline or moves the cursor; only lines that stay reach the log.
+    """
+
+    def __init__(self, terminal: TextIO, *, log: TextIO) -> None:
+        self._terminal = terminal
+        self._log = log
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        self._terminal.write(text)
+        *lines, rest = (self._line + text).split("\n")
+        for line in lines:
+            self._keep(line)
+        self._line = rest.rpartition("\r")[2]
+        return len(text)
+
+    def _keep(self, line: str) -> None:
+        redrawn = "\x1b[2K" in line or "\x1b[1A" in line
+        shown = _CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2])
+        if shown.strip() and not redrawn:
+            self._log.write(shown + "\n")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._terminal, name)  # isatty, fileno, encoding, flush ...
+
+
+def log_to(path: Path) -> TextIO:
+    """From now on this process's Python output also goes to `path`. Returns the log, for what the terminal shall not see."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = open(path, "w", buffering=1, encoding="utf-8")
+    sys.stdout = Tee(sys.stdout, log=log)
+    sys.stderr = Tee(sys.stderr, log=log)
+    return log
