@@ -77,7 +77,7 @@ class Builder:
         """Sets the parameters' dtype and device without memory, and returns the values they had."""
         values = {}
         for name, parameter in list(model.named_parameters()):
-            empty = torch.empty((), dtype=self.dtype, device=self.comm.device).expand(parameter.shape)
+            empty = torch.full((), float("nan"), dtype=self.dtype, device=self.comm.device).expand(parameter.shape)
             values[name] = parameter.detach()
             if parameter.is_meta:
                 _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))

@@ -1,6 +1,6 @@
 """ZeRO over one model: built once, then gathering, reduction and update take turns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,6 +34,17 @@ class StateShard:
     start: int
     stop: int
     value: Tensor  # [stop - start]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSlice:
+    """A `StateShard` without its values: known without touching the stores."""
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    start: int
+    stop: int
 
 
 class Zero:
@@ -87,6 +98,16 @@ class Zero:
         )
         self._update = ShardUpdate(trained, optimizer=optimizer, stores=stores, comm=comm, clock=clock)
         self._trained = trained
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Where optimizer states and parameters sleep."""
+        return {"optimizer": str(self._stores.optimizer.tier), "parameters": str(self._stores.parameters.tier)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters as the model computes with them."""
+        return self._builder.dtype
 
     @property
     def num_parameters(self) -> int:
@@ -157,18 +178,31 @@ class Zero:
 
     def state_shards(self) -> Iterator[StateShard]:
         """Every state element of the model exactly once over all ranks, piece by piece. Values are valid until the next one."""
-        for bucket in self.buckets:
-            own = bucket.layout.shard(self._comm.rank)
-            for piece in bucket.pieces:
-                if piece.start not in own:
-                    continue  # stage 0 keeps all shards; each rank answers for its own
+        for bucket, piece in self._own_pieces():
+            try:
                 for kind, values in self._piece_state(bucket, piece=piece):
                     yield from self._shards(bucket, piece=piece, kind=kind, values=values)
+            finally:  # also when the caller stops early
                 if piece.states is not None:
                     self._stores.optimizer.release(piece.states)
 
-    def load_state(self, read) -> None:
-        """Sets all state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece."""
+    def state_slices(self) -> Iterator[StateSlice]:
+        """What `state_shards` will yield, in the same order, without the values."""
+        for bucket, piece in self._own_pieces():
+            kinds = {"parameter": bucket.traits.dtype}
+            if piece.states is not None:
+                kinds = dict.fromkeys(("master", *self.optimizer.state_names), torch.float32)
+            for kind, dtype in kinds.items():
+                for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
+                    yield StateSlice(
+                        name=fragment.name, kind=kind, dtype=dtype, start=fragment.start, stop=fragment.stop
+                    )
+
+    def load_state(self, read: Callable[..., Tensor]) -> None:
+        """Sets this rank's state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece.
+
+        Local: when all ranks have come through, all call `share_parameters`.
+        """
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 kind = "master" if bucket.traits.trainable else "parameter"
@@ -176,17 +210,29 @@ class Zero:
                 self._builder.set_master(bucket, piece=piece, values=values)
                 if bucket.traits.trainable:
                     self._load_moments(bucket, piece=piece, read=read)
+
+    def share_parameters(self) -> None:
+        """After `load_state`, a collective call: replicated parameters become whole on all ranks."""
+        for bucket in self.buckets:
             if not bucket.traits.shards_parameters:
                 self._comm.all_gather(bucket.full, label=bucket.traits.name).wait()
 
-    def _load_moments(self, bucket: Bucket, *, piece: Piece, read) -> None:
+    def _own_pieces(self) -> Iterator[tuple[Bucket, Piece]]:
+        """Stage 0 keeps all shards; each rank answers for its own."""
+        for bucket in self.buckets:
+            own = bucket.layout.shard(self._comm.rank)
+            yield from ((bucket, piece) for piece in bucket.pieces if piece.start in own)
+
+    def _load_moments(self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor]) -> None:
         states = self._stores.optimizer.fetch(piece.states).wait()
         moments = states[states.shape[0] - len(self.optimizer.state_names) :]
-        for kind, moment in zip(self.optimizer.state_names, moments, strict=True):
-            moment.copy_(self._read(bucket, piece=piece, kind=kind, read=read))
-        self._stores.optimizer.put(piece.states, value=states).wait()
+        try:
+            for kind, moment in zip(self.optimizer.state_names, moments, strict=True):
+                moment.copy_(self._read(bucket, piece=piece, kind=kind, read=read))
+        finally:  # a failed read must not keep a buffer of the pool
+            self._stores.optimizer.put(piece.states, value=states).wait()
 
-    def _read(self, bucket: Bucket, *, piece: Piece, kind: str, read) -> Tensor:
+    def _read(self, bucket: Bucket, *, piece: Piece, kind: str, read: Callable[..., Tensor]) -> Tensor:
         values = torch.zeros(piece.stop - piece.start, dtype=torch.float32)
         for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
             place = values[fragment.offset - piece.start :][: fragment.stop - fragment.start]

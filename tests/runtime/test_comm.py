@@ -1,0 +1,137 @@
+"""Every transport against arithmetic: sizes below, at and above a slot, three dtypes, in place and not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailed, RankPool
+from ztk.runtime.comm import Comm
+from ztk.runtime.comm.gloo import GlooTransport
+from ztk.runtime.comm.shared_memory import SharedMemoryTransport
+from ztk.runtime.comm.transport import sum_in_rank_order
+
+SLOT_BYTES = 1 << 12
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def connect(process, *, transport: str) -> Comm:
+    """A second set of connections with small slots, so that small tensors take several chunks."""
+    if transport == "gloo":
+        made = GlooTransport(group=dist.new_group(backend="gloo"))
+    else:
+        made = SharedMemoryTransport(group=dist.group.WORLD, timeout_seconds=20, slot_bytes=SLOT_BYTES)
+    return Comm(made, rank=process.rank, size=process.world_size, device=process.device)
+
+
+def part(rank: int, *, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, so that every sum is exact in every dtype."""
+    return (torch.arange(numel).remainder(5) + rank).to(dtype)
+
+
+def exercise(process, *, transport: str) -> None:
+    comm, rank, world = connect(process, transport=transport), process.rank, process.world_size
+    for dtype in DTYPES:
+        for n in (128, SLOT_BYTES // dtype.itemsize, 3 * SLOT_BYTES + 128):
+            everyone = [part(r, numel=n * world, dtype=dtype) for r in range(world)]
+            total = torch.stack([p.float() for p in everyone]).sum(0).to(dtype)
+            own = slice(rank * n, (rank + 1) * n)
+
+            full = everyone[rank].clone()
+            comm.all_reduce(full, label="test").wait()
+            assert torch.equal(full, total)
+
+            out = torch.full((n,), float("nan"), dtype=dtype)
+            comm.reduce_scatter(everyone[rank], out=out, label="test").wait()
+            assert torch.equal(out, total[own])
+
+            full = everyone[rank].clone()
+            comm.reduce_scatter(full, out=full[own], label="test").wait()  # in place
+            assert torch.equal(full[own], total[own])
+
+            full = torch.full((n * world,), float("nan"), dtype=dtype)
+            full[own] = part(rank, numel=n, dtype=dtype)
+            comm.all_gather(full, label="test").wait()
+            assert torch.equal(full, torch.cat([part(r, numel=n, dtype=dtype) for r in range(world)]))
+
+            out = torch.full((n * world,), float("nan"), dtype=dtype)
+            comm.all_to_all(everyone[rank], out=out, label="test").wait()
+            assert torch.equal(out, torch.cat([everyone[r][own] for r in range(world)]))
+
+            message = everyone[rank].clone()
+            comm.broadcast(message, source=world - 1, label="test").wait()
+            assert torch.equal(message, everyone[world - 1])
+    gathered = comm.gather_scalars(torch.tensor([rank, 0.5]), label="test")
+    assert gathered.tolist() == [[r, 0.5] for r in range(world)]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives(ranks, world, transport):
+    ranks(world).run(exercise, transport=transport)
+
+
+def counted(process) -> dict:
+    comm = process.comm
+    comm.counters.reset()
+    full = torch.zeros(256 * process.world_size)
+    comm.all_gather(full, label="test").wait()
+    comm.reduce_scatter(full, out=full[:256], label="test").wait()
+    comm.all_reduce(full, label="test").wait()
+    return {"bytes": dict(comm.counters.bytes), "calls": dict(comm.counters.calls)}
+
+
+def test_counters_follow_the_zero_paper(ranks):
+    """A gather or reduce-scatter counts the whole tensor, an all-reduce twice."""
+    n = 256 * 2 * 4
+    for found in ranks(2).run(counted):
+        assert found["bytes"] == {"all_gather": n, "reduce_scatter": n, "all_reduce": 2 * n}
+        assert found["calls"] == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+
+
+def overlapping(process) -> None:
+    """Handles may be waited for in any order, and twice."""
+    world, rank = process.world_size, process.rank
+    tensors = [part(rank, numel=512 * world, dtype=torch.float32) for _ in range(8)]
+    works = [process.comm.all_reduce(tensor, label=str(i)) for i, tensor in enumerate(tensors)]
+    for work in reversed(works):
+        work.wait()
+        work.wait()
+    total = sum(part(r, numel=512 * world, dtype=torch.float32) for r in range(world))
+    assert all(torch.equal(tensor, total) for tensor in tensors)
+
+
+def test_handles(ranks):
+    ranks(4).run(overlapping)
+
+
+def disagreeing(process, *, how: str) -> None:
+    comm = process.comm
+    if how == "size":
+        comm.all_gather(torch.zeros(256 * (1 + process.rank)), label="x").wait()
+    else:
+        comm.all_gather(torch.zeros(256), label=f"module {process.rank}").wait()
+
+
+@pytest.mark.parametrize("how", ["size", "label"])
+def test_ranks_that_disagree_are_told(how):
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailed, match="CommMismatch: rank . is at"):
+            pool.run(disagreeing, how=how)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_sums_round_once(count):
+    """16-bit sums of more than two ranks are exact to one rounding, and do not depend on where the result goes."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1000, generator=generator).bfloat16() for _ in range(count)]
+    exact = torch.stack([p.double() for p in parts])
+    ordered = exact[0].float()
+    for p in exact[1:]:
+        ordered = ordered + p.float()
+    for place in range(count):
+        copies = [p.clone() for p in parts]
+        sum_in_rank_order(copies, out=copies[place])
+        assert torch.equal(copies[place], ordered.bfloat16())

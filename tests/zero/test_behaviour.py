@@ -1,0 +1,331 @@
+"""What users do with a model: accumulate, freeze, recompute, leave modules out, run evaluation in between."""
+
+import os
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import RankFailed, RankPool
+from tests.zero.models import CLASSES, Layout, Model, build, make_engine, train
+from ztk.optim import OptimizerPolicy
+from ztk.zero.layout import SHARD_ALIGNMENT
+
+STAGES = [0, 1, 2, 3]
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # fp32, sums in another order, 20 steps at most
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    return {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_accumulated_micro_batches_equal_one_batch(ranks, stage, offload):
+    layout = Layout(stage=stage, offload=offload)
+    halves = ranks(2).run(train, layout=layout, steps=3, plain=True, accumulation_steps=2)[0]
+    again = ranks(2).run(train, layout=Layout(stage=stage), steps=3, plain=True, accumulation_steps=2)[0]
+    assert halves.digest == again.digest  # within a stage the tier changes nothing
+    for name, value in reference_of_accumulation().items():
+        torch.testing.assert_close(halves.weights[name], value, **CLOSE)
+
+
+def reference_of_accumulation() -> dict[str, torch.Tensor]:
+    from tests.zero.models import batches
+
+    model = build()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    stream = list(batches(6, rank=0, world=1))
+    for step in range(3):
+        optimizer.zero_grad()
+        for tokens in stream[2 * step : 2 * step + 2]:
+            (model(tokens, outside=False) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def no_sync_run(process, *, stage: int, manual: bool):
+    engine = make_engine(process, layout=Layout(stage=stage), accumulation_steps=2)
+    process.comm.counters.reset()
+    tokens = torch.arange(48).remainder(CLASSES).view(2, 4, 6)[process.rank]
+    if manual:
+        with engine.no_sync():
+            engine.backward(engine(tokens))
+        moved = sum(process.comm.counters.elements.values()) - process.comm.counters.elements["all_gather"]
+        assert moved == 0, process.comm.counters.elements
+        engine.step()
+    else:
+        engine.backward(engine(tokens))
+        engine.step()
+    engine.backward(engine(tokens))
+    assert engine.step()
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_moves_no_gradient_and_changes_no_result(ranks, stage):
+    with_sync = ranks(2).run(no_sync_run, stage=stage, manual=False)[0]
+    without = ranks(2).run(no_sync_run, stage=stage, manual=True)[0]
+    for name, value in with_sync.items():
+        torch.testing.assert_close(without[name], value, **CLOSE)
+
+
+# Frozen parameters, evaluation, PyTorch's own way to run the backward
+
+
+def frozen_run(process, *, stage: int, offload: str):
+    model = build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "down" in name
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = make_engine(process, layout=Layout(stage=stage, offload=offload), model=model)
+    tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
+    for _ in range(3):
+        engine.backward(engine(tokens))
+        engine.step()
+    after = weights_of(engine)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "down" in name}
+    return after
+
+
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_frozen_parameters_stay_and_cost_no_states(ranks, offload):
+    runs = [ranks(2).run(frozen_run, stage=stage, offload=offload)[0] for stage in STAGES]
+    for run in runs[1:]:
+        assert all(torch.equal(run[name], runs[0][name]) for name in run)
+
+
+def evaluation_run(process, *, stage: int, evaluate: bool):
+    engine = make_engine(process, layout=Layout(stage=stage))
+    tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
+    for _ in range(4):
+        if evaluate:
+            with engine.evaluating():
+                engine(tokens, use_all=False)
+                engine(tokens)
+        engine.scale(engine(tokens)).backward()
+        engine.step()
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_between_steps_and_a_plain_backward_change_nothing(ranks, stage):
+    plain = ranks(2).run(evaluation_run, stage=stage, evaluate=False)[0]
+    mixed = ranks(2).run(evaluation_run, stage=stage, evaluate=True)[0]
+    assert all(torch.equal(plain[name], mixed[name]) for name in plain)
+
+
+# Recomputed activations
+
+
+class Recomputed(Model):
+    """Blocks under activation checkpointing, wrapped from outside as Hugging Face models do."""
+
+    reentrant = False
+    saved = 0
+
+    def forward(self, tokens, **_):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, dims=1).flatten())
+
+
+class Direct(Model):
+    def forward(self, tokens, **_):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, dims=1).flatten())
+
+
+def recompute_run(process, *, stage: int, kind: str):
+    torch.manual_seed(0)
+    model = Direct() if kind == "direct" else Recomputed()
+    model.reentrant = kind == "reentrant"
+    return train(process, layout=Layout(stage=stage), steps=5, model=model)
+
+
+@pytest.mark.parametrize("kind", ["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputation_changes_nothing(ranks, stage, kind):
+    direct = ranks(2).run(recompute_run, stage=stage, kind="direct")[0]
+    recomputed = ranks(2).run(recompute_run, stage=stage, kind=kind)[0]
+    assert recomputed.digest == direct.digest
+
+
+def saved_bytes(process, *, recompute: bool) -> int:
+    """Bytes of activations that one forward keeps, seen by hooks outside of everything."""
+    torch.manual_seed(0)
+    engine = make_engine(process, layout=Layout(stage=3), model=Recomputed() if recompute else Direct())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        engine.backward(engine(torch.arange(24).remainder(CLASSES).view(4, 6)))
+    return sum(kept)
+
+
+def test_recomputation_still_saves_memory_under_stage_3(ranks):
+    recomputed = ranks(2).run(saved_bytes, recompute=True)[0]
+    direct = ranks(2).run(saved_bytes, recompute=False)[0]
+    assert recomputed < direct / 2
+
+
+# Modules that not every rank uses
+
+
+def uneven_run(process, *, stage: int):
+    """Only rank 0 uses the last block; its gradient is half of what it were if both did."""
+    engine = make_engine(process, layout=Layout(stage=stage), optimizer=OptimizerPolicy(name="sgd", lr=1.0))
+    before = weights_of(engine)
+    tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
+    engine.backward(engine(tokens, use_all=process.rank == 0))
+    engine.step()
+    after = weights_of(engine)
+    return {name: before[name] - after[name] for name in before}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_module_that_one_rank_skips_counts_as_zero_there(ranks, stage):
+    changes = ranks(2).run(uneven_run, stage=stage)
+    model = build()
+    model(torch.arange(24).remainder(CLASSES).view(4, 6)).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(changes[0][name], changes[1][name])
+        if name.startswith("sometimes"):
+            torch.testing.assert_close(changes[0][name], parameter.grad / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_ranks_that_run_different_modules_at_stage_3_are_told_apart():
+    """Gathering a module that the other rank does not run would hang elsewhere; here both say which module they are at."""
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailed, match=r"CommMismatch: .*all_gather sometimes\.0"):
+            pool.run(uneven_run, stage=3)
+    finally:
+        pool.close()
+
+
+# Faults
+
+
+def nan_run(process, *, stage: int, dtype: str):
+    engine = make_engine(process, layout=Layout(stage=stage), dtype=dtype)
+    tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
+    for step in range(60):
+        loss = engine(tokens)
+        if process.rank == 1 and step >= 2:
+            # the gradient of this term is NaN where the weight enters, and only there
+            weight = engine.module.blocks[1].down.weight
+            with engine.zero.gathered():
+                loss = loss + (weight * float("nan")).sum() * 0
+                engine.backward(loss)
+        else:
+            with engine.zero.gathered():
+                engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_nan_gradient_on_one_rank_ends_all_and_is_named(stage, dtype):
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailed, match=r"FloatingPointError: step \d+: the gradient of blocks\.1\.down\.weight"):
+            pool.run(nan_run, stage=stage, dtype=dtype)
+    finally:
+        pool.close()
+
+
+def dying_run(process, *, moment: str):
+    engine = make_engine(process, layout=Layout(stage=3))
+    seen = {"count": 0}
+
+    def before(label: str) -> None:
+        seen["count"] += moment in label
+        if process.rank == 1 and seen["count"] == 12:
+            os.kill(os.getpid(), 9)
+
+    process.comm.before = before
+    tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
+    for _ in range(30):
+        engine.backward(engine(tokens))
+        engine.step()
+
+
+@pytest.mark.parametrize("moment", ["all_gather", "reduce_scatter", "gradient norm"])
+def test_a_killed_rank_is_noticed_at_once(moment):
+    pool = RankPool(2)
+    try:
+        pool.run(len_of_world)  # start up
+        start = time.monotonic()
+        with pytest.raises(RankFailed):
+            pool.run(dying_run, moment=moment)
+        assert time.monotonic() - start < 5
+    finally:
+        pool.close()
+
+
+def len_of_world(process) -> int:
+    return process.world_size
+
+
+def delayed_run(process, *, stage: int, where: str, offload: str):
+    """Sleeps where a missing wait would let wrong numbers through."""
+
+    def before(label: str) -> None:
+        if where in label:
+            time.sleep(0.02 if process.rank else 0.002)
+
+    process.comm.before = before
+    try:
+        return train(process, layout=Layout(stage=stage, offload=offload), steps=2)
+    finally:
+        process.comm.before = None
+
+
+@pytest.mark.parametrize("where", ["all_gather", "reduce"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_slow_communication_changes_no_number(ranks, stage, where):
+    slow = ranks(2).run(delayed_run, stage=stage, where=where, offload="none")[0]
+    fast = ranks(2).run(train, layout=Layout(stage=stage), steps=2)[0]
+    assert slow.digest == fast.digest
+
+
+def step_without_backward(process, *, stage: int):
+    engine = make_engine(process, layout=Layout(stage=stage))
+    with pytest.raises(RuntimeError, match="call backward"):
+        engine.step()
+
+
+def test_step_without_backward_says_so(ranks):
+    ranks(2).run(step_without_backward, stage=1)
+
+
+def placeholder_run(process):
+    """Outside of the forward a sharded parameter keeps its shape and reads as NaN; inside `gathered` it is itself."""
+    engine = make_engine(process, layout=Layout(stage=3))
+    weight = engine.module.blocks[0].up.weight
+    assert weight.shape == (96, 24) and weight.isnan().all()
+    with engine.zero.gathered():
+        torch.testing.assert_close(engine.module.blocks[0].up.weight, build().blocks[0].up.weight)
+    assert weight.isnan().all()
+    assert engine.zero.num_parameters == sum(p.numel() for p in build().parameters())
+
+
+def test_sharded_parameters_are_placeholders(ranks):
+    ranks(2).run(placeholder_run)
+    assert SHARD_ALIGNMENT % 16 == 0
