@@ -10,6 +10,7 @@ from ztk.kernels import flat as _flat_ops
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import lion as _lion
 from ztk.kernels import quantize as _quantize
+from ztk.kernels import rms_norm as _rms_norm
 from ztk.kernels import sgd as _sgd
 from ztk.kernels import step_control as _step_control
 from ztk.kernels import sum_of_squares as _sum_of_squares
@@ -24,6 +25,8 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
+from ztk.kernels import adamw_8bit as _adamw_8bit
+from ztk.kernels import adamw_stochastic as _adamw_stochastic
 from ztk.kernels._library import Backend, get_backend, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.adamw import adamw
@@ -33,10 +36,13 @@ from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.lion import lion
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
+from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.sgd import sgd
 from ztk.kernels.step_control import step_control
 from ztk.kernels.sum_of_squares import sum_of_squares
 from ztk.kernels.swiglu import swiglu
+from ztk.kernels.adamw_8bit import adamw_8bit
+from ztk.kernels.adamw_stochastic import adamw_stochastic
 
 ALL_OPS: tuple[OpSpec, ...] = (
     _step_control.SPEC,
@@ -48,11 +54,14 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _flat_ops.SPEC_FLATTEN,
     _flat_ops.SPEC_UNFLATTEN,
     _swiglu.SPEC,
+    _rms_norm.SPEC,
     _quantize.SPEC,
     _quantize.DEQUANTIZE_SPEC,
     _quantize.DEQUANTIZE_REDUCE_SPEC,
     _layer_norm.SPEC,
     _adamw_bf16.SPEC,
+    _adamw_8bit.SPEC,
+    _adamw_stochastic.SPEC,
 )
 
 __all__ = [
@@ -69,7 +78,9 @@ __all__ = [
     "Setting",
     "State",
     "adamw",
+    "adamw_8bit",
     "adamw_bf16",
+    "adamw_stochastic",
     "cast_copy",
     "dequantize",
     "dequantize_reduce",
@@ -79,6 +90,7 @@ __all__ = [
     "lion",
     "quantize",
     "quantized_bytes",
+    "rms_norm",
     "set_backend",
     "sgd",
     "step_control",

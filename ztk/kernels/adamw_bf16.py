@@ -1,9 +1,9 @@
-"""AdamW on a flat partition with bfloat16 moments and a float32 master: the update of `adamw` in 20 bytes per parameter.
+"""AdamW on a flat partition with bfloat16 moments and a float32 master: the update of `adamw` in 20 bytes a parameter.
 
-The moments are computed in float32 and rounded on store: exp_avg to nearest, exp_avg_sq stochastically. With beta2 = 0.999
-a step changes exp_avg_sq by a thousandth, less than half a bfloat16 step, so rounded to nearest it would never decay;
-exp_avg moves by a tenth. Reads 10 and writes 10 bytes per parameter with a 16-bit gradient and `out`; keeps 8 and the
-16-bit parameter. Random bits: `_rounding`.
+The moments are computed in float32 and rounded on store: exp_avg to nearest, exp_avg_sq stochastically. With beta2 =
+0.999 a step changes exp_avg_sq by a thousandth, less than half a bfloat16 step, so rounded to nearest it would never
+decay; exp_avg moves by a tenth. Reads 10 and writes 10 bytes per parameter with a 16-bit gradient and `out`; keeps 8
+and the 16-bit parameter. Random bits: `_rounding`.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._control import Control
-from ztk.kernels._cpu import PIECE, scaled_float32
+from ztk.kernels._cpu import PIECE
 from ztk.kernels._flat import check_flat, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
@@ -23,6 +23,7 @@ from ztk.kernels._rounding import (
     round_stochastic_bf16_cpu,
 )
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels.adamw import _cpu as adamw_cpu
 
 NUM_WARPS = 4
 BLOCK = 4 * WARP_SIZE * NUM_WARPS  # four per thread: see adamw
@@ -106,17 +107,6 @@ def updated(p: Tensor, *, g: Tensor, m: Tensor, v: Tensor, control: Tensor) -> t
     return p - (c[Control.lr] / c[Control.bias_correction1]) * (m / denominator), m, v
 
 
-def update_moments_cpu(p: Tensor, *, grad: Tensor, m: Tensor, v: Tensor, control: list[float]) -> None:
-    """`updated` in place on float32 scratch p, m, v; `grad` of any float dtype, untouched."""
-    c = control
-    g = scaled_float32(grad, scale=c[Control.grad_coefficient], slot=3)
-    m.lerp_(g, 1 - c[Control.beta1])
-    v.mul_(c[Control.beta2]).addcmul_(g, g, value=1 - c[Control.beta2])
-    p.mul_(1 - c[Control.lr] * c[Control.weight_decay])
-    denominator = v.sqrt().mul_(1 / c[Control.bias_correction2_sqrt]).add_(c[Control.eps])
-    p.addcdiv_(m, denominator, value=-c[Control.lr] / c[Control.bias_correction1])
-
-
 def _cpu(
     master: Tensor,
     grad: Tensor,
@@ -133,7 +123,7 @@ def _cpu(
     for first in range(0, master.numel(), PIECE):
         cut = slice(first, first + PIECE)
         p, m, v = master[cut], exp_avg[cut].float(), exp_avg_sq[cut].float()
-        update_moments_cpu(p, grad=grad[cut], m=m, v=v, control=c)
+        adamw_cpu(p, grad[cut], m, v, control, None, True)
         random = random_bits_cpu(start=start + first, count=p.numel(), step=int(c[Control.step]), seed=seed)
         exp_avg[cut].copy_(m)
         exp_avg_sq[cut].copy_(round_stochastic_bf16_cpu(v, random))
@@ -165,8 +155,8 @@ def adamw_bf16(
 
     master: float32 [n]; exp_avg, exp_avg_sq: bfloat16 [n]; grad: float32, bfloat16 or float16 [n]; control: one row
     float32 [16] of `step_control`; out: optional 16-bit [n] that receives the rounded master. n is a multiple of 16.
-    `start` is the index of element 0 in the unpartitioned buffer: with it and `seed`, a partition's result does not depend
-    on how the buffer was cut. With control.skip nothing is written.
+    `start` is the index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not depend on how
+    the buffer was cut. With control.skip nothing is written.
     """
     states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     check_flat("adamw_bf16", master, grad=grad, states=states, control=control, out=out, state_dtypes=(torch.bfloat16,))
