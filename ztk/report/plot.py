@@ -1,16 +1,17 @@
 """The picture of a run, drawn from its folder alone."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ztk.report.folder import SUMMARY, read_rows
+from ztk.report.units import format_bytes
 
 _TIERS = ("device", "host", "nvme")
 _COLORS = {"parameters": "#4477aa", "gradients": "#ee6677", "optimizer": "#228833", "gathered": "#ccbb44"}
@@ -22,7 +23,7 @@ def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
     path.
     """
     path = Path(folder)
-    rows = pandas.DataFrame(list(read_rows(path)))
+    rows = list(read_rows(path))
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(12, 4.5), layout="constrained")  # no pyplot: no global state, no display
@@ -33,26 +34,46 @@ def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
     return path / name
 
 
-def _draw_loss(axes: Axes, *, rows: pandas.DataFrame, summary: dict[str, Any]) -> None:
+def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     axes.set(title="loss", xlabel="step", ylabel="nats per token")
     axes.grid(alpha=0.25)
-    if rows.empty:
+    if not rows:
         axes.text(0.5, 0.5, "no step was logged", ha="center", va="center", transform=axes.transAxes)
         return
-    smooth = rows["loss"].astype(float).ewm(span=max(1, len(rows) // 25)).mean()
-    axes.plot(rows["step"], rows["loss"], color="#4477aa", alpha=0.3, linewidth=1)
-    axes.plot(rows["step"], smooth, color="#4477aa", linewidth=2, label="training")
-    if "validation_loss" in rows:
-        held_out = rows.dropna(subset="validation_loss")
-        axes.plot(held_out["step"], held_out["validation_loss"], "o-", color="#ee6677", markersize=4, label="held out")
+    steps = [row["step"] for row in rows]
+    losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
+    axes.plot(steps, losses, color="#4477aa", alpha=0.3, linewidth=1)
+    axes.plot(steps, _smooth(losses, span=len(losses) / 25), color="#4477aa", linewidth=2, label="training")
+    if held_out := _held_out(rows, summary=summary):
+        axes.plot(held_out.keys(), held_out.values(), "o-", color="#ee6677", markersize=4, label="held out")
     if (entropy := summary.get("bigram_entropy")) is not None:
         axes.axhline(entropy, color="black", linestyle="--", linewidth=1, label=f"byte bigrams ({entropy:.3f})")
     axes.legend(frameon=False)
 
 
+def _smooth(values: list[float], *, span: float) -> list[float]:
+    """Exponential mean over about `span` values, without a pull towards the start; what is not a number is passed over."""
+    keep, total, weight, smooth = max(0.0, (span - 1) / (span + 1)), 0.0, 0.0, []
+    for value in values:
+        if not math.isnan(value):
+            total, weight = keep * total + value, keep * weight + 1
+        smooth.append(total / weight if weight else math.nan)
+    return smooth
+
+
+def _held_out(rows: pandas.DataFrame, *, summary: dict[str, Any]) -> dict[int, float]:
+    """Step -> validation loss: those between steps, and the last one, which the summary has."""
+    measured = {row["step"]: row["validation_loss"] for row in rows if row.get("validation_loss") is not None}
+    if (last := summary.get("validation_loss")) is not None:
+        measured[summary["steps"]] = last
+    return measured
+
+
 def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
-    axes.set(title="model state of a rank", ylabel="MB")
+    axes.set(title="model state of a rank")
+    axes.yaxis.set_major_formatter(lambda nbytes, _: format_bytes(nbytes))
     axes.grid(alpha=0.25, axis="y")
+    axes.set_axisbelow(True)
     tiers = [tier for tier in _TIERS if summary.get(f"peak_memory.{tier}_bytes")] or ["device"]
     drawn = set()
     for position, tier in enumerate(tiers):
@@ -60,10 +81,10 @@ def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
         for category, nbytes in _categories(summary, tier=tier).items():
             label = None if category in drawn else category
             color = _COLORS.get(category, _OTHER_COLOR)
-            axes.bar(position, nbytes / 1e6, bottom=bottom, width=0.6, color=color, label=label)
+            axes.bar(position, nbytes, bottom=bottom, width=0.6, color=color, label=label)
             drawn.add(category)
-            bottom += nbytes / 1e6
-        peak = summary.get(f"peak_memory.{tier}_bytes", 0) / 1e6
+            bottom += nbytes
+        peak = summary.get(f"peak_memory.{tier}_bytes", 0)
         axes.hlines(
             peak, position - 0.38, position + 0.38, color="black", linewidth=1.5, label=None if position else "peak"
         )

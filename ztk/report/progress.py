@@ -35,9 +35,6 @@ class LiveProgress:
         self._bar.update(self._task, completed=row["step"])
         self._live.update(Group(self._bar, Text(describe_row(row), overflow="ellipsis", no_wrap=True)))
 
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
-
     def close(self) -> None:
         self._live.stop()
 
@@ -56,9 +53,7 @@ class PlainProgress:
         if now - self._last < self._seconds and row["step"] != self._total_steps:
             return
         self._last = now
-        self.say(f"step {row['step']}/{self._total_steps}  {describe_row(row)}")
-
-    def say(self, text: str) -> None:
+        text = f"step {row['step']}/{self._total_steps}  {describe_row(row)}"
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gather, Gauges, gather_objects
-from ztk.report.plot import plot_run
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
 from ztk.report.summary import rank_report, rank_totals, summarise
@@ -87,6 +87,7 @@ class Reporter:
     def __enter__(self) -> Self:
         if self._rank == 0:
             self._open()
+        self._gather(torch.zeros(1, device=self._gauges.device))  # the others' first step does not wait for `_open`
         self._rows.start()
         return self
 
@@ -123,15 +124,17 @@ class Reporter:
             yield
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress bar, on rank 0."""
-        if self._progress is not None:
-            self._progress.say(text)
+        """Prints on rank 0, above the progress bar while there is one."""
+        if self._rank == 0:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def finish(self, **extra: Any) -> dict[str, Any]:
         """Writes the summary, draws the picture, prints the tables. extra: further keys of the summary. Returns it."""
         ranks = gather_objects(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
+            from ztk.report.plot import plot_run  # here: matplotlib takes a second, and only rank 0 draws
+
             folder = self._policy.folder
             self._folder.write_summary(summary)
             self._close(summary, failed=False)

@@ -1,0 +1,1 @@
+"""One readable program per task, and the notebooks that read finished runs."""

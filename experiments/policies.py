@@ -1,0 +1,83 @@
+"""From the checked configuration to the small policies that the library takes."""
+
+import os
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ztk.config import Config
+from ztk.nn import DecoderConfig
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
+from ztk.precision import LossScalePolicy, PrecisionPolicy
+from ztk.report import ReportPolicy, TrackerPolicy
+from ztk.zero import ZeroPolicy
+
+
+def decoder_config(config: Config) -> DecoderConfig:
+    return DecoderConfig(**_given(config.model, without=("name",)))
+
+
+def optimizer_policy(config: Config) -> OptimizerPolicy:
+    values = _given(config.optimizer)
+    if "betas" in values:
+        values["betas"] = tuple(values["betas"])
+    return OptimizerPolicy(**values)
+
+
+def learning_rates(config: Config) -> Tensor:
+    """Float32 [train.steps] of multipliers."""
+    return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
+
+
+def precision_policy(config: Config) -> PrecisionPolicy:
+    values = _given(config.precision, without=("loss_scale",))
+    scale = _given(config.precision.loss_scale)
+    loss_scale = LossScalePolicy(**scale) if scale else None
+    return PrecisionPolicy.named(values["dtype"], reduce_dtype=values.get("reduce_dtype"), loss_scale=loss_scale)
+
+
+def zero_policy(config: Config) -> ZeroPolicy:
+    return ZeroPolicy(**_given(config.zero, without=("engine",)))
+
+
+def offload_policy(config: Config) -> OffloadPolicy:
+    return OffloadPolicy(**_given(config.offload))
+
+
+def report_policy(config: Config) -> ReportPolicy:
+    """wandb's group is the folder that a sweep's jobs share, its name the run's own folder."""
+    logger, folder = config.logger, Path(config.output_dir)
+    tracker = TrackerPolicy(
+        mode=logger.mode.value,
+        project=logger.project or "ztk",
+        group=folder.parent.name,
+        name=folder.name,
+        job_type=config.task.name,
+        config=_plain(config),
+    )
+    return ReportPolicy(
+        folder=os.fspath(folder),
+        total_steps=config.train.steps,
+        every=config.train.log_every,
+        tracker=tracker,
+        tracker_every=logger.every or config.train.log_every,
+    )
+
+
+def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields that play a part in this run: a checked configuration has None in the others."""
+    values = {field.name: getattr(section, field.name) for field in fields(section) if field.name not in without}
+    return {name: _plain(value) for name, value in values.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, enumeration members as their words."""
+    if isinstance(value, Enum):
+        return value.value
+    if hasattr(value, "__dataclass_fields__"):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value

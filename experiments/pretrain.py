@@ -1,0 +1,182 @@
+"""Train a decoder on text, next byte by next byte: what every rank of `python run.py` runs.
+
+Nothing here knows where parameters, gradients and optimizer states live: `parallelize` does, from `zero=` and
+`offload=`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from experiments import policies
+from ztk import kernels
+from ztk.config import Config
+from ztk.data import Batch, ByteCorpus, ByteTokenizer, Share, SyntheticStream, TokenStream, held_out_batches
+from ztk.engine import Engine
+from ztk.nn import Decoder, initial_values, sample_text
+from ztk.parallelize import parallelize
+from ztk.report import Gauges, Reporter
+from ztk.runtime import Process
+
+SAMPLE_BYTES = 160
+PROMPT_BYTES = 48
+
+
+def main(config: Config) -> None:
+    """Runs one rank from start to end."""
+    kernels.set_backend(config.kernels.backend)
+    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    corpus = open_corpus(config)
+    stream = open_stream(config, corpus=corpus, process=process)
+    held_out = open_held_out(config, corpus=corpus, process=process)
+    engine = build_engine(config, process=process)
+    with build_reporter(config, engine=engine) as reporter:
+        train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
+        finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
+    process.stop()
+
+
+def build_engine(config: Config, *, process: Process) -> Engine:
+    """The model is planned on the meta device; every rank then fills only the part that it keeps."""
+    with torch.device("meta"):
+        model = Decoder(policies.decoder_config(config))
+    return parallelize(
+        model,
+        process=process,
+        optimizer=policies.optimizer_policy(config),
+        lr_table=policies.learning_rates(config),
+        precision=policies.precision_policy(config),
+        zero=policies.zero_policy(config),
+        offload=policies.offload_policy(config),
+        accumulation_steps=config.train.accumulation_steps,
+        initial_values=partial(initial_values, model, seed=config.train.seed),
+    )
+
+
+def train(
+    config: Config,
+    *,
+    engine: Engine,
+    stream: TokenStream | SyntheticStream,
+    held_out: Sequence[Batch],
+    reporter: Reporter,
+) -> None:
+    """Optimizer steps up to `train.steps`, with validation between them; the last one is followed by `finish`."""
+    train = config.train
+    tokens = stream.share.global_batch * config.data.seq_len
+    for step in range(engine.global_steps + 1, train.steps + 1):
+        loss = train_step(engine, stream=stream)
+        measured = {}
+        if held_out and train.eval_every and step % train.eval_every == 0 and step < train.steps:
+            with reporter.aside():
+                measured["validation_loss"] = evaluate(engine, batches=held_out)
+        reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, **measured)
+
+
+def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
+    """One optimizer step; returns this rank's mean loss over its micro-batches, on the device."""
+    losses = []
+    for _ in range(engine.accumulation_steps):
+        batch = on_device(stream.next_batch(), device=engine.process.device)
+        loss = engine(batch.tokens, batch.targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
+    """The mean loss over all ranks' batches, the same number on every rank."""
+    with engine.evaluating():
+        placed = (on_device(batch, device=engine.process.device) for batch in batches)
+        losses = torch.stack([engine(batch.tokens, batch.targets) for batch in placed])
+    return engine.comm.gather_scalars(losses.double(), label="validation loss").mean().item()
+
+
+def finish(
+    config: Config, *, engine: Engine, corpus: ByteCorpus | None, held_out: Sequence[Batch], reporter: Reporter
+) -> None:
+    """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn."""
+    if corpus is None:
+        reporter.finish()
+        return
+    entropy = corpus.bigram_entropy()
+    measured = {"validation_loss": evaluate(engine, batches=held_out)} if held_out else {}
+    with engine.evaluating():
+        prompt = ByteTokenizer().decode(corpus.validation[:PROMPT_BYTES].long())
+        text = sample_text(
+            engine,
+            prompt=prompt,
+            num_bytes=SAMPLE_BYTES,
+            max_seq_len=config.data.seq_len,
+            device=engine.process.device,
+            seed=config.train.seed,
+        )
+    reporter.finish(**measured, bigram_entropy=entropy, sample=text)
+    reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
+    if held_out:
+        verdict = "below" if measured["validation_loss"] < entropy else "not below"
+        reporter.say(
+            f"held-out loss {measured['validation_loss']:.4f} nats per byte, {verdict} the text's own byte-bigram "
+            f"entropy {entropy:.4f}"
+        )
+
+
+def build_reporter(config: Config, *, engine: Engine) -> Reporter:
+    process = engine.process
+    return Reporter(
+        policies.report_policy(config),
+        rank=process.rank,
+        world_size=process.world_size,
+        gauges=Gauges(
+            memory=engine.memory, comm=engine.comm.counters, clock=engine.clock, io=engine.io, device=process.device
+        ),
+        gather=partial(engine.comm.gather_scalars, label="report"),
+        parameters=engine.zero.num_parameters,
+        first_step=engine.global_steps,
+    )
+
+
+def open_corpus(config: Config) -> ByteCorpus | None:
+    """The text, the same on all ranks; None for synthetic tokens."""
+    if config.data.name == "synthetic":
+        return None
+    return ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+
+
+def open_stream(config: Config, *, corpus: ByteCorpus | None, process: Process) -> TokenStream | SyntheticStream:
+    share = share_of(config, process=process)
+    options = {"seq_len": config.data.seq_len, "share": share, "seed": config.train.seed}
+    if corpus is None:
+        return SyntheticStream(vocab_size=config.model.vocab_size, **options)
+    return TokenStream(corpus.train, digest=corpus.digest, **options)
+
+
+def open_held_out(config: Config, *, corpus: ByteCorpus | None, process: Process) -> list[Batch]:
+    """This rank's validation batches, `train.eval_batches` of them; none for synthetic tokens."""
+    if corpus is None or not config.train.eval_batches:
+        return []
+    share = share_of(config, process=process)
+    wanted = config.train.eval_batches * share.micro_batch * share.world_size
+    return list(held_out_batches(corpus.validation, seq_len=config.data.seq_len, share=share, num_sequences=wanted))
+
+
+def share_of(config: Config, *, process: Process) -> Share:
+    return Share(
+        micro_batch=config.train.micro_batch_size,
+        accumulation_steps=config.train.accumulation_steps,
+        rank=process.rank,
+        world_size=process.world_size,
+    )
+
+
+def on_device(batch: Batch, *, device: torch.device) -> Batch:
+    """Copies beside the host's work: from pinned memory a copy to a GPU waits for nothing."""
+    if device.type == "cpu":
+        return batch
+    return Batch(
+        tokens=batch.tokens.pin_memory().to(device, non_blocking=True),
+        targets=batch.targets.pin_memory().to(device, non_blocking=True),
+    )
