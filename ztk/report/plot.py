@@ -52,7 +52,7 @@ def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any
 
 
 def _smooth(values: list[float], *, span: float) -> list[float]:
-    """Exponential mean over about `span` values, without a pull towards the start; what is not a number is passed over."""
+    """Exponential mean over about `span` values, with no pull towards the start; NaN is passed over."""
     keep, total, weight, smooth = max(0.0, (span - 1) / (span + 1)), 0.0, 0.0, []
     for value in values:
         if not math.isnan(value):
@@ -61,7 +61,7 @@ def _smooth(values: list[float], *, span: float) -> list[float]:
     return smooth
 
 
-def _held_out(rows: pandas.DataFrame, *, summary: dict[str, Any]) -> dict[int, float]:
+def _held_out(rows: list[dict[str, Any]], *, summary: dict[str, Any]) -> dict[int, float]:
     """Step -> validation loss: those between steps, and the last one, which the summary has."""
     measured = {row["step"]: row["validation_loss"] for row in rows if row.get("validation_loss") is not None}
     if (last := summary.get("validation_loss")) is not None:
