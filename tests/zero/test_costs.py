@@ -23,7 +23,9 @@ def expected_memory(*, stage: int, offload: str, dtype: str, padded: int, world:
     memory: dict[str, dict[str, int]] = {"device": {}, "host": {}, "nvme": {}}
     memory[where]["optimizer"] = optimizer
     memory[where if stage >= 2 else "device"]["gradients"] = itemsize * padded // (world if stage >= 2 else 1)
-    memory[where if stage == 3 and sharded else "device"]["parameters"] = itemsize * padded // (world if stage == 3 else 1)
+    memory[where if stage == 3 and sharded else "device"]["parameters"] = (
+        itemsize * padded // (world if stage == 3 else 1)
+    )
     return memory
 
 
@@ -52,12 +54,15 @@ def test_communication_is_two_or_three_times_the_parameters(ranks, world, stage)
     run = ranks(world).run(train, layout=layout, steps=steps, plain=True)[0]
     moved = {kind: elements for kind, elements in run.elements.items() if kind != "scalars"}
     p = run.padded * steps
-    assert moved == {
-        0: {"all_reduce": 2 * p},
-        1: {"reduce_scatter": p, "all_gather": p},
-        2: {"reduce_scatter": p, "all_gather": p},
-        3: {"reduce_scatter": p, "all_gather": 2 * p},
-    }[stage]
+    assert (
+        moved
+        == {
+            0: {"all_reduce": 2 * p},
+            1: {"reduce_scatter": p, "all_gather": p},
+            2: {"reduce_scatter": p, "all_gather": p},
+            3: {"reduce_scatter": p, "all_gather": 2 * p},
+        }[stage]
+    )
 
 
 def test_what_the_backward_does_not_read_is_not_gathered_again(ranks):
@@ -76,9 +81,7 @@ def test_reuse_and_persistence_save_gathers(ranks):
     backward = plain.elements["all_gather"] - steps * plain.padded
     saved = plain.elements["all_gather"] - kept.elements["all_gather"]
     assert saved == backward * (steps - 1) // steps  # the first step has no forecast yet
-    bounded = ranks(2).run(
-        train, layout=Layout(stage=3, zero={"max_reuse_distance": 4000}), steps=steps, plain=True
-    )[0]
+    bounded = ranks(2).run(train, layout=Layout(stage=3, zero={"max_reuse_distance": 4000}), steps=steps, plain=True)[0]
     assert bounded.digest == plain.digest
     assert kept.elements["all_gather"] < bounded.elements["all_gather"] < plain.elements["all_gather"]
 

@@ -157,9 +157,7 @@ class Builder:
     def _is_own_master(self, bucket: Bucket) -> bool:
         """An fp32 parameter needs no master copy if the optimizer can reach it where its states are."""
         home = self.stores.parameters.tier if bucket.traits.shards_parameters else Tier.device
-        return (
-            bucket.traits.dtype is torch.float32 and home is self.stores.optimizer.tier and home is not Tier.nvme
-        )
+        return bucket.traits.dtype is torch.float32 and home is self.stores.optimizer.tier and home is not Tier.nvme
 
     # First values
 

@@ -28,7 +28,12 @@ class ZeroPolicy:
             raise ValueError(f"zero.stage={self.stage}: must be 0, 1, 2 or 3; use zero=stage0 ... zero=stage3")
         if self.bucket_size < 1:
             raise ValueError(f"zero.bucket_size={self.bucket_size}: must be at least 1 element")
-        for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold"):
+        for name in (
+            "prefetch_bucket_size",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "param_persistence_threshold",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"zero.{name}={getattr(self, name)}: must be 0 or more elements")
 

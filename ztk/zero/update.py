@@ -99,7 +99,9 @@ class ShardUpdate:
 
     def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
         gradient = None if piece.gradient is None else self._stores.gradients.fetch(piece.gradient)
-        return _Fetched(bucket=bucket, piece=piece, states=self._stores.optimizer.fetch(piece.states), gradient=gradient)
+        return _Fetched(
+            bucket=bucket, piece=piece, states=self._stores.optimizer.fetch(piece.states), gradient=gradient
+        )
 
     def _update(self, fetched: _Fetched, *, control: Tensor) -> tuple[Pending, ...]:
         bucket, piece = fetched.bucket, fetched.piece
@@ -120,7 +122,9 @@ class ShardUpdate:
             )
         return self._put(bucket, piece=piece, states=states, out=out)
 
-    def _views(self, bucket: Bucket, *, piece: Piece, states: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+    def _views(
+        self, bucket: Bucket, *, piece: Piece, states: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """The master weights, the moments, and where the optimizer writes the parameter (None: master and parameter are one)."""
         num_moments = len(self._optimizer.state_names)
         moments = tuple(states[states.shape[0] - num_moments :])

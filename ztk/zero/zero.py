@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import Comm, MemoryLedger, PhaseClock
-from ztk.zero.buffers import BufferPool
 from ztk.zero.bucket import Bucket, ParameterState
+from ztk.zero.buffers import BufferPool
 from ztk.zero.build import Builder, InitialValues
 from ztk.zero.gathering import Gathering
 from ztk.zero.piece import Piece
@@ -140,7 +140,9 @@ class Zero:
 
     def _non_finite_in(self, bucket: Bucket, *, piece: Piece) -> list[int]:
         """Numbers of the bucket's parameters with a non-finite gradient in `piece`."""
-        gradient = piece.of(bucket.gradient) if piece.gradient is None else self._stores.gradients.fetch(piece.gradient).wait()
+        gradient = (
+            piece.of(bucket.gradient) if piece.gradient is None else self._stores.gradients.fetch(piece.gradient).wait()
+        )
         number = {placement.name: index for index, placement in enumerate(bucket.layout.placements)}
         bad = [
             number[fragment.name]

@@ -4,14 +4,17 @@ Blocking transports run on one thread per process, in the order of submission, w
 same program. So communication overlaps with compute, and no rank can overtake another.
 """
 
+import ctypes
+import pickle
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from ztk.runtime.comm.counters import CommCounters
+from ztk.runtime.comm.serial import SerialThread
 from ztk.runtime.comm.transport import Transport
 
 
@@ -45,7 +48,7 @@ class Comm:
         self.counters = CommCounters()
         self.before: Callable[[str], None] | None = None
         self._transport = transport
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ztk-comm") if size > 1 and transport.blocking else None
+        self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
 
     def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
         """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given."""
@@ -85,9 +88,7 @@ class Comm:
         assert tensor.is_contiguous()
         self.counters.count("broadcast", numel=tensor.numel(), itemsize=tensor.itemsize)
         flat = tensor.view(-1)
-        return self._submit(
-            f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name)
-        )
+        return self._submit(f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name))
 
     def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
         """A few numbers [k] of every rank: returns [size, k], the same bits on all ranks. Waits."""
@@ -96,6 +97,16 @@ class Comm:
         self.counters.count("scalars", numel=full.numel(), itemsize=full.itemsize)
         self._submit(f"scalars {label}", full, lambda t, name: t.all_gather(full.view(-1), label=name)).wait()
         return full
+
+    def gather_objects(self, obj: object) -> list:
+        """Every rank's `obj` (small, picklable) in rank order, on all ranks. Waits."""
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()], device=self.device)
+        sizes = self.gather_scalars(size, label="object sizes").flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: data.numel()].copy_(data)
+        rows = self.gather_scalars(padded, label="objects").cpu()
+        return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
@@ -106,7 +117,7 @@ class Comm:
     def close(self) -> None:
         """Ends the thread and the connections; peers that still wait see this rank as lost."""
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._thread.close()
         self._transport.close()
 
     def _check(self, full: Tensor) -> None:
