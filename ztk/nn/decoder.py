@@ -20,12 +20,13 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=torch.empty(config.vocab_size, config.dim))
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # torch's 1.0 is far too loud for a tied head
         cos, sin = _rotary_tables(config)
         self.register_buffer("rope_cos", cos, persistent=False)  # [max_seq_len, D / 2]
         self.register_buffer("rope_sin", sin, persistent=False)

@@ -32,9 +32,14 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, *, weight: Tensor) -> Tensor:
     """x [..., in] times weight [out, in] transposed: [..., out], in the dtype of `x`."""
-    if x.device.type != "cpu" or (x.dtype != torch.float32 and multiplies_natively(x.dtype)) or not has_onednn():
-        return F.linear(x, weight)
-    return _LinearByOneDNN.apply(x, weight)
+    if x.device.type == "cpu" and x.numel() and _widened_or_moved(x.dtype):
+        return _LinearByOneDNN.apply(x, weight)
+    return F.linear(x, weight)
+
+
+def _widened_or_moved(dtype: torch.dtype) -> bool:
+    """Whether [Note: Matrix products on CPU] sends this type past torch."""
+    return has_onednn() and (dtype == torch.float32 or not multiplies_natively(dtype))
 
 
 @cache

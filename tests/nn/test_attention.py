@@ -1,0 +1,44 @@
+"""Every way of computing attention against the definition."""
+
+import pytest
+import torch
+
+from ztk.nn.attention import _blockwise, _fused, causal_attention
+
+
+def inputs(*, length: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(2, length, h, 16, generator=generator).to(dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def definition(query, key, value):
+    """float64, every head and position on its own."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    group = query.shape[2] // key.shape[2]
+    for h in range(query.shape[2]):
+        for t in range(query.shape[1]):
+            scores = (key[:, : t + 1, h // group].double() @ query[:, t, h, :, None].double())[..., 0] / 16**0.5
+            out[:, t, h] = (scores.softmax(-1)[..., None] * value[:, : t + 1, h // group].double()).sum(1)
+    return out
+
+
+@pytest.mark.parametrize("way", [_blockwise, _fused, causal_attention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length,heads,kv_heads", [(1, 2, 1), (7, 4, 2), (128, 2, 2), (129, 3, 1)])
+def test_forward_and_gradients(way, dtype, length, heads, kv_heads):
+    query, key, value = inputs(length=length, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    out = way(query, key=key, value=value)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradients = torch.autograd.grad(out, (query, key, value), d_out)
+    expected = definition(query, key, value)
+    expected_gradients = torch.autograd.grad(expected, (query, key, value), d_out.double())
+
+    assert out.shape == query.shape
+    assert out.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps  # scores, weights, their gradient and the result are rounded
+    for got, wanted in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+        error, size = (got.double() - wanted).pow(2).mean().sqrt(), wanted.double().pow(2).mean().sqrt()
+        assert error <= tolerance * max(size, 0.5)

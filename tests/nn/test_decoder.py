@@ -1,0 +1,176 @@
+"""The decoder against a plain implementation, and what must hold for any language model."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.nn.plain import plain_logits, plain_loss
+from ztk.nn import Decoder, DecoderConfig, initialise
+
+SMALL = DecoderConfig(vocab_size=61, dim=48, layers=2, heads=6, kv_heads=2, hidden_dim=72, max_seq_len=160)
+VARIANTS = {
+    "grouped": SMALL,
+    "one_kv_head": dataclasses.replace(SMALL, kv_heads=1),
+    "all_kv_heads": dataclasses.replace(SMALL, kv_heads=6),
+    "tied": dataclasses.replace(SMALL, tie_embeddings=True),
+    "theta": dataclasses.replace(SMALL, rope_theta=500.0, norm_eps=1e-3),
+}
+
+
+def built(config: DecoderConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config)
+    initialise(model, seed=seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():  # norms of one and tiny weights would hide mistakes
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_((0.3 if "norm" in name else 0.1) * noise.to(dtype))
+    return model
+
+
+def batch(*, length: int = 19, rows: int = 3, vocab_size: int = 61) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(length))
+    targets = tokens[:, 1:].clone()
+    targets[0, :3] = -100
+    return tokens[:, :-1], targets
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.detach().double().pow(2).mean().sqrt().item()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("length", [1, 19, 150])
+def test_forward_and_gradients_equal_the_plain_implementation(variant, length):
+    config = VARIANTS[variant]
+    model = built(config)
+    tokens, targets = batch(length=length)
+    targets = targets if length > 3 else targets.abs() % 61
+    loss = model(tokens, targets)
+    loss.backward()
+
+    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    logits = plain_logits(config, weights=weights, tokens=tokens)
+    expected = plain_loss(logits, targets)
+    expected.backward()
+
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    assert rms(model(tokens).detach() - logits) < 1e-5 * rms(logits)
+    for name, parameter in model.named_parameters():
+        assert rms(parameter.grad - weights[name].grad) < 2e-5 * rms(weights[name].grad) + 1e-9, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_stay_near_the_plain_implementation(dtype):
+    model = built(SMALL, dtype=dtype)
+    tokens, targets = batch(length=140)
+    loss = model(tokens, targets)
+    loss.backward()
+    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    expected = plain_loss(plain_logits(SMALL, weights=weights, tokens=tokens), targets)
+    expected.backward()
+    eps = torch.finfo(dtype).eps
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=2 * eps)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == dtype
+        # about ten roundings stand between a loss and the furthest gradient
+        assert rms(parameter.grad - weights[name].grad) < 10 * eps * rms(weights[name].grad), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_token_sees_the_future(dtype):
+    model = built(SMALL, dtype=dtype)
+    tokens, _ = batch(length=140)
+    changed = tokens.clone()
+    changed[:, 70] = (changed[:, 70] + 1) % 61
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :70], after[:, :70])
+    assert (before[:, 70:] != after[:, 70:]).any(-1).all()
+
+
+def test_positions_matter_and_only_their_distance_does():
+    config = dataclasses.replace(SMALL, layers=1)
+    model = built(config)
+    tokens, _ = batch(length=8)
+    with torch.no_grad():
+        assert not torch.allclose(model(tokens)[:, -1], model(tokens.flip(1).roll(1, 1))[:, -1])
+        model.rope_cos, model.rope_sin = model.rope_cos[100:], model.rope_sin[100:]  # as if 100 positions later
+        shifted = model(tokens)
+        model.materialise_buffers("cpu")
+        torch.testing.assert_close(shifted, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_tied_head_shares_one_parameter_and_adds_both_gradients():
+    tied, untied = built(VARIANTS["tied"]), built(dataclasses.replace(VARIANTS["tied"], tie_embeddings=False))
+    assert tied.head.weight is tied.embedding.weight
+    assert "head.weight" not in dict(tied.named_parameters())
+    untied.load_state_dict(tied.state_dict())
+    tokens, targets = batch()
+    tied(tokens, targets).backward()
+    untied(tokens, targets).backward()
+    both = untied.head.weight.grad + untied.embedding.weight.grad
+    torch.testing.assert_close(tied.embedding.weight.grad, both)
+
+
+def test_ignored_targets_do_not_count():
+    model = built(SMALL)
+    tokens, targets = batch()
+    targets[1:] = -100
+    torch.testing.assert_close(model(tokens, targets), model(tokens[:1], targets[:1]))
+
+
+def test_built_on_meta_holds_no_memory_and_names_are_stable():
+    with torch.device("meta"):
+        model = Decoder(SMALL)
+    assert all(p.is_meta for p in model.parameters())
+    assert not [name for name in model.state_dict() if "rope" in name]  # tables are computed, not saved
+    assert {name for name, _ in model.blocks[0].named_parameters()} == {
+        *(f"attention.{name}.weight" for name in ("query", "key", "value", "out")),
+        *(f"mlp.{name}.weight" for name in ("gate", "up", "down")),
+        "attention_norm.weight",
+        "mlp_norm.weight",
+    }
+    assert model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).shape == (2, 5, 61)
+    model.materialise_buffers("cpu")
+    assert model.rope_cos.device.type == "cpu"
+    assert model.rope_cos.shape == model.rope_sin.shape == (160, 4)
+
+
+def test_built_in_memory_is_ready_to_use():
+    loss = Decoder(SMALL)(*batch())
+    assert 1 < float(loss) < 20
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"161 tokens.*model\.max_seq_len=160"):
+        built(SMALL)(torch.zeros(1, 161, dtype=torch.int64))
+
+
+def test_learns_a_repeating_text():
+    model = built(dataclasses.replace(SMALL, vocab_size=8), seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.arange(33).repeat(4, 1) % 7
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+    assert float(loss) < 0.3  # log 7 = 1.95 for one who only counts
+
+
+def test_trains_under_torch_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    model, again = built(SMALL), built(SMALL)
+    tokens, targets = batch()
+    model(tokens, targets).backward()
+    for block in again.blocks:
+        block.forward = lambda x, *, cos, sin, f=block.forward: checkpoint(f, x, cos=cos, sin=sin, use_reentrant=False)
+    again(tokens, targets).backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
