@@ -1,0 +1,130 @@
+"""Resident memory of a rank that trains with `offload=nvme`, beside its buffer pool and working set.
+
+    python scripts/check_memory.py                 a model whose states are about ten times the bound, 2 ranks
+    python scripts/check_memory.py --layers 24     a larger one: the bound does not move
+
+The bound of a rank: the pool, the largest unit's buffers that are gathered or reduced at one time, the activations, and what a rank
+needs before there is a model. Exit code 1 if the resident set grew past it.
+"""
+
+import argparse
+import functools
+import gc
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.ranks import RankPool
+from ztk.nn import Decoder, DecoderConfig, initial_values
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallelize import parallelize
+from ztk.precision import PrecisionPolicy
+from ztk.runtime import Process, Tier
+from ztk.zero import ZeroPolicy
+
+BUFFERS, BUFFER_BYTES, THREADS, BLOCK_BYTES = 9, 4 << 20, 2, 4 << 20
+SEQ_LEN = 128
+ALLOCATOR_SLACK = 64 << 20  # what the C allocator keeps of freed temporaries
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of one rank. `before` and `peak` are resident sets, the rest is counted."""
+
+    before: int
+    peak: int
+    pool: int
+    gathered: int
+    gradients: int
+    parameters: int
+    state: int
+
+
+def resident(key: str) -> int:
+    """`VmRSS` (now) or `VmHWM` (peak) of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {key} in /proc/self/status")
+
+
+def run(process: Process, *, layers: int, dim: int, folder: str) -> Footprint:
+    """Trains three steps at stage 3 with everything on NVMe."""
+    warm = torch.randn(256, 256, requires_grad=True)
+    (warm @ warm).sum().backward()  # the libraries' own buffers
+    process.comm.barrier()
+    before = resident("VmRSS")
+    config = DecoderConfig(
+        vocab_size=256, dim=dim, layers=layers, heads=dim // 64, kv_heads=dim // 64, hidden_dim=4 * dim, max_seq_len=SEQ_LEN
+    )
+    with torch.device("meta"):
+        model = Decoder(config)
+    engine = parallelize(
+        model,
+        process=process,
+        optimizer=OptimizerPolicy(clip_grad_norm=1.0),
+        precision=PrecisionPolicy.named("bf16"),
+        zero=ZeroPolicy(stage=3, prefetch_bucket_size=20 * dim * dim),
+        offload=OffloadPolicy(
+            optimizer="nvme",
+            parameters="nvme",
+            nvme_path=folder,
+            buffer_count=BUFFERS,
+            buffer_bytes=BUFFER_BYTES,
+            threads=THREADS,
+            block_bytes=BLOCK_BYTES,
+        ),
+        initial_values=functools.partial(initial_values, model, seed=0),
+    )
+    tokens = torch.randint(256, (1, SEQ_LEN))
+    for _ in range(3):
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+    device = engine.memory.by_category(Tier.device)
+    gc.collect()
+    return Footprint(
+        before=before,
+        peak=resident("VmHWM"),
+        pool=engine.memory.current(Tier.host),
+        gathered=device.get("gathered", 0),
+        gradients=device.get("gradients in flight", 0),
+        parameters=engine.zero.num_parameters,
+        state=engine.memory.current(Tier.nvme),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 24])
+    parser.add_argument("--dim", type=int, default=768)
+    options = parser.parse_args()
+    console, failed = Console(), False
+    table = Table(title="MiB per rank, zero=stage3 offload=nvme, bf16, 2 ranks")
+    columns = ("parameters", "state on disk", "before", "pool", "gathered", "gradients", "bound", "peak resident", "within")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for layers in options.layers:
+        pool = RankPool(2)
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            found = pool.run(run, layers=layers, dim=options.dim, folder=folder)[0]
+        pool.close()
+        activations = layers * SEQ_LEN * options.dim * 2 * 34  # bytes a block keeps: about 34 values of 2 bytes per element
+        bound = found.before + found.pool + found.gathered + found.gradients + activations + ALLOCATOR_SLACK
+        within = found.peak <= bound
+        failed |= not within
+        values = (found.state, found.before, found.pool, found.gathered, found.gradients, bound, found.peak)
+        table.add_row(f"{found.parameters / 1e6:.0f} M", *(f"{value / 2**20:.0f}" for value in values), str(within))
+    console.print(table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
