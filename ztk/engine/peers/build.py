@@ -73,8 +73,16 @@ def parallelize_peer(
 
 
 def _materialise(model: nn.Module, *, device: torch.device) -> None:
-    """Memory for parameters and buffers that are on the meta device."""
+    """Memory for parameters and buffers that are on the meta device. `to_empty` forgets that weights are tied, so they are again."""
+    first: dict[nn.Parameter, str] = {}
+    tied = {}  # name -> the first name of the same parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied[name] = first.setdefault(parameter, name)
     model.to_empty(device=device)
+    for name, original in tied.items():
+        if name != original:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(original)
     if next(model.buffers(), None) is not None:
         if not hasattr(model, "materialise_buffers"):
             raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")

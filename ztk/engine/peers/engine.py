@@ -1,6 +1,6 @@
 """The engine's surface over torch's own data parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -164,10 +164,10 @@ class PeerEngine:
         """(name, parameter) one at a time. Every rank must iterate to the end."""
         return self.peer.whole_parameters()
 
-    def _count(self, traffic) -> None:
-        item: Traffic
+    def _count(self, traffic: Iterable[Traffic]) -> None:
         for item in traffic:
-            self.comm.counters.count(item.kind, numel=item.numel, itemsize=item.itemsize, calls=item.calls)
+            self.comm.counters.count(item.kind, numel=item.numel, itemsize=item.itemsize)
+            self.comm.counters.calls[item.kind] += item.calls - 1
 
     def _book(self) -> None:
         """Brings the ledger up to the tensors that exist now."""

@@ -105,6 +105,7 @@ class FullyShardedPeer:
             parameters = [parameter for parameter in unit.parameters() if parameter not in seen]
             seen.update(parameters)
             self._groups.append(_Group.of(parameters, world_size=process.world_size))
+        for unit in [*blocks, module]:
             fully_shard(unit, mesh=mesh, mp_policy=mixed)
         self._module: FSDPModule = module
         self._dtype, self._wire = precision.dtype, precision.reduce_dtype or precision.dtype
@@ -146,6 +147,8 @@ class FullyShardedPeer:
             self._root_is_whole = False
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        self._module.reshard()  # a forward without backward has left the root gathered
+        self._root_is_whole = False
         for name, parameter in self._module.named_parameters():
             yield name, parameter.full_tensor().detach()
 
