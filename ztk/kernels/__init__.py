@@ -6,11 +6,13 @@
 from ztk.kernels import adamw as _adamw
 from ztk.kernels import adamw_bf16 as _adamw_bf16
 from ztk.kernels import cast_copy as _cast_copy
+from ztk.kernels import cross_entropy as _cross_entropy
 from ztk.kernels import flat as _flat_ops
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import lion as _lion
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import rms_norm as _rms_norm
+from ztk.kernels import rope as _rope
 from ztk.kernels import sgd as _sgd
 from ztk.kernels import step_control as _step_control
 from ztk.kernels import sum_of_squares as _sum_of_squares
@@ -32,11 +34,13 @@ from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.adamw import adamw
 from ztk.kernels.adamw_bf16 import adamw_bf16
 from ztk.kernels.cast_copy import cast_copy
+from ztk.kernels.cross_entropy import cross_entropy
 from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.lion import lion
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
+from ztk.kernels.rope import rope
 from ztk.kernels.sgd import sgd
 from ztk.kernels.step_control import step_control
 from ztk.kernels.sum_of_squares import sum_of_squares
@@ -55,6 +59,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _flat_ops.SPEC_UNFLATTEN,
     _swiglu.SPEC,
     _rms_norm.SPEC,
+    _rope.SPEC,
+    _cross_entropy.SPEC,
     _quantize.SPEC,
     _quantize.DEQUANTIZE_SPEC,
     _quantize.DEQUANTIZE_REDUCE_SPEC,
@@ -82,6 +88,7 @@ __all__ = [
     "adamw_bf16",
     "adamw_stochastic",
     "cast_copy",
+    "cross_entropy",
     "dequantize",
     "dequantize_reduce",
     "flatten_into",
@@ -91,6 +98,7 @@ __all__ = [
     "quantize",
     "quantized_bytes",
     "rms_norm",
+    "rope",
     "set_backend",
     "sgd",
     "step_control",

@@ -1,0 +1,64 @@
+"""What kernels over rows share: how many rows a program takes, and the second stage of a sum over rows."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._math import cast
+
+TILE = 4096  # elements in flight per program before a row alone is larger
+ELEMENTS_PER_WARP = 512  # sixteen elements per thread of 32-wide warps: two 16-byte loads of a 16-bit type
+MAX_WARPS = 16
+PROGRAMS_PER_PROCESSOR = 4
+COLUMNS = 128  # columns one program of `column_sums` adds up
+ROWS_AT_ONCE = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLaunch:
+    """How a kernel that holds whole rows in registers is launched."""
+
+    block_m: int  # rows per program
+    block_n: int  # columns, the next power of two
+    num_warps: int
+
+
+def row_launch(N: int) -> RowLaunch:
+    """Several short rows per program, one long row; warps follow the elements held."""
+    block_n = triton.next_power_of_2(N)
+    block_m = max(1, min(16, TILE // block_n))
+    num_warps = max(1, min(MAX_WARPS, block_m * block_n // ELEMENTS_PER_WARP))
+    return RowLaunch(block_m=block_m, block_n=block_n, num_warps=num_warps)
+
+
+def programs_for_rows(num_tiles: int, *, device: torch.device) -> int:
+    """Persistent programs for a loop over row tiles: a few per processor, so that loads of one hide sums of another."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return min(num_tiles, PROGRAMS_PER_PROCESSOR * processors)
+
+
+@triton.jit
+def _column_sums(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] = sum over p of partial[p, n], in a fixed order"""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    b_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for start in range(0, P, ROWS):
+        o_p = start + tl.arange(0, ROWS).to(tl.int64)
+        m = (o_p < P)[:, None] & m_n[None, :]
+        b_sum += tl.load(partial_ptr + o_p[:, None] * N + o_n[None, :], mask=m, other=0.0)  # [ROWS, BLOCK]
+    tl.store(out_ptr + o_n, cast(tl.sum(b_sum, axis=0), out_ptr.dtype.element_ty), mask=m_n)
+
+
+def column_sums(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """The sums of float32 [P, N] over its rows, as [N] in `dtype`: the second stage of a weight's gradient."""
+    P, N = partial.shape
+    out = torch.empty(N, dtype=dtype, device=partial.device)
+    _column_sums[(triton.cdiv(N, COLUMNS),)](
+        partial, out, P, N, ROWS=ROWS_AT_ONCE, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=True
+    )
+    return out

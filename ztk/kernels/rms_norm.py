@@ -1,0 +1,296 @@
+"""RMS norm over the last dimension, with an optional residual added first.
+
+    x    = x + residual                        (returned too, when there is a residual)
+    rstd = 1 / sqrt(mean(x^2) + eps)
+    y    = x * rstd * weight
+    d_x      = rstd * (d_y * weight - x * rstd^2 * mean(d_y * weight * x))   (+ the gradient of the returned sum)
+    d_weight = sum over rows of d_y * x * rstd
+
+Forward reads and writes N elements once (with a residual reads 2N, writes 2N); backward reads 2N and writes N. rstd is kept
+in float32, one number per row. d_weight is summed in registers over the rows of each program, in a fixed order, and the
+programs' partial sums are added by a second kernel: no atomics.
+
+Zhang and Sennrich, https://arxiv.org/abs/1910.07467
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._math import cast
+from ztk.kernels._rows import column_sums, programs_for_rows, row_launch
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+
+
+@triton.jit
+def _rms_norm_fwd(
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, M, N, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y = x * rstd * weight for BLOCK_M rows"""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    m_m = o_m < M
+    m_n = o_n < N
+    m = m_m[:, None] & m_n[None, :]
+    p = o_m[:, None] * N + o_n[None, :]
+    b_x = tl.load(x_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    if HAS_RESIDUAL:
+        b_sum = cast(b_x + tl.load(residual_ptr + p, mask=m, other=0.0).to(tl.float32), sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + p, b_sum, mask=m)
+        b_x = b_sum.to(tl.float32)  # backward sees the rounded sum, so forward normalises that one
+    b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) / N + eps)  # [BLOCK_M]
+    b_w = tl.load(weight_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_y = b_x * b_rstd[:, None] * b_w[None, :]
+    tl.store(y_ptr + p, cast(b_y, y_ptr.dtype.element_ty), mask=m)
+    tl.store(rstd_ptr + o_m, b_rstd, mask=m_m)
+
+
+@triton.jit
+def _rms_norm_bwd(
+    d_y_ptr, d_sum_ptr, x_ptr, weight_ptr, rstd_ptr, d_x_ptr, partial_ptr, M, N, num_tiles,
+    HAS_D_SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """d_x of the row tiles i, i + programs, ..., and their share of d_weight"""
+    i_program = tl.program_id(0).to(tl.int64)
+    num_programs = tl.num_programs(0).to(tl.int64)
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_w = tl.load(weight_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_d_w = tl.zeros([BLOCK_N], dtype=tl.float32)
+    first = i_program * BLOCK_M
+    for _ in range(i_program, num_tiles, num_programs):
+        o_m = first + tl.arange(0, BLOCK_M)
+        m_m = o_m < M
+        m = m_m[:, None] & m_n[None, :]
+        p = o_m[:, None] * N + o_n[None, :]
+        b_x = tl.load(x_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        b_d_y = tl.load(d_y_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        b_rstd = tl.load(rstd_ptr + o_m, mask=m_m, other=0.0)  # [BLOCK_M]
+        b_hat = b_x * b_rstd[:, None]
+        b_d_w += tl.sum(b_d_y * b_hat, axis=0)
+        b_d_hat = b_d_y * b_w[None, :]
+        b_mean = tl.sum(b_d_hat * b_hat, axis=1) / N
+        b_d_x = (b_d_hat - b_hat * b_mean[:, None]) * b_rstd[:, None]
+        if HAS_D_SUM:
+            b_d_x += tl.load(d_sum_ptr + p, mask=m, other=0.0).to(tl.float32)
+        tl.store(d_x_ptr + p, cast(b_d_x, d_x_ptr.dtype.element_ty), mask=m)
+        first += num_programs * BLOCK_M
+    tl.store(partial_ptr + i_program * N + o_n, b_d_w, mask=m_n)
+
+
+def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = x.shape
+    y, total = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
+    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+    if M:
+        launch = row_launch(N)
+        _rms_norm_fwd[(triton.cdiv(M, launch.block_m),)](
+            x, x if residual is None else residual, weight, total, y, rstd, M, N, eps,
+            HAS_RESIDUAL=residual is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+            num_warps=launch.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return y, total, rstd
+
+
+def _launch_bwd(
+    d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    d_x = torch.empty_like(x)
+    if M == 0:
+        return d_x, torch.zeros_like(weight)
+    launch = row_launch(N)
+    num_tiles = triton.cdiv(M, launch.block_m)
+    programs = programs_for_rows(num_tiles, device=x.device)
+    partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+    _rms_norm_bwd[(programs,)](
+        d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial, M, N, num_tiles,
+        HAS_D_SUM=d_sum is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        num_warps=launch.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return d_x, column_sums(partial, dtype=weight.dtype)
+
+
+def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = x.shape
+    y, total = torch.empty_like(x), x if residual is None else x + residual
+    rstd = torch.empty((M, 1), dtype=torch.float32, device="cpu")
+    weight32 = weight.float()
+    rows = rows_per_piece(N)
+    for start in range(0, M, rows):
+        cut = slice(start, start + rows)
+        x32 = scaled_float32(total[cut].view(-1), scale=1.0).view(-1, N)
+        r = torch.linalg.vector_norm(x32, dim=1, keepdim=True, out=rstd[cut])
+        r.square_().div_(N).add_(eps).rsqrt_()
+        if y.dtype == torch.float32:
+            torch.mul(x32, r, out=y[cut]).mul_(weight32)
+        else:
+            y[cut].copy_(x32.mul_(r).mul_(weight32))
+    return y, x.new_empty(0) if residual is None else total, rstd.view(M)
+
+
+def _cpu_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    # Through u = d_y * x: mean(d_y * weight * x) is the matrix-vector product u @ weight, d_weight is rstd @ u.
+    M, N = x.shape
+    d_x = torch.empty_like(x)
+    weight32 = weight.float()
+    d_weight = torch.zeros(N, dtype=torch.float32, device="cpu")
+    rows = rows_per_piece(N)
+    for start in range(0, M, rows):
+        cut = slice(start, start + rows)
+        x32 = scaled_float32(x[cut].view(-1), scale=1.0, slot=0).view(-1, N)
+        d_y32 = scaled_float32(d_y[cut].view(-1), scale=1.0, slot=1).view(-1, N)
+        r = rstd[cut]
+        u = torch.mul(d_y32, x32, out=scratch(x32.numel(), slot=2).view(-1, N))
+        d_weight.addmv_(u.t(), r)
+        slope = torch.mv(u, weight32).mul_(r).mul_(r).mul_(r).div_(-N)
+        target = d_x[cut] if d_x.dtype == torch.float32 else u
+        torch.mul(d_y32, weight32, out=target).mul_(r[:, None]).addcmul_(x32, slope[:, None])
+        if d_sum is not None:
+            target.add_(d_sum[cut])
+        if target is u:
+            d_x[cut].copy_(u)
+    return d_x, d_weight.to(weight.dtype)
+
+
+_forward = register(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    triton=_launch_fwd,
+    cpu=_cpu_fwd,
+    fake=lambda x, residual, weight, eps: (
+        torch.empty_like(x),
+        x.new_empty(0) if residual is None else torch.empty_like(x),
+        x.new_empty(x.shape[0], dtype=torch.float32),
+    ),
+)
+_backward = register(
+    "rms_norm_backward(Tensor d_y, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    triton=_launch_bwd,
+    cpu=_cpu_bwd,
+    fake=lambda d_y, d_sum, x, weight, rstd: (torch.empty_like(x), torch.empty_like(weight)),
+)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, _, rstd = _forward(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        d_x, d_weight = _backward(d_y.contiguous(), None, *ctx.saved_tensors)
+        return d_x, d_weight, None
+
+
+class _ResidualRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y, total, rstd = _forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, d_y: Tensor, d_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        d_x, d_weight = _backward(d_y.contiguous(), d_sum.contiguous(), *ctx.saved_tensors)
+        return d_x, d_x, d_weight, None
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; float32 inside, rounded once.
+
+    x: [..., N]; weight: [N], any of the three dtypes; returns [..., N] in the dtype of x. With `residual` [..., N] of the
+    dtype of x, normalises x + residual and returns (normalised, x + residual). Gradients for x, residual and weight.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: weight is {tuple(weight.shape)}; x {tuple(x.shape)} needs ({x.shape[-1]},)")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"rms_norm: residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
+        )
+    if use_reference():
+        return rms_norm_reference(x, weight, eps=eps, residual=residual)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if residual is None:
+        return _RMSNorm.apply(rows, weight, eps).view(x.shape)
+    y, total = _ResidualRMSNorm.apply(rows, residual.reshape(rows.shape).contiguous(), weight, eps)
+    return y.view(x.shape), total.view(x.shape)
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in plain torch, float32 inside."""
+    if residual is not None:
+        x = x + residual
+    x_c = x.to(compute_dtype(x))
+    y = x_c * torch.rsqrt(x_c.square().mean(-1, keepdim=True) + eps) * weight.to(x_c.dtype)
+    return y.to(x.dtype) if residual is None else (y.to(x.dtype), x)
+
+
+def _eager(x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None):
+    if residual is not None:
+        x = x + residual
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    return y if residual is None else (y, x)
+
+
+def _make_inputs(
+    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, with_residual: bool = False
+) -> dict[str, object]:
+    return {
+        "x": torch.randn(shape, device=device).to(dtype),
+        "weight": (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype),
+        "residual": torch.randn(shape, device=device).to(dtype) if with_residual else None,
+    }
+
+
+def _aot_case(kernel: object, pointers: tuple[str, ...], *, N: int, **flags: bool) -> AotCase:
+    launch = row_launch(N)
+    is_fwd = kernel is _rms_norm_fwd
+    sizes = {"M": "i32", "N": "i32"} | ({"eps": "fp32"} if is_fwd else {"num_tiles": "i32"})
+    float32 = {name: "*fp32" for name in ("rstd_ptr", "partial_ptr") if name in pointers}
+    return AotCase(
+        kernel=kernel,
+        variant=f"N={N}" + "".join(f", {name.lower()}" for name, on in flags.items() if on),
+        signature={name: "*bf16" for name in pointers} | float32 | sizes,
+        constexprs=flags | {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n},
+        divisible_by_16=(*pointers, "N"),
+        num_warps=launch.num_warps,
+        max_registers=128,
+    )
+
+
+_FWD = ("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr", "y_ptr", "rstd_ptr")
+_BWD = ("d_y_ptr", "d_sum_ptr", "x_ptr", "weight_ptr", "rstd_ptr", "d_x_ptr", "partial_ptr")
+
+SPEC = OpSpec(
+    name="rms_norm",
+    op=rms_norm,
+    reference=rms_norm_reference,
+    eager=_eager,
+    make_inputs=_make_inputs,
+    differentiable=("x", "weight", "residual"),
+    small_shapes=((1, 16), (3, 41), (2, 3, 130), (37, 64), (2, 1025)),  # not one column: its d_x cancels
+    bench_shapes=((8192, 4096), (4096, 16384)),
+    variants=({}, {"with_residual": True}),
+    num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
+    num_bytes_backward=lambda shape, itemsize: 3 * shape[0] * shape[1] * itemsize,
+    num_flops=lambda shape: 4 * shape[0] * shape[1],
+    aot=(
+        _aot_case(_rms_norm_fwd, _FWD, N=1024, HAS_RESIDUAL=False),
+        _aot_case(_rms_norm_fwd, _FWD, N=4096, HAS_RESIDUAL=True),
+        _aot_case(_rms_norm_fwd, _FWD, N=16384, HAS_RESIDUAL=False),
+        _aot_case(_rms_norm_bwd, _BWD, N=1024, HAS_D_SUM=False),
+        _aot_case(_rms_norm_bwd, _BWD, N=4096, HAS_D_SUM=True),
+        _aot_case(_rms_norm_bwd, _BWD, N=16384, HAS_D_SUM=False),
+    ),
+)
