@@ -64,14 +64,14 @@ def make_engine(
     with torch.device("meta"):
         model = Model()
     loss_scale = LossScalePolicy(initial=2.0**18, window=4, hysteresis=2) if dtype == "fp16" else None
-    common = dict(
-        process=process,
-        optimizer=OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=clip),
-        lr_table=torch.linspace(1, 0.1, STEPS),
-        precision=PrecisionPolicy(dtype=DTYPES[dtype], loss_scale=loss_scale),
-        accumulation_steps=accumulation,
-        initial_values=initial_values,
-    )
+    common = {
+        "process": process,
+        "optimizer": OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=clip),
+        "lr_table": torch.linspace(1, 0.1, STEPS),
+        "precision": PrecisionPolicy(dtype=DTYPES[dtype], loss_scale=loss_scale),
+        "accumulation_steps": accumulation,
+        "initial_values": initial_values,
+    }
     if kind == "ztk":
         return parallelize(model, zero=ZeroPolicy(stage=0), **common)
     return parallelize_peer(model, kind=kind, **common)

@@ -125,7 +125,7 @@ class FullyShardedPeer:
     def backward_traffic(self, *, synchronise: bool) -> Iterable[Traffic]:
         """All but the root are gathered again, all are reduce-scattered."""
         yield self._gathers(self._groups[:-1])
-        self._root_is_whole = not synchronise
+        self._root_is_whole = False
         if synchronise:
             trained = [group.trained for group in self._groups if group.trained]
             yield Traffic(kind="reduce_scatter", numel=sum(trained), itemsize=self._wire.itemsize, calls=len(trained))
