@@ -110,3 +110,8 @@ class Engine:
                 yield
         finally:
             self.module.train(training)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model, frozen ones included, padding not."""
+        return self.zero.num_parameters

@@ -13,8 +13,6 @@ So float32 goes to oneDNN directly, and a 16-bit type that the processor cannot 
 result rounded once, which is also closer to the exact product.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,32 +28,30 @@ class Linear(nn.Linear):
         return linear(x, weight=self.weight)
 
 
+def _without_arithmetic() -> frozenset[torch.dtype]:
+    """The 16-bit types that this processor cannot multiply."""
+    if not HAS_ONEDNN:
+        return frozenset()
+    has = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, supported in has.items() if not supported)
+
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available()  # the wheels for x86 and 64-bit ARM have it
+WIDENED = _without_arithmetic()
+_BY_ONEDNN = WIDENED | {torch.float32} if HAS_ONEDNN else frozenset()
+
+
 def linear(x: Tensor, *, weight: Tensor) -> Tensor:
-    """x [..., in] times weight [out, in] transposed: [..., out], in the dtype of `x`."""
-    if x.device.type == "cpu" and x.numel() and _widened_or_moved(x.dtype):
+    """x [..., in] times weight [out, in] transposed: [..., out], in the dtype of `x`, or in that of an active autocast."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    if x.device.type == "cpu" and x.dtype in _BY_ONEDNN and x.numel():
         return _LinearByOneDNN.apply(x, weight)
     return F.linear(x, weight)
-
-
-def _widened_or_moved(dtype: torch.dtype) -> bool:
-    """Whether [Note: Matrix products on CPU] sends this type past torch."""
-    return has_onednn() and (dtype == torch.float32 or not multiplies_natively(dtype))
-
-
-@cache
-def multiplies_natively(dtype: torch.dtype) -> bool:
-    """Whether torch has fast CPU matrix products in `dtype` on this processor."""
-    if dtype == torch.float16:
-        return has_onednn() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    if dtype == torch.bfloat16:
-        return has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return True
-
-
-@cache
-def has_onednn() -> bool:
-    """Whether this torch was built with oneDNN, as the wheels for x86 and 64-bit ARM are."""
-    return torch.backends.mkldnn.is_available()
 
 
 class _LinearByOneDNN(torch.autograd.Function):
