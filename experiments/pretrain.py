@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments import policies
+from experiments.peers import PeerEngine
 from ztk import kernels
 from ztk.config import Config
 from ztk.data import Batch, ByteCorpus, ByteTokenizer, Share, SyntheticStream, TokenStream, held_out_batches
@@ -38,8 +39,10 @@ def main(config: Config) -> None:
     process.stop()
 
 
-def build_engine(config: Config, *, process: Process) -> Engine:
+def build_engine(config: Config, *, process: Process) -> Engine | PeerEngine:
     """The model is planned on the meta device; every rank then fills only the part that it keeps."""
+    if config.zero.engine != "ztk":
+        return PeerEngine(config, process=process)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
     return parallelize(
@@ -58,7 +61,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
 def train(
     config: Config,
     *,
-    engine: Engine,
+    engine: Engine | PeerEngine,
     stream: TokenStream | SyntheticStream,
     held_out: Sequence[Batch],
     reporter: Reporter,
@@ -75,7 +78,7 @@ def train(
         reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, **measured)
 
 
-def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
+def train_step(engine: Engine | PeerEngine, *, stream: TokenStream | SyntheticStream) -> Tensor:
     """One optimizer step; returns this rank's mean loss over its micro-batches, on the device."""
     losses = []
     for _ in range(engine.accumulation_steps):
@@ -87,7 +90,7 @@ def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tens
     return torch.stack(losses).mean()
 
 
-def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
+def evaluate(engine: Engine | PeerEngine, *, batches: Sequence[Batch]) -> float:
     """The mean loss over all ranks' batches, the same number on every rank."""
     with engine.evaluating():
         placed = (on_device(batch, device=engine.process.device) for batch in batches)
@@ -96,7 +99,12 @@ def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
 
 
 def finish(
-    config: Config, *, engine: Engine, corpus: ByteCorpus | None, held_out: Sequence[Batch], reporter: Reporter
+    config: Config,
+    *,
+    engine: Engine | PeerEngine,
+    corpus: ByteCorpus | None,
+    held_out: Sequence[Batch],
+    reporter: Reporter,
 ) -> None:
     """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn."""
     if corpus is None:
@@ -114,6 +122,7 @@ def finish(
             device=engine.process.device,
             seed=config.train.seed,
         )
+    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
     reporter.finish(**measured, bigram_entropy=entropy, sample=text)
     reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
     if held_out:
@@ -124,7 +133,7 @@ def finish(
         )
 
 
-def build_reporter(config: Config, *, engine: Engine) -> Reporter:
+def build_reporter(config: Config, *, engine: Engine | PeerEngine) -> Reporter:
     process = engine.process
     return Reporter(
         policies.report_policy(config),
@@ -134,7 +143,7 @@ def build_reporter(config: Config, *, engine: Engine) -> Reporter:
             memory=engine.memory, comm=engine.comm.counters, clock=engine.clock, io=engine.io, device=process.device
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
-        parameters=engine.zero.num_parameters,
+        parameters=engine.module.config.parameter_count(),
         first_step=engine.global_steps,
     )
 

@@ -24,7 +24,8 @@ def memory_table(ranks: Sequence[dict[str, Any]]) -> Table:
     """Booked bytes per rank and tier, by category, and the peak."""
     present = {category for report in ranks for held in report["memory"].values() for category in held}
     categories = [c for c in _CATEGORIES if c in present] + sorted(present.difference(_CATEGORIES))
-    table = _table("memory per rank and tier", columns=("rank", "tier", *categories, "sum", "peak"), text_columns=2)
+    headers = [category.replace(" ", "\n", 1) for category in categories]
+    table = _table("memory per rank and tier", columns=("rank", "tier", *headers, "sum", "peak"), text_columns=2)
     for label, report in _shown(ranks):
         for tier, held in report["memory"].items():
             peak = report["peak"][f"peak_memory.{tier}_bytes"]
