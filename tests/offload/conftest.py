@@ -52,7 +52,7 @@ class FaultyDisk(DiskFile):
             raise OSError(self._faults.read_error, os.strerror(self._faults.read_error))
         if offset >= self._faults.end_of_file:
             return 0
-        moved = super().read_some(buffer[: max(PAGE, self._faults.most_bytes // PAGE * PAGE)], offset=offset)
+        moved = super().read_some(buffer[: -(-self._faults.most_bytes // PAGE) * PAGE], offset=offset)
         self._faults.log.append(("read", offset))
         return min(moved, self._faults.most_bytes)
 
@@ -61,7 +61,7 @@ class FaultyDisk(DiskFile):
         time.sleep(self._faults.write_delay)
         if self._faults.write_error:
             raise OSError(self._faults.write_error, os.strerror(self._faults.write_error))
-        moved = super().write_some(buffer[: max(PAGE, self._faults.most_bytes // PAGE * PAGE)], offset=offset)
+        moved = super().write_some(buffer[: -(-self._faults.most_bytes // PAGE) * PAGE], offset=offset)
         self._faults.log.append(("write", offset))
         return min(moved, self._faults.most_bytes)
 
