@@ -142,8 +142,8 @@ def test_built_on_meta_holds_no_memory_and_names_are_stable():
 
 
 def test_built_in_memory_is_ready_to_use():
-    loss = Decoder(SMALL)(*batch())
-    assert 1 < float(loss) < 20
+    loss = Decoder(SMALL)(*batch()).item()
+    assert 1 < loss < 20
 
 
 def test_too_many_tokens_are_refused():
@@ -160,7 +160,29 @@ def test_learns_a_repeating_text():
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.3  # log 7 = 1.95 for one who only counts
+    assert loss.item() < 0.3  # log 7 = 1.95 for one who only counts
+
+
+def test_autocast_multiplies_in_16_bits_and_keeps_the_rest():
+    model = built(SMALL)
+    tokens, targets = batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(tokens).dtype == torch.bfloat16
+        loss = model(tokens, targets)
+    loss.backward()
+    full = built(SMALL)(tokens, targets)
+    assert loss.item() != full.item()
+    assert loss.item() == pytest.approx(full.item(), rel=torch.finfo(torch.bfloat16).eps)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_trains_under_torch_compile():
+    model, compiled = built(SMALL), built(SMALL)
+    tokens, targets = batch()
+    model(tokens, targets).backward()
+    torch.compile(compiled, backend="aot_eager", fullgraph=True)(tokens, targets).backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), compiled.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
 def test_trains_under_torch_checkpoint():

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from ztk.nn.linear import Linear, _LinearByOneDNN, has_onednn, linear
+from ztk.nn.linear import HAS_ONEDNN, Linear, _LinearByOneDNN, linear
 
 
 @pytest.mark.parametrize("route", [lambda x, w: linear(x, weight=w), _LinearByOneDNN.apply])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 3), (5, 33), (2, 7, 16), (2, 3, 5, 64)])
 def test_product_and_gradients(route, dtype, shape):
-    if not has_onednn():
+    if not HAS_ONEDNN:
         pytest.skip("this torch has no oneDNN")
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ztk.kernels import rope
 from ztk.nn.config import DecoderConfig
-from ztk.nn.linear import Linear, multiplies_natively
+from ztk.nn.linear import WIDENED, Linear
 
 _QUERY_BLOCK = 128
 _MAX_BLOCKWISE = 2048  # beyond this the saved probabilities, B * H * T * T bytes per layer, outweigh the gain
@@ -43,7 +43,7 @@ def causal_attention(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
     """
     if query.device.type != "cpu" or query.dtype == torch.float32:
         return _fused(query, key=key, value=value)
-    if not multiplies_natively(query.dtype):
+    if query.dtype in WIDENED:
         return _fused(query.float(), key=key.float(), value=value.float()).to(query.dtype)
     if query.shape[1] > _MAX_BLOCKWISE:
         return _fused(query, key=key, value=value)

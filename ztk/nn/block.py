@@ -19,5 +19,6 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos=cos, sin=sin)
-        return x + self.mlp(self.mlp_norm(x))
+        attended = self.attention(self.attention_norm(x), cos=cos, sin=sin)
+        normed, x = self.mlp_norm(attended.to(x.dtype), residual=x)  # they differ under autocast
+        return x + self.mlp(normed)

@@ -45,7 +45,7 @@ _BY_ONEDNN = WIDENED | {torch.float32} if HAS_ONEDNN else frozenset()
 
 
 def linear(x: Tensor, *, weight: Tensor) -> Tensor:
-    """x [..., in] times weight [out, in] transposed: [..., out], in the dtype of `x`, or in that of an active autocast."""
+    """x [..., in] times weight [out, in] transposed: [..., out], in the dtype of `x`, or of the autocast around it."""
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
