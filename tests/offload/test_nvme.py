@@ -45,19 +45,19 @@ def test_a_put_waits_for_reads_and_puts_before_it(make_store, faults) -> None:
 
 
 def test_read_update_and_write_overlap(make_store, faults) -> None:
-    """Fetch k+1 while k is updated and k-1 is written: 8 groups of 20 ms each way take about 9 x 20 ms, not 24 x 20."""
+    """Fetch k+1 while k is updated and k-1 is written: 8 groups of 3 x 30 ms take about 10 x 30 ms, not 24 x 30."""
     store = make_store(threads=2)
     slots = _slots(store, 8)
-    faults.read_delay = faults.write_delay = 0.02
+    faults.read_delay = faults.write_delay = 0.03
     start = time.perf_counter()
     ahead = store.fetch(slots[0])
     for i, slot in enumerate(slots):
         current, ahead = ahead, store.fetch(slots[i + 1]) if i + 1 < len(slots) else None
         tensor = current.wait()
-        time.sleep(0.02)
+        time.sleep(0.03)
         store.put(slot, value=tensor)
     store.flush()
-    assert time.perf_counter() - start < 16 * 0.02
+    assert time.perf_counter() - start < 15 * 0.03
 
 
 def test_a_fetch_without_a_buffer_starts_when_a_write_ends(make_store, faults) -> None:
@@ -125,16 +125,20 @@ def test_counters_are_exact(make_store, counters, faults) -> None:
     store = make_store()
     slots = _slots(store, 3, numel=1025)
     faults.read_delay = faults.write_delay = 0.01
+    start = time.perf_counter()
     for slot in slots:
         store.put(slot, value=torch.ones(1025))
     store.flush()
+    write_elapsed = time.perf_counter() - start
     assert (counters.write_bytes, counters.write_payload_bytes) == (3 * 2 * PAGE, 3 * 4100)
     assert (counters.read_bytes, counters.read_seconds) == (0, 0.0)
+    start = time.perf_counter()
     for slot in slots:
         store.fetch_into(slot, out=torch.empty(1025)).wait()
+    read_elapsed = time.perf_counter() - start
     assert (counters.read_bytes, counters.read_payload_bytes) == (3 * 2 * PAGE, 3 * 4100)
-    # six calls of 10 ms over two threads: at least 30 ms busy, far less than the 60 ms of a sum over threads
-    assert 0.029 < counters.write_seconds < 0.055 and 0.029 < counters.read_seconds < 0.055
+    # six calls of 10 ms over two threads: at least 30 ms busy, and never more than the clock on the wall
+    assert 0.029 < counters.write_seconds <= write_elapsed and 0.029 < counters.read_seconds <= read_elapsed
     assert counters.busy_seconds == pytest.approx(counters.read_seconds + counters.write_seconds)
 
 
