@@ -1,0 +1,55 @@
+"""Tensors as bytes, and the dtype names of the safetensors format."""
+
+import ctypes
+import zlib
+
+import torch
+from torch import Tensor
+
+# One checksum covers so many bytes of an entry; a reader verifies whatever it uses in blocks of this size.
+BLOCK_BYTES = 1 << 20
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; valid while the tensor lives."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class BlockChecksums:
+    """crc32 of every BLOCK_BYTES of a run of bytes that arrives in parts."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._current, self._filled = 0, 0
+
+    def add(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: BLOCK_BYTES - self._filled]
+            self._current = zlib.crc32(part, self._current)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._done.append(self._current)
+                self._current, self._filled = 0, 0
+
+    @property
+    def values(self) -> list[int]:
+        """One number per block, the last block may be short."""
+        return [*self._done, self._current] if self._filled else list(self._done)

@@ -1,0 +1,64 @@
+"""What can go wrong with a checkpoint, and how the ranks agree that it did."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ztk.runtime import Comm, CommMismatch, PeerLost
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be loaded. The text names the file, what is wrong and what can still be used."""
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. The text names rank, file and cause; the previous checkpoint is as it was."""
+
+
+_MENDS = {
+    errno.ENOSPC: "free space on that disk, keep fewer checkpoints (checkpoint.keep), or save to another disk",
+    errno.EDQUOT: "the disk quota is used up: raise it, or save to another disk",
+    errno.EROFS: "the filesystem is read-only: save to another one",
+    errno.EACCES: "the folder is not writable for this user: change its permissions, or save elsewhere",
+    errno.ENOTDIR: "a part of the path is a file: save elsewhere",
+    errno.EIO: "the device failed (see the kernel log: dmesg): save to another disk",
+}
+
+
+def describe(error: BaseException) -> str:
+    """An error as half a sentence with its mend."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        mend = _MENDS.get(error.errno, "check that disk, or save to another one")
+        return f"{where}{error.strerror or error}; {mend}"
+    if isinstance(error, (CheckpointError, SaveFailed)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+class Agreement:
+    """Makes a step that may fail on one rank fail on all of them: `with agreement.step("write"): ...`, on every rank."""
+
+    def __init__(self, comm: Comm, *, error: type[Exception]) -> None:
+        self._comm, self._error = comm, error
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Runs the block, then all ranks compare: if any failed, all raise the same error."""
+        failure = None
+        try:
+            yield
+        except (PeerLost, CommMismatch):
+            raise  # nobody is there to compare with
+        except Exception as error:
+            failure = error
+        texts = self._comm.gather_objects(None if failure is None else describe(failure))
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        if failed:
+            raise self._error(_joined(failed, world_size=self._comm.size)) from failure
+
+
+def _joined(failed: dict[int, str], *, world_size: int) -> str:
+    if len(set(failed.values())) == 1 and len(failed) == world_size:
+        return next(iter(failed.values()))
+    return "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

@@ -1,0 +1,178 @@
+"""Names in a checkpoint folder, and the few steps that must never leave it without a whole checkpoint.
+
+[Note: Commit]
+    step-000120.tmp-1f3a/   rank files and the manifest are written and synced here; ignored by everything that loads
+    step-000120/            the same folder after one rename: complete, always
+    latest                  a file with the name of the folder to resume from, replaced by one rename
+A folder that is to go is first renamed to a `.tmp-` name, so that a kill while its files are removed leaves nothing that looks whole.
+What a kill leaves under such a name is removed by the next save. If a step is saved again (after a resume from an
+earlier one), its folder is called step-000120.2, because no folder can be replaced in one step; the older one then goes.
+"""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.manifest import Manifest, read_manifest
+from ztk.checkpoint.tensorfile import fsync, write_at
+
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
+_LEFTOVER = re.compile(r"(step-\d{6,}(\.\d+)?|latest)\.tmp-[0-9a-f]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which checkpoints stay: the `keep` newest (None: all), those of every `keep_every`-th step (0: none), and with
+    `keep_best` the one with the smallest metric. The newest always stays.
+
+    Raises ValueError for numbers that cannot be meant.
+    """
+
+    keep: int | None = 2
+    keep_every: int = 0
+    keep_best: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"checkpoint.keep={self.keep}: must be at least 1, or null to keep all")
+        if self.keep_every < 0:
+            raise ValueError(f"checkpoint.keep_every={self.keep_every}: must be 0 (off) or a number of steps")
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(_STEP.fullmatch(folder.name).group(1))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, by step."""
+    if not folder.is_dir():
+        return []
+    found = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and child.is_dir()]
+    return sorted(found, key=lambda child: (step_of(child), int(_STEP.fullmatch(child.name).group(2) or 1)))
+
+
+def resolve(path: str | os.PathLike) -> Path:
+    """The step folder that `path` means: itself, or the latest of a folder of checkpoints or of a run folder.
+
+    Raises CheckpointError if there is none, or if `latest` names one that is not there.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        reason = "is a file, not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {reason}; {usable(path.parent)}")
+    if not checkpoints(path) and (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    found = checkpoints(path)
+    if not found and not (path / LATEST).exists():
+        read_manifest(path)  # says what it is if it is none
+        return path
+    pointer = path / LATEST
+    if not pointer.exists():  # killed between the first rename and the first pointer
+        return found[-1]
+    name = pointer.read_bytes().decode(errors="replace").strip()
+    if not _STEP.fullmatch(name) or not (path / name).is_dir():
+        raise CheckpointError(f"{pointer} names {name!r}, which is not there; {usable(path)}")
+    return path / name
+
+
+def usable(folder: Path, *, without: Path | None = None) -> str:
+    """Half a sentence on the checkpoints of `folder` that look whole: right manifest, all files there at their right length."""
+    good = [path.name for path in checkpoints(folder) if path != without and _looks_whole(path)]
+    return f"still usable in {folder}: {', '.join(reversed(good))}" if good else f"{folder} has no other checkpoint"
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        manifest = read_manifest(path)
+        return all((path / file.file).stat().st_size == file.nbytes for file in manifest.files)
+    except (CheckpointError, OSError):
+        return False
+
+
+def prepare(folder: Path, *, step: int, token: str) -> Path:
+    """Removes what killed saves left and makes the temporary folder of this one. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for child in folder.iterdir():
+        if _LEFTOVER.fullmatch(child.name):
+            shutil.rmtree(child) if child.is_dir() else child.unlink()
+    temporary = folder / f"{_free_name(folder, step=step)}.tmp-{token}"
+    temporary.mkdir()
+    return temporary
+
+
+def _free_name(folder: Path, *, step: int) -> str:
+    name, number = f"step-{step:06d}", 1
+    while (folder / name).exists():
+        number += 1
+        name = f"step-{step:06d}.{number}"
+    return name
+
+
+def commit(temporary: Path) -> Path:
+    """Makes a folder whose files are all synced the latest checkpoint. See [Note: Commit]. Raises OSError."""
+    final = temporary.with_name(temporary.name.rpartition(".tmp-")[0])
+    sync_folder(temporary)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    token = temporary.name.rpartition(".tmp-")[2]
+    pointer = final.parent / f"{LATEST}.tmp-{token}"
+    write_file(pointer, data=f"{final.name}\n".encode())
+    os.replace(pointer, final.parent / LATEST)
+    sync_folder(final.parent)
+    return final
+
+
+def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
+    """Removes checkpoints that `retention` does not keep, and older ones of the same step. Returns the removed. Raises OSError."""
+    if retention.keep is None:
+        return []
+    manifests: dict[Path, Manifest] = {}
+    for path in checkpoints(newest.parent):
+        try:
+            manifests[path] = read_manifest(path)
+        except CheckpointError:
+            continue  # damaged: not ours to remove
+    by_age = sorted(manifests, key=lambda path: (path == newest, manifests[path].created), reverse=True)
+    kept = {newest, *by_age[: retention.keep]}
+    if retention.keep_every:
+        kept.update(path for path in by_age if manifests[path].step % retention.keep_every == 0)
+    measured = [path for path in by_age if manifests[path].metric is not None]
+    if retention.keep_best and measured:
+        kept.add(min(measured, key=lambda path: manifests[path].metric))
+    replaced = {path for path in by_age if path != newest and manifests[path].step == manifests[newest].step}
+    removed = [path for path in by_age if path not in kept or path in replaced]
+    for path in removed:
+        discard(path, token=token)
+    return removed
+
+
+def discard(path: Path, *, token: str) -> None:
+    """Removes a folder so that no part of it can be taken for whole. See [Note: Commit]."""
+    if ".tmp-" not in path.name:
+        path = path.rename(path.with_name(f"{path.name}.tmp-{token}"))
+        sync_folder(path.parent)
+    shutil.rmtree(path)
+
+
+def write_file(path: Path, *, data: bytes) -> None:
+    """A new file with this content, on the medium. Raises OSError with the file's name."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(fd, memoryview(data), offset=0, path=path)
+        fsync(fd, path=path)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """The folder's entries are on the medium."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fsync(fd, path=path)
+    finally:
+        os.close(fd)

@@ -1,0 +1,155 @@
+"""`manifest.json`: what a checkpoint holds and where each stretch of it lies. It is written last and covers itself with a hash."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ztk.checkpoint.errors import CheckpointError
+
+FORMAT = "ztk-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+_PREFIX = b'{"sha256":"'
+_MIDDLE = b'",\n"manifest":'
+_SUFFIX = b"}\n"
+
+BUFFER = "buffer"  # the kind of a module's persistent buffer
+RNG = "rng"  # the kind of a rank's random number generators
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A stretch [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block."""
+
+    name: str
+    kind: str
+    dtype: str  # as safetensors calls it
+    start: int
+    stop: int
+    offset: int
+    crc32: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateFile:
+    """One rank's file. `header_crc32` covers the bytes before the first tensor."""
+
+    file: str
+    nbytes: int
+    header_nbytes: int
+    header_crc32: int
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """A parameter or buffer as the model knows it."""
+
+    name: str
+    shape: list[int]
+    dtype: str  # the parameter's own, in which the model computed
+    trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """control: the step control's device scalars by name (step, loss scale and so on; "nan" and "inf" as words).
+
+    state_names: the optimizer's states beside "master", or None for a checkpoint of weights alone.
+    tied: other name -> canonical name. layout: how it was sharded, for the reader's information only.
+    data, extra: what the training program gave, JSON values.
+    """
+
+    step: int
+    created: float  # seconds since 1970
+    versions: dict[str, str]
+    world_size: int
+    layout: dict[str, Any]
+    state_names: list[str] | None
+    control: dict[str, Any]
+    counters: dict[str, int]
+    data: Any
+    extra: Any
+    metric: float | None
+    block_bytes: int
+    tied: dict[str, str]
+    parameters: list[TensorInfo]
+    buffers: list[TensorInfo]
+    files: list[StateFile]
+    format: str = FORMAT
+    version: int = VERSION
+    path: str = field(default="", compare=False)  # the folder it was read from
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state files."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def num_parameters(self) -> int:
+        total = 0
+        for info in self.parameters:
+            numel = 1
+            for size in info.shape:
+                numel *= size
+            total += numel
+        return total
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The file's bytes. Every one of them is covered: by the hash, or because it must be what it is."""
+    content = asdict(manifest)
+    del content["path"]
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return _PREFIX + hashlib.sha256(text).hexdigest().encode() + _MIDDLE + text + _SUFFIX
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step folder. Raises CheckpointError for a missing, damaged or foreign one."""
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is missing: {_what_it_is(folder)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    start = len(_PREFIX) + 64
+    whole = data.startswith(_PREFIX) and data[start : start + len(_MIDDLE)] == _MIDDLE and data.endswith(_SUFFIX)
+    text = data[start + len(_MIDDLE) : -len(_SUFFIX)]
+    if not whole or hashlib.sha256(text).hexdigest().encode() != data[len(_PREFIX) : start]:
+        raise CheckpointError(
+            f"{path} is truncated, damaged or not a manifest of ztk (its hash does not fit its content)"
+        )
+    content = json.loads(text)
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')} version {content.get('version')}; "
+            f"this is ztk with format {FORMAT} version {VERSION}: load it with the version of ztk that wrote it"
+        )
+    return _decode(content, path=str(folder))
+
+
+def _decode(content: dict[str, Any], *, path: str) -> Manifest:
+    files = [
+        StateFile(**{**file, "entries": [Entry(**entry) for entry in file["entries"]]}) for file in content["files"]
+    ]
+    infos = {key: [TensorInfo(**info) for info in content[key]] for key in ("parameters", "buffers")}
+    return Manifest(**{**content, "files": files, **infos, "path": path})
+
+
+def _what_it_is(folder: Path) -> str:
+    """Why a folder might have no manifest."""
+    if not folder.exists():
+        return "there is no such folder"
+    if not folder.is_dir():
+        return f"{folder} is a file, not a checkpoint folder"
+    names = {child.name for child in folder.iterdir()}
+    if ".metadata" in names:
+        return "this is a torch.distributed.checkpoint folder; bring it in with `python -m ztk.checkpoint import`"
+    if "model.safetensors" in names or "model.safetensors.index.json" in names:
+        return "this is a Hugging Face folder; bring it in with `python -m ztk.checkpoint import`"
+    if "latest" in names or any("mp_rank_" in name for name in names):
+        return "this looks like a DeepSpeed checkpoint, not one of ztk's"
+    return "this is not a ztk checkpoint, or one whose writing never ended"

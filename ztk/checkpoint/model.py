@@ -1,0 +1,72 @@
+"""What a model has to say about itself in a checkpoint: parameters, ties, persistent buffers, and the step control's scalars."""
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from ztk.checkpoint.bits import DTYPE_NAMES
+from ztk.checkpoint.manifest import TensorInfo
+from ztk.engine import Engine
+from ztk.kernels import State
+
+# Scalars that only mean something to the loss scaling that wrote them.
+_SCALING = {State.loss_scale, State.good_steps, State.hysteresis_left}
+
+
+def parameter_infos(engine: Engine) -> list[TensorInfo]:
+    """All parameters, in the order of the model's definition."""
+    infos = {}
+    for bucket in engine.zero.buckets:
+        for placement in bucket.layout.placements:
+            infos[placement.name] = TensorInfo(
+                name=placement.name,
+                shape=list(placement.shape),
+                dtype=DTYPE_NAMES[bucket.traits.dtype],
+                trainable=bucket.traits.trainable,
+            )
+    return [infos[name] for name, _ in engine.module.named_parameters()]
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Second names of parameters -> the first."""
+    canonical = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        name: canonical[id(parameter)]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name != canonical[id(parameter)]
+    }
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of those that belong into a state_dict."""
+    seen = set()
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def buffer_infos(module: nn.Module) -> list[TensorInfo]:
+    """The persistent buffers."""
+    return [
+        TensorInfo(name=name, shape=list(buffer.shape), dtype=DTYPE_NAMES[buffer.dtype], trainable=False)
+        for name, buffer in persistent_buffers(module)
+    ]
+
+
+def control_values(state: Tensor) -> dict[str, float | str]:
+    """The control state [8] by name; JSON has no words for what is not finite."""
+    values = state.tolist()
+    return {item.name: values[item] if math.isfinite(values[item]) else str(values[item]) for item in State}
+
+
+def restore_control(state: Tensor, *, values: dict[str, float | str], with_scaling: bool) -> None:
+    """Sets the control state [8]. Without `with_scaling` the run's own loss scale stays: the checkpoint's is of another kind."""
+    restored = state.tolist()
+    for item in State:
+        if item.name in values and (with_scaling or item not in _SCALING):
+            restored[item] = float(values[item.name])
+    state.copy_(state.new_tensor(restored))

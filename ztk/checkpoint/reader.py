@@ -1,0 +1,155 @@
+"""Reads any stretch of any state of a checkpoint by offset, and believes no byte whose checksum it has not seen."""
+
+import os
+import zlib
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.folder import usable
+from ztk.checkpoint.manifest import RNG, Entry, Manifest, StateFile
+
+CACHED_BLOCKS = 16  # neighbouring stretches share the block at their seam
+OPEN_FILES = 64
+
+
+class StateReader:
+    """Opens files when they are first needed. Memory: CACHED_BLOCKS blocks beside what is asked for."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest, self._folder = manifest, Path(manifest.path)
+        self._entries: dict[tuple[str, str], list[tuple[Entry, StateFile]]] = defaultdict(list)
+        for file in manifest.files:
+            for entry in file.entries:
+                if entry.kind != RNG:
+                    self._entries[entry.kind, entry.name].append((entry, file))
+        for stretches in self._entries.values():
+            stretches.sort(key=lambda stretch: stretch[0].start)
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        self.read_bytes = 0
+
+    def check_files(self) -> None:
+        """All files are there at their length, their headers intact. Raises CheckpointError."""
+        for file in self._manifest.files:
+            self._open(file)
+
+    def has(self, *, name: str, kind: str) -> bool:
+        return (kind, self._manifest.tied.get(name, name)) in self._entries
+
+    def read(self, *, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU. Raises CheckpointError."""
+        name = self._manifest.tied.get(name, name)
+        stretches = self._entries[kind, name]
+        if not stretches:
+            raise CheckpointError(f"{self._folder}: no {kind} of {name}")
+        out = torch.empty(stop - start, dtype=DTYPES[stretches[0][0].dtype])
+        reached = start
+        for entry, file in stretches:
+            first, last = max(entry.start, start), min(entry.stop, stop)
+            if first < last:
+                if first > reached:
+                    break
+                self._copy(entry, file=file, first=first, out=out[first - start : last - start])
+                reached = last
+        if reached < stop:
+            raise CheckpointError(f"{self._folder}: elements from {reached} on of {kind} of {name} are in no file")
+        return out
+
+    def rng_states(self, rank: int) -> dict[str, Tensor]:
+        """What `ztk.checkpoint.rng.rng_states` gave on `rank`."""
+        file = self._manifest.files[rank]
+        states = {}
+        for entry in file.entries:
+            if entry.kind == RNG:
+                states[entry.name] = torch.empty(entry.stop, dtype=DTYPES[entry.dtype])
+                self._copy(entry, file=file, first=0, out=states[entry.name])
+        return states
+
+    def _copy(self, entry: Entry, *, file: StateFile, first: int, out: Tensor) -> None:
+        """Elements of `entry` from element `first` of its tensor into `out`, block by block."""
+        itemsize, size = out.itemsize, self._manifest.block_bytes
+        begin = (first - entry.start) * itemsize  # bytes from the entry's start
+        end = begin + out.nbytes
+        for number in range(begin // size, -(-end // size)):
+            block = self._block(entry, file=file, number=number)
+            low, high = max(begin, number * size), min(end, (number + 1) * size)
+            values = torch.frombuffer(block, dtype=out.dtype)
+            out[(low - begin) // itemsize : (high - begin) // itemsize].copy_(
+                values[(low - number * size) // itemsize : (high - number * size) // itemsize]
+            )
+
+    def _block(self, entry: Entry, *, file: StateFile, number: int) -> bytearray:
+        """The `number`-th block of an entry, verified."""
+        size, itemsize = self._manifest.block_bytes, DTYPES[entry.dtype].itemsize
+        offset = entry.offset + number * size
+        if (block := self._blocks.get((file.file, offset))) is not None:
+            self._blocks.move_to_end((file.file, offset))
+            return block
+        nbytes = min(size, (entry.stop - entry.start) * itemsize - number * size)
+        block = self._read_bytes(file, offset=offset, nbytes=nbytes)
+        if zlib.crc32(block) != entry.crc32[number]:
+            raise self._damaged(
+                file, text=f"bytes {offset} to {offset + nbytes} ({entry.kind} of {entry.name}) are damaged"
+            )
+        self._blocks[file.file, offset] = block
+        if len(self._blocks) > CACHED_BLOCKS:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _read_bytes(self, file: StateFile, *, offset: int, nbytes: int) -> bytearray:
+        data, done = bytearray(nbytes), 0
+        while done < nbytes:
+            moved = os.preadv(self._open(file), [memoryview(data)[done:]], offset + done)
+            if moved == 0:
+                raise self._damaged(file, text=f"ends at byte {offset + done} of {file.nbytes}")
+            done += moved
+        self.read_bytes += nbytes
+        return data
+
+    def _open(self, file: StateFile) -> int:
+        """A descriptor; length and header are checked once per opening."""
+        if file.file in self._files:
+            self._files.move_to_end(file.file)
+            return self._files[file.file]
+        path = self._folder / file.file
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._damaged(file, text="is missing") from None
+        except OSError as error:
+            raise self._damaged(file, text=f"cannot be opened: {error.strerror}") from error
+        self._files[file.file] = fd
+        length = os.fstat(fd).st_size
+        if length != file.nbytes:
+            self._drop(file.file)
+            raise self._damaged(file, text=f"has {length} bytes instead of {file.nbytes}")
+        if zlib.crc32(os.pread(fd, file.header_nbytes, 0)) != file.header_crc32:
+            self._drop(file.file)
+            raise self._damaged(file, text="has a damaged header")
+        if len(self._files) > OPEN_FILES:
+            self._drop(next(iter(self._files)))
+        return fd
+
+    def _drop(self, name: str) -> None:
+        os.close(self._files.pop(name))
+
+    def _damaged(self, file: StateFile, *, text: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder / file.file} {text}; {usable(self._folder.parent, without=self._folder)}"
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        for name in list(self._files):
+            self._drop(name)
+
+    def __enter__(self) -> "StateReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

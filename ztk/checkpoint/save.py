@@ -1,0 +1,302 @@
+"""Saving. Phases: agree on a temporary folder, every rank writes its own slices, agree, rank 0 commits, agree.
+
+Asynchronously the ranks only copy their slices to main memory before training goes on; the rest runs on a thread of each rank, which
+speaks to the others over connections of its own.
+"""
+
+import json
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ztk.checkpoint import folder as folders
+from ztk.checkpoint.bits import BLOCK_BYTES
+from ztk.checkpoint.errors import Agreement, SaveFailed
+from ztk.checkpoint.folder import Retention
+from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
+from ztk.checkpoint.model import buffer_infos, control_values, parameter_infos, tied_names
+from ztk.checkpoint.shardfile import ShardSource, Staging, describe_file, open_file
+from ztk.checkpoint.tensorfile import TensorFileWriter
+from ztk.engine import Engine
+from ztk.runtime import Comm, Tier
+from ztk.runtime.comm import connect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """A save that is complete. stall_seconds: how long this rank's training stood still; seconds: until it was the latest.
+
+    nbytes: of this rank's file; total_nbytes: of all.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    total_nbytes: int
+    stall_seconds: float
+    seconds: float
+    removed: tuple[Path, ...] = ()
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One save under way."""
+
+    temporary: Path
+    token: str
+    draft: dict[str, Any]  # the manifest but for the files
+    source: ShardSource
+    writer: TensorFileWriter
+    started: float
+    stall_seconds: float = 0.0
+
+
+class Saver:
+    """Saves an engine's checkpoints into one folder; every rank makes one and calls it alike.
+
+    asynchronous: training goes on after the state is copied to main memory (as many bytes as the rank's state, booked in the
+        engine's ledger), or, with optimizer states on NVMe, written but not yet synced: nothing is copied then.
+    A failed save raises SaveFailed on all ranks: a synchronous one at once, an asynchronous one at the next `save` or `wait`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        folder: str | Path,
+        retention: Retention | None = None,
+        asynchronous: bool = False,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """timeout_seconds: how long a background save waits for the slowest rank."""
+        self._engine, self._folder = engine, Path(folder)
+        self._retention = retention or Retention()
+        self._process = process = engine.process
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._outcome: SaveReport | Exception | None = None
+        self._background: Comm | None = None
+        self.stall_seconds = 0.0  # of all saves so far
+        if asynchronous:
+            self._background = connect(
+                device=torch.device("cpu"),
+                one_node=process.local_world_size == process.world_size,
+                timeout_seconds=timeout_seconds,
+            )
+
+    @property
+    def is_busy(self) -> bool:
+        """A background save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, *, data_state: Any = None, extra: Any = None, metric: float | None = None) -> SaveReport | None:
+        """Saves the engine after its last optimizer step. Returns None if the save goes on behind: `wait` has its report.
+
+        data_state, extra: JSON values, the same on all ranks; `load` gives them back. metric: smaller is better, for `keep_best`.
+        Raises SaveFailed on all ranks if any fails, also for the asynchronous save before this one; ValueError between
+        micro-batches of a step and for values that JSON does not know.
+        """
+        started = time.perf_counter()
+        draft = self._draft(data_state=data_state, extra=extra, metric=metric)
+        try:
+            self.wait()
+            job = self._open(draft, started=started)
+            if self._background is None:
+                return self._finish(job, stream=job.source.stream, comm=self._process.comm)
+            self._stage(job)
+            job.stall_seconds = time.perf_counter() - started
+            self._thread = threading.Thread(target=self._finish_behind, args=(job,), name="ztk-checkpoint", daemon=True)
+            self._thread.start()
+            return None
+        finally:
+            self.stall_seconds += time.perf_counter() - started
+
+    def wait(self) -> SaveReport | None:
+        """Waits for the background save, if there is one, and returns its report once. Raises SaveFailed if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> SaveReport | None:
+        """`wait`, then ends the background connections. Idempotent."""
+        try:
+            return self.wait()
+        finally:
+            if self._background is not None:
+                self._background.close()
+                self._background = None
+            self._book(-self._staging.nbytes)
+            self._staging = Staging()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    # Phases
+
+    def _draft(self, *, data_state: Any, extra: Any, metric: float | None) -> dict[str, Any]:
+        """The manifest but for the files, checked."""
+        engine = self._engine
+        if engine.micro_steps % engine.accumulation_steps:
+            raise ValueError(
+                f"the engine stands after micro-batch {engine.micro_steps % engine.accumulation_steps} of "
+                f"{engine.accumulation_steps} of a step; save after a step() that returned True"
+            )
+        for name, value in (("data_state", data_state), ("extra", extra), ("metric", metric)):
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}={value!r:.200} cannot be stored as JSON: {error}") from error
+        zero = engine.zero
+        return dict(
+            step=engine.global_steps,
+            created=time.time(),
+            versions={"torch": torch.__version__},
+            world_size=self._process.world_size,
+            layout={
+                "stage": zero.policy.stage,
+                "bucket_size": zero.policy.bucket_size,
+                "tiers": zero.tiers,
+                "dtype": str(zero.dtype).removeprefix("torch."),
+                "dynamic_loss_scale": engine.control.scaling.dynamic,
+            },
+            state_names=list(zero.optimizer.state_names),
+            control=control_values(engine.control.state),
+            counters={
+                "micro_steps": engine.micro_steps,
+                "global_steps": engine.global_steps,
+                "accumulation_steps": engine.accumulation_steps,
+            },
+            data=data_state,
+            extra=extra,
+            metric=metric,
+            block_bytes=BLOCK_BYTES,
+            tied=tied_names(engine.module),
+            parameters=parameter_infos(engine),
+            buffers=buffer_infos(engine.module),
+        )
+
+    def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
+        """All ranks have an empty file in one temporary folder."""
+        comm, rank = self._process.comm, self._process.rank
+        agreement = Agreement(comm, error=SaveFailed)
+        token, temporary, writer = secrets.token_hex(4), None, None
+        try:
+            with agreement.step():
+                if rank == 0:
+                    temporary = folders.prepare(self._folder, step=draft["step"], token=token)
+            token, temporary = comm.gather_objects((token, temporary))[0]
+            with agreement.step():
+                source = ShardSource(self._engine)
+                writer = open_file(temporary, rank=rank, specs=source.specs)
+        except SaveFailed as error:
+            if writer is not None:
+                writer.close()
+            raise self._failed(error, step=draft["step"], temporary=temporary) from error
+        return _Job(temporary=temporary, token=token, draft=draft, source=source, writer=writer, started=started)
+
+    def _stage(self, job: _Job) -> None:
+        """Afterwards the engine's state may change: it is in main memory, or in the file."""
+        source = job.source
+        agreement = Agreement(self._process.comm, error=SaveFailed)
+        try:
+            with agreement.step():
+                if self._engine.zero.tiers["optimizer"] == Tier.nvme:
+                    source.stream(job.writer.append)  # main memory is what this tier spares
+                else:
+                    self._book(-self._staging.nbytes)
+                    self._staging.open(source.specs)
+                    self._book(self._staging.nbytes)
+                    source.stream(self._staging.append)
+        except SaveFailed as error:
+            job.writer.close()
+            raise self._failed(error, step=job.draft["step"], temporary=job.temporary) from error
+
+    def _finish_behind(self, job: _Job) -> None:
+        try:
+            self._outcome = self._finish(job, stream=self._staging.stream, comm=self._background)
+        except Exception as error:
+            self._outcome = error
+
+    def _finish(self, job: _Job, *, stream, comm: Comm) -> SaveReport:
+        """From an open file to the latest checkpoint."""
+        agreement = Agreement(comm, error=SaveFailed)
+        try:
+            with agreement.step():
+                stream(job.writer.append)
+                job.writer.finish()
+            files = comm.gather_objects(describe_file(job.writer, slices=list(job.source.slices.values())))
+            with agreement.step():
+                if comm.rank == 0:
+                    self._commit(job, files=files)
+        except SaveFailed as error:
+            raise self._failed(error, step=job.draft["step"], temporary=job.temporary) from error
+        finally:
+            job.writer.close()
+        path = job.temporary.with_name(job.temporary.name.rpartition(".tmp-")[0])
+        removed = self._prune(path, job=job, agreement=agreement, comm=comm)
+        seconds = time.perf_counter() - job.started
+        return SaveReport(
+            path=path,
+            step=job.draft["step"],
+            nbytes=job.writer.nbytes,
+            total_nbytes=sum(file.nbytes for file in files),
+            stall_seconds=job.stall_seconds or seconds,
+            seconds=seconds,
+            removed=removed,
+        )
+
+    def _commit(self, job: _Job, *, files: list[StateFile]) -> None:
+        manifest = Manifest(**job.draft, files=files)
+        folders.write_file(job.temporary / MANIFEST, data=encode_manifest(manifest))
+        folders.commit(job.temporary)
+
+    def _prune(self, path: Path, *, job: _Job, agreement: Agreement, comm: Comm) -> tuple[Path, ...]:
+        removed: list[Path] = []
+        try:
+            with agreement.step():
+                if comm.rank == 0:
+                    removed = folders.prune(path, retention=self._retention, token=job.token)
+        except SaveFailed as error:
+            raise SaveFailed(f"{path} is saved, but older checkpoints could not be removed: {error}") from error
+        return tuple(removed)
+
+    def _failed(self, error: SaveFailed, *, step: int, temporary: Path | None) -> SaveFailed:
+        """Removes what was written; says what is left."""
+        if self._process.rank == 0 and temporary is not None and temporary.exists():
+            try:
+                folders.discard(temporary, token="")
+            except OSError:
+                pass  # the next save tries again; this one has a more useful error to tell
+        return SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")
+
+    def _book(self, nbytes: int) -> None:
+        ledger, amount = self._engine.memory, abs(nbytes)
+        (ledger.add if nbytes >= 0 else ledger.remove)(tier=Tier.host, category="checkpoint staging", nbytes=amount)
+
+
+def save(
+    engine: Engine,
+    *,
+    folder: str | Path,
+    data_state: Any = None,
+    extra: Any = None,
+    metric: float | None = None,
+    keep: int | None = 2,
+    keep_every: int = 0,
+    keep_best: bool = False,
+) -> SaveReport:
+    """One synchronous save: `folder/step-000123/` and `folder/latest`; see `Saver.save` and `Retention`. Every rank calls it."""
+    retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best)
+    return Saver(engine, folder=folder, retention=retention).save(data_state=data_state, extra=extra, metric=metric)

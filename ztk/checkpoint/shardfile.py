@@ -1,0 +1,150 @@
+"""What one rank contributes: its slices of all state, rank 0 the buffers too, and its random number generators."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.bits import DTYPE_NAMES
+from ztk.checkpoint.manifest import BUFFER, RNG, Entry, StateFile
+from ztk.checkpoint.model import persistent_buffers
+from ztk.checkpoint.rng import rng_states
+from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.engine import Engine
+
+Append = Callable[..., None]  # (key, value=)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """A rank's stretch [start, stop) of one flat tensor."""
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{self.kind}/{self.name}@{self.start}"
+
+
+class ShardSource:
+    """This rank's part of the engine's state: first its plan, then its values piece by piece."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._small: dict[tuple[str, str], Tensor] = {}
+        if engine.process.rank == 0:
+            self._small |= {(BUFFER, name): buffer for name, buffer in persistent_buffers(engine.module)}
+        self._small |= {(RNG, name): state for name, state in rng_states(engine.process.device).items()}
+        self.slices = self._plan()
+
+    def _plan(self) -> dict[tuple[str, str], Slice]:
+        """One slice per parameter and kind however many pieces it comes in, so that files do not depend on the offload tier."""
+        slices: dict[tuple[str, str], Slice] = {}
+        for part in self._engine.zero.state_slices():
+            before = slices.get((part.kind, part.name))
+            assert before is None or before.stop == part.start, part
+            slices[part.kind, part.name] = Slice(
+                kind=part.kind,
+                name=part.name,
+                dtype=part.dtype,
+                start=part.start if before is None else before.start,
+                stop=part.stop,
+            )
+        for (kind, name), value in self._small.items():
+            slices[kind, name] = Slice(kind=kind, name=name, dtype=value.dtype, start=0, stop=value.numel())
+        kinds = list(dict.fromkeys(kind for kind, _ in slices))  # all of a kind together: an export reads one stretch
+        return dict(sorted(slices.items(), key=lambda item: kinds.index(item[0][0])))
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The slices as the file sees them."""
+        return [
+            TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop - part.start,)) for part in self.slices.values()
+        ]
+
+    def stream(self, append: Append) -> None:
+        """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time."""
+        with closing(self._engine.zero.state_shards()) as shards:
+            for shard in shards:
+                append(self.slices[shard.kind, shard.name].key, value=shard.value)
+        for (kind, name), value in self._small.items():
+            append(self.slices[kind, name].key, value=value)
+
+
+class Staging:
+    """A copy of a rank's slices in main memory, kept from save to save."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+        self._filled: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self._values.values())
+
+    def open(self, specs: list[TensorSpec]) -> None:
+        """Makes room; what was there is gone."""
+        fits = {spec.key: (spec.shape, spec.dtype) for spec in specs} == {
+            key: (tuple(value.shape), value.dtype) for key, value in self._values.items()
+        }
+        if not fits:
+            self._values = {}  # first the old, then the new: never both
+            pin = torch.cuda.is_available()
+            self._values = {spec.key: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pin) for spec in specs}
+        self._filled = dict.fromkeys(self._values, 0)
+
+    def append(self, key: str, *, value: Tensor) -> None:
+        """The next elements of slice `key`."""
+        start = self._filled[key]
+        self._values[key][start : start + value.numel()].copy_(value.detach().reshape(-1))
+        self._filled[key] = start + value.numel()
+
+    def stream(self, append: Append) -> None:
+        for key, value in self._values.items():
+            append(key, value=value)
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def open_file(folder: Path, *, rank: int, specs: list[TensorSpec]) -> TensorFileWriter:
+    """Raises OSError."""
+    if not folder.is_dir():
+        raise OSError(
+            None,
+            "rank 0 has made this folder and this rank does not see it; all machines must share the filesystem",
+            str(folder),
+        )
+    return TensorFileWriter(folder / file_name(rank), specs=specs, metadata={"format": "pt", "rank": str(rank)})
+
+
+def describe_file(writer: TensorFileWriter, *, slices: list[Slice]) -> StateFile:
+    """The finished file as the manifest lists it."""
+    entries = [
+        Entry(
+            name=part.name,
+            kind=part.kind,
+            dtype=DTYPE_NAMES[part.dtype],
+            start=part.start,
+            stop=part.stop,
+            offset=writer.offset(part.key),
+            crc32=writer.checksums(part.key),
+        )
+        for part in slices
+    ]
+    return StateFile(
+        file=writer.path.name,
+        nbytes=writer.nbytes,
+        header_nbytes=writer.header_nbytes,
+        header_crc32=writer.header_crc32,
+        entries=entries,
+    )

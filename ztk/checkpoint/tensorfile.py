@@ -1,0 +1,130 @@
+"""A safetensors file written piece by piece: the header is known before the first value is.
+
+The format is 8 bytes of header length, a JSON header, then the tensors' bytes without holes
+(https://github.com/huggingface/safetensors#format), so any safetensors reader opens these files.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums, view_bytes
+
+COPY_BYTES = 16 << 20  # values on an accelerator come to the host in stretches of this size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """A tensor before it has a place in a file."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFileWriter:
+    """Writes the tensors of `specs` in any order, each from its start to its end in as many parts as it comes in."""
+
+    def __init__(self, path: Path, *, specs: Iterable[TensorSpec], metadata: dict[str, str] | None = None) -> None:
+        """Creates the file, which must not exist, at its full length. Raises OSError."""
+        self.path = path
+        # Wide types first: every tensor is then aligned to its own items, which some readers map without copying.
+        ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+        header, offsets = _header(ordered, metadata=metadata)
+        self.header_nbytes = len(header)
+        self.header_crc32 = zlib.crc32(header)
+        self._specs = {spec.key: spec for spec in ordered}
+        self._offsets = offsets
+        self._written = dict.fromkeys(offsets, 0)
+        self._checksums = {key: BlockChecksums() for key in offsets}
+        self.nbytes = len(header) + sum(spec.nbytes for spec in ordered)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_at(self._fd, memoryview(header), offset=0, path=path)
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, key: str, *, value: Tensor) -> None:
+        """The next elements of tensor `key`, on any device. Raises OSError."""
+        flat = value.detach().reshape(-1)
+        step = flat.numel() if flat.device.type == "cpu" else COPY_BYTES // flat.itemsize
+        for start in range(0, flat.numel(), max(step, 1)):
+            self._append_host(key, value=flat[start : start + step].cpu())
+
+    def _append_host(self, key: str, *, value: Tensor) -> None:
+        assert value.dtype == self._specs[key].dtype, (key, value.dtype)
+        data = view_bytes(value)
+        done = self._written[key]
+        assert done + len(data) <= self._specs[key].nbytes, key
+        write_at(self._fd, data, offset=self.header_nbytes + self._offsets[key] + done, path=self.path)
+        self._checksums[key].add(data)
+        self._written[key] = done + len(data)
+
+    def finish(self) -> None:
+        """Everything is on the medium. Raises OSError."""
+        for key, spec in self._specs.items():
+            assert self._written[key] == spec.nbytes, f"{key}: {self._written[key]} of {spec.nbytes} bytes"
+        fsync(self._fd, path=self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def offset(self, key: str) -> int:
+        """Where tensor `key` starts in the file."""
+        return self.header_nbytes + self._offsets[key]
+
+    def checksums(self, key: str) -> list[int]:
+        """crc32 per block of tensor `key`."""
+        return self._checksums[key].values
+
+
+def _header(specs: list[TensorSpec], *, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    offsets, offset = {}, 0
+    for spec in specs:
+        assert spec.key not in offsets, spec.key
+        offsets[spec.key] = offset
+        entries[spec.key] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
+    return struct.pack("<Q", len(text)) + text, offsets
+
+
+def write_at(fd: int, data: memoryview, *, offset: int, path: Path) -> None:
+    """All of `data` at `offset`. Raises OSError with the file's name."""
+    while len(data):
+        try:
+            done = os.pwrite(fd, data, offset)
+        except OSError as error:
+            raise OSError(error.errno, f"{os.strerror(error.errno)} (writing at byte {offset})", str(path)) from error
+        data, offset = data[done:], offset + done
+
+
+def fsync(fd: int, *, path: Path) -> None:
+    """Raises OSError with the file's name: the first news of a failed delayed write comes here."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, f"{os.strerror(error.errno)} (fsync)", str(path)) from error
