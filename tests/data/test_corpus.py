@@ -1,5 +1,6 @@
 """Packing text: the same bytes for every rank, a fair held-out part, clear refusals."""
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -124,7 +125,7 @@ def test_bigram_entropy_of_known_texts(tmp_path):
 def test_bigram_entropy_equals_a_plain_count(text, tmp_path):
     validation = list(opened(str(text), tmp_path, validation_fraction=0.6).validation.tolist())
     pairs, firsts = {}, {}
-    for a, b in zip(validation, validation[1:], strict=False):
+    for a, b in itertools.pairwise(validation):
         pairs[a, b] = pairs.get((a, b), 0) + 1
         firsts[a] = firsts.get(a, 0) + 1
     total = len(validation) - 1

@@ -1,6 +1,7 @@
 """Initial values: any slice of any parameter is the slice of the whole."""
 
 import dataclasses
+import itertools
 import math
 import time
 
@@ -28,7 +29,7 @@ def test_random_cuts_equal_the_whole(model):
         values = whole(model, name)
         cuts = torch.randint(parameter.numel() + 1, (6,), generator=generator).sort().values.tolist()
         edges = [0, *cuts, parameter.numel()]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             assert torch.equal(initial_values(model, name=name, start=start, stop=stop, seed=0), values[start:stop])
 
 
