@@ -149,6 +149,7 @@ def save_some(
     process: Process, *, setup: Setup, folder: str, steps: list[int], asynchronous: bool = False, **options
 ) -> list:
     """Trains and saves after each of `steps`; returns names of what is there at the end."""
+    seed_all(process, seed=5)
     engine = setup.engine(process)
     with Saver(engine, folder=folder, asynchronous=asynchronous, **options) as saver:
         for start, stop in zip([0, *steps], steps, strict=False):

@@ -80,6 +80,14 @@ def resolve(path: str | os.PathLike) -> Path:
     return path / name
 
 
+def open_manifest(path: Path) -> Manifest:
+    """`read_manifest`, and in the error what can be loaded instead."""
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {usable(path.parent, without=path)}") from error
+
+
 def usable(folder: Path, *, without: Path | None = None) -> str:
     """Half a sentence on the checkpoints of `folder` that look whole: right manifest, all files there at their right length."""
     good = [path.name for path in checkpoints(folder) if path != without and _looks_whole(path)]

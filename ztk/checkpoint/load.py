@@ -1,4 +1,7 @@
-"""Loading into an engine of any layout. Phases: rank 0 says which checkpoint, all check that it fits, each reads its own slices, agree, share."""
+"""Loading into an engine of any layout.
+
+Phases: rank 0 says which checkpoint, all check that it fits, each reads its own slices, agree, share replicated parameters.
+"""
 
 import os
 from collections.abc import Callable
@@ -10,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.errors import Agreement, CheckpointError
-from ztk.checkpoint.folder import resolve
-from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
+from ztk.checkpoint.folder import open_manifest, resolve
+from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo
 from ztk.checkpoint.model import buffer_infos, parameter_infos, persistent_buffers, restore_control, tied_names
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
@@ -55,7 +58,7 @@ def load(engine: Engine, *, path: str | os.PathLike, weights_only: bool = False)
             folder = resolve(path)
     folder = comm.gather_objects(folder)[0]
     with agreement.step():
-        manifest = read_manifest(folder)
+        manifest = open_manifest(folder)
         check_fits(manifest, engine=engine, weights_only=weights_only)
         reader = StateReader(manifest)
         if comm.rank == 0:

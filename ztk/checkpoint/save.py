@@ -4,6 +4,7 @@ Asynchronously the ranks only copy their slices to main memory before training g
 speaks to the others over connections of its own.
 """
 
+import contextlib
 import json
 import secrets
 import threading
@@ -159,33 +160,33 @@ class Saver:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name}={value!r:.200} cannot be stored as JSON: {error}") from error
         zero = engine.zero
-        return dict(
-            step=engine.global_steps,
-            created=time.time(),
-            versions={"torch": torch.__version__},
-            world_size=self._process.world_size,
-            layout={
+        return {
+            "step": engine.global_steps,
+            "created": time.time(),
+            "versions": {"torch": torch.__version__},
+            "world_size": self._process.world_size,
+            "layout": {
                 "stage": zero.policy.stage,
                 "bucket_size": zero.policy.bucket_size,
                 "tiers": zero.tiers,
                 "dtype": str(zero.dtype).removeprefix("torch."),
                 "dynamic_loss_scale": engine.control.scaling.dynamic,
             },
-            state_names=list(zero.optimizer.state_names),
-            control=control_values(engine.control.state),
-            counters={
+            "state_names": list(zero.optimizer.state_names),
+            "control": control_values(engine.control.state),
+            "counters": {
                 "micro_steps": engine.micro_steps,
                 "global_steps": engine.global_steps,
                 "accumulation_steps": engine.accumulation_steps,
             },
-            data=data_state,
-            extra=extra,
-            metric=metric,
-            block_bytes=BLOCK_BYTES,
-            tied=tied_names(engine.module),
-            parameters=parameter_infos(engine),
-            buffers=buffer_infos(engine.module),
-        )
+            "data": data_state,
+            "extra": extra,
+            "metric": metric,
+            "block_bytes": BLOCK_BYTES,
+            "tied": tied_names(engine.module),
+            "parameters": parameter_infos(engine),
+            "buffers": buffer_infos(engine.module),
+        }
 
     def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
         """All ranks have an empty file in one temporary folder."""
@@ -203,7 +204,7 @@ class Saver:
         except SaveFailed as error:
             if writer is not None:
                 writer.close()
-            raise self._failed(error, step=draft["step"], temporary=temporary) from error
+            raise self._failed(error, step=draft["step"], temporary=temporary, comm=comm) from error
         return _Job(temporary=temporary, token=token, draft=draft, source=source, writer=writer, started=started)
 
     def _stage(self, job: _Job) -> None:
@@ -221,7 +222,9 @@ class Saver:
                     source.stream(self._staging.append)
         except SaveFailed as error:
             job.writer.close()
-            raise self._failed(error, step=job.draft["step"], temporary=job.temporary) from error
+            raise self._failed(
+                error, step=job.draft["step"], temporary=job.temporary, comm=self._process.comm
+            ) from error
 
     def _finish_behind(self, job: _Job) -> None:
         try:
@@ -241,7 +244,7 @@ class Saver:
                 if comm.rank == 0:
                     self._commit(job, files=files)
         except SaveFailed as error:
-            raise self._failed(error, step=job.draft["step"], temporary=job.temporary) from error
+            raise self._failed(error, step=job.draft["step"], temporary=job.temporary, comm=comm) from error
         finally:
             job.writer.close()
         path = job.temporary.with_name(job.temporary.name.rpartition(".tmp-")[0])
@@ -272,13 +275,12 @@ class Saver:
             raise SaveFailed(f"{path} is saved, but older checkpoints could not be removed: {error}") from error
         return tuple(removed)
 
-    def _failed(self, error: SaveFailed, *, step: int, temporary: Path | None) -> SaveFailed:
-        """Removes what was written; says what is left."""
-        if self._process.rank == 0 and temporary is not None and temporary.exists():
-            try:
+    def _failed(self, error: SaveFailed, *, step: int, temporary: Path | None, comm: Comm) -> SaveFailed:
+        """Removes what was written; says what is left. All ranks come here."""
+        if comm.rank == 0 and temporary is not None and temporary.exists():
+            with contextlib.suppress(OSError):  # the next save tries again; this one has a more useful error to tell
                 folders.discard(temporary, token="")
-            except OSError:
-                pass  # the next save tries again; this one has a more useful error to tell
+        comm.barrier()
         return SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")
 
     def _book(self, nbytes: int) -> None:
