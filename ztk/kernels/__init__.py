@@ -8,6 +8,7 @@ from ztk.kernels import adamw_bf16 as _adamw_bf16
 from ztk.kernels import cast_copy as _cast_copy
 from ztk.kernels import cross_entropy as _cross_entropy
 from ztk.kernels import flat as _flat_ops
+from ztk.kernels import geglu as _geglu
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import lion as _lion
 from ztk.kernels import quantize as _quantize
@@ -36,6 +37,7 @@ from ztk.kernels.adamw_bf16 import adamw_bf16
 from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.cross_entropy import cross_entropy
 from ztk.kernels.flat import flatten_into, unflatten_from
+from ztk.kernels.geglu import geglu
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.lion import lion
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
@@ -58,6 +60,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _flat_ops.SPEC_FLATTEN,
     _flat_ops.SPEC_UNFLATTEN,
     _swiglu.SPEC,
+    _geglu.SPEC,
     _rms_norm.SPEC,
     _rope.SPEC,
     _cross_entropy.SPEC,
@@ -92,6 +95,7 @@ __all__ = [
     "dequantize",
     "dequantize_reduce",
     "flatten_into",
+    "geglu",
     "get_backend",
     "layer_norm",
     "lion",

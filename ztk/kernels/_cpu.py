@@ -5,6 +5,7 @@ product that takes 0.2 ms in place), so the CPU implementations work through pie
 """
 
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -40,3 +41,9 @@ def scaled_float32(x: Tensor, *, scale: float, slot: int = 0) -> Tensor:
 def rows_per_piece(columns: int) -> int:
     """Rows of `columns` elements that fill one piece."""
     return max(1, PIECE // max(1, columns))
+
+
+def pieces(numel: int) -> Iterator[slice]:
+    """Cuts of [0, numel) that keep a few tensors of a 16-bit or 32-bit dtype in cache."""
+    for start in range(0, numel, 2 * PIECE):
+        yield slice(start, start + 2 * PIECE)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._cpu import pieces
 from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
@@ -71,12 +72,21 @@ def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
 
 
 def _cpu_fwd(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate).mul_(up)
+    result = torch.empty_like(gate)
+    gate, up, out = gate.view(-1), up.view(-1), result.view(-1)
+    for cut in pieces(out.numel()):
+        torch.ops.aten.silu.out(gate[cut], out=out[cut]).mul_(up[cut])
+    return result
 
 
 def _cpu_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    d_up = torch.nn.functional.silu(gate).mul_(d_out)
-    return torch.ops.aten.silu_backward(d_out * up, gate), d_up
+    results = torch.empty_like(gate), torch.empty_like(up)
+    d_out, gate, up, d_gate, d_up = (x.view(-1) for x in (d_out, gate, up, *results))
+    for cut in pieces(d_out.numel()):
+        torch.ops.aten.silu.out(gate[cut], out=d_up[cut]).mul_(d_out[cut])
+        torch.mul(d_out[cut], up[cut], out=d_gate[cut])
+        torch.ops.aten.silu_backward.grad_input(d_gate[cut], gate[cut], grad_input=d_gate[cut])
+    return results
 
 
 _forward = register(

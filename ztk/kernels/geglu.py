@@ -1,0 +1,195 @@
+"""GeGLU: out = gelu(gate) * up, elementwise, with the tanh approximation of gelu.
+
+    gelu(g) = g * sigmoid(2 u)              u = sqrt(2 / pi) * (g + 0.044715 g^3); sigmoid(2u) = (1 + tanh(u)) / 2
+    d_up    = d_out * gelu(gate)
+    d_gate  = d_out * up * (s + 2 g s (1 - s) u')                s = sigmoid(2u), u' = sqrt(2 / pi) * (1 + 0.134145 g^2)
+
+Forward reads 2N and writes N; backward recomputes s instead of saving it (reads 3N, writes 2N), so autograd keeps only the
+two inputs.
+
+Shazeer, GLU variants improve transformer, https://arxiv.org/abs/2002.05202
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._cpu import pieces
+from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._math import cast
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+
+NUM_WARPS = 4
+BLOCK = 8 * WARP_SIZE * NUM_WARPS  # eight 16-bit elements per thread: one 16-byte access per tensor
+
+_SQRT_2_OVER_PI = tl.constexpr((2 / math.pi) ** 0.5)
+_TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / math.pi) ** 0.5)
+
+
+@triton.jit
+def _geglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    """out = gelu(gate) * up"""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    b_gate = tl.load(gate_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_s = tl.sigmoid((b_gate + 0.044715 * b_gate * b_gate * b_gate) * _TWICE_SQRT_2_OVER_PI)
+    b_out = b_gate * b_s * b_up
+    tl.store(out_ptr + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _geglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.constexpr):
+    """d_up = d_out * gelu(gate); d_gate = d_out * up * (s + 2 g s (1 - s) u')"""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    b_d_out = tl.load(d_out_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_square = b_gate * b_gate
+    b_s = tl.sigmoid(b_gate * (1.0 + 0.044715 * b_square) * _TWICE_SQRT_2_OVER_PI)
+    b_slope = (1.0 + 0.134145 * b_square) * _SQRT_2_OVER_PI
+    b_d_up = b_d_out * b_gate * b_s
+    b_d_gate = b_d_out * b_up * (b_s + 2.0 * b_gate * b_s * (1.0 - b_s) * b_slope)
+    tl.store(d_gate_ptr + o_n, cast(b_d_gate, d_gate_ptr.dtype.element_ty), mask=m_n)
+    tl.store(d_up_ptr + o_n, cast(b_d_up, d_up_ptr.dtype.element_ty), mask=m_n)
+
+
+def _launch_fwd(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    N = gate.numel()
+    if N:
+        grid = (triton.cdiv(N, BLOCK),)
+        _geglu_fwd[grid](gate, up, out, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    return out
+
+
+def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    N = gate.numel()
+    if N:
+        grid = (triton.cdiv(N, BLOCK),)
+        _geglu_bwd[grid](
+            d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
+        )
+    return d_gate, d_up
+
+
+def _cpu_fwd(gate: Tensor, up: Tensor) -> Tensor:
+    result = torch.empty_like(gate)
+    gate, up, out = gate.view(-1), up.view(-1), result.view(-1)
+    for cut in pieces(out.numel()):
+        torch.ops.aten.gelu.out(gate[cut], approximate="tanh", out=out[cut]).mul_(up[cut])
+    return result
+
+
+def _cpu_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    results = torch.empty_like(gate), torch.empty_like(up)
+    d_out, gate, up, d_gate, d_up = (x.view(-1) for x in (d_out, gate, up, *results))
+    for cut in pieces(d_out.numel()):
+        torch.ops.aten.gelu.out(gate[cut], approximate="tanh", out=d_up[cut]).mul_(d_out[cut])
+        torch.mul(d_out[cut], up[cut], out=d_gate[cut])
+        torch.ops.aten.gelu_backward.grad_input(
+            d_gate[cut], gate[cut], approximate="tanh", grad_input=d_gate[cut]
+        )
+    return results
+
+
+_forward = register(
+    "geglu(Tensor gate, Tensor up) -> Tensor",
+    triton=_launch_fwd,
+    cpu=_cpu_fwd,
+    fake=lambda gate, up: torch.empty_like(gate),
+)
+_backward = register(
+    "geglu_backward(Tensor d_out, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    triton=_launch_bwd,
+    cpu=_cpu_bwd,
+    fake=lambda d_out, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
+)
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        return _backward(d_out.contiguous(), *ctx.saved_tensors)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up with the tanh approximation. Both [...], same shape and dtype; returns that shape, contiguous. Gradients for both."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"geglu: gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must match in shape and dtype"
+        )
+    if use_reference():
+        return geglu_reference(gate, up)
+    return _GeGLU.apply(gate.contiguous(), up.contiguous())
+
+
+def geglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up in float32, rounded once."""
+    gate_c, up_c = gate.to(compute_dtype(gate)), up.to(compute_dtype(up))
+    return (torch.nn.functional.gelu(gate_c, approximate="tanh") * up_c).to(gate.dtype)
+
+
+def _eager(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def _make_inputs(shape: tuple[int, ...], *, dtype: torch.dtype, device: str) -> dict[str, object]:
+    return {
+        "gate": torch.randn(shape, dtype=dtype, device=device),
+        "up": torch.randn(shape, dtype=dtype, device=device),
+    }
+
+
+SPEC = OpSpec(
+    name="geglu",
+    op=geglu,
+    reference=geglu_reference,
+    eager=_eager,
+    make_inputs=_make_inputs,
+    differentiable=("gate", "up"),
+    small_shapes=((1, 1), (3, 41), (2, 3, 130), (2, 1025), (0, 8)),
+    bench_shapes=((8192, 4096), (8192, 14336)),
+    num_bytes=lambda shape, itemsize: 3 * shape[0] * shape[1] * itemsize,
+    num_bytes_backward=lambda shape, itemsize: 5 * shape[0] * shape[1] * itemsize,
+    num_flops=lambda shape: 10 * shape[0] * shape[1],
+    aot=(
+        AotCase(
+            kernel=_geglu_fwd,
+            signature={"gate_ptr": "*bf16", "up_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
+            constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
+            hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
+            divisible_by_16=("gate_ptr", "up_ptr", "out_ptr", "N"),
+            max_registers=40,
+            max_barriers=0,
+            elements_per_program=8 * 32 * NUM_WARPS,
+            max_instructions_per_element=28,
+        ),
+        AotCase(
+            kernel=_geglu_bwd,
+            signature={
+                "d_out_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16",
+                "N": "i64",
+            },  # fmt: skip
+            constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
+            hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
+            divisible_by_16=("d_out_ptr", "gate_ptr", "up_ptr", "d_gate_ptr", "d_up_ptr", "N"),
+            max_registers=64,
+            max_barriers=0,
+            elements_per_program=8 * 32 * NUM_WARPS,
+            max_instructions_per_element=40,
+        ),
+    ),
+)
