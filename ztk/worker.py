@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m ztk.worker CONFIG_YAML` reads the run, imports the task's module and calls its `main(config)`.
+"""One rank of a run: `python -m ztk.worker CONFIG_YAML` reads the run and calls the task's `main(config)`.
 
 Exit codes: 0 done, 1 failed (the error lies in `ranks/rank{r}.error.json`), 130 interrupted.
 """
@@ -8,42 +8,46 @@ import os
 import sys
 
 from ztk.config import Config, load
-from ztk.launch import failure_of, log_path, write_failure
+from ztk.launch import RankFailure, failure_of, log_path, write_failure
 from ztk.launch.tee import log_to
 
 
-def main() -> int:
-    config = load(sys.argv[1])
-    return run_task(config, rank=int(os.environ["RANK"]))
+def main() -> None:
+    """Runs one rank.
 
-
-def run_task(config: Config, *, rank: int) -> int:
-    """The whole life of a rank. Returns after success; a failing rank ends the process here.
-
-    It ends without any teardown: closing a process group that has lost a member can wait for ever, and the peers would report the
-    closed connection as their error.
+    A failed rank ends without any teardown: closing a process group that has lost a member can wait for ever, and the
+    peers would report the closed connection as their error.
     """
+    try:
+        failure = run_task(load(sys.argv[1]), rank=int(os.environ["RANK"]))
+    except KeyboardInterrupt:
+        leave(130)
+    if failure is not None:
+        leave(1)
+
+
+def run_task(config: Config, *, rank: int) -> RankFailure | None:
+    """Imports the task and runs it. Returns what went wrong, which is then also in the rank's error file and log."""
     log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else sys.stderr
     try:
         import torch
 
         torch.set_num_threads(config.launch.threads)
         importlib.import_module(config.task.module).main(config)
-    except KeyboardInterrupt:
-        _leave(130)
     except Exception as error:
         failure = failure_of(error, rank=rank)
         write_failure(failure, output_dir=config.output_dir)
         log.write(failure.trace)
-        _leave(1)
-    return 0
+        return failure
+    return None
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
+    """Ends the process at once, what was printed kept."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,5 +1,6 @@
-"""What `run.py` does around Hydra: read the command line, run each job it composes, tell how it went, choose the exit code."""
+"""What `run.py` does around Hydra: read the command line, run each job it composes, tell how it went."""
 
+import contextlib
 import math
 import os
 import sys
@@ -14,8 +15,11 @@ from omegaconf import DictConfig
 from ztk import config as door
 from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
 from ztk.config import Config, ConfigError, Machine
-from ztk.launch import ExternalRank, RankError, run_ranks, worker_command
+from ztk.launch import ExternalRank, RankError, first_cause, read_failure, run_ranks, worker_command
 from ztk.report.folder import write_failed_summary, write_json
+
+# Errors whose text tells a user what to mend; of others the traceback is shown as well.
+_SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
 
 
 class Session:
@@ -27,7 +31,10 @@ class Session:
         self._external = ExternalRank.of_environment()
 
     def main(self, compose_and_run: Callable[[], None]) -> int:
-        """Runs the command line in `sys.argv` and returns the exit code. compose_and_run: the function under `hydra.main`."""
+        """Runs the command line in `sys.argv` and returns the exit code.
+
+        compose_and_run: the function under `hydra.main`, which calls `run_job` for every job.
+        """
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, not to Hydra's own printer
         try:
             self._prepare_arguments()
@@ -48,7 +55,8 @@ class Session:
     def run_job(self, choices: DictConfig) -> float:
         """One composed job, from check to end. Returns its final loss, NaN if it has none.
 
-        In a sweep a job that fails or is refused is recorded in its folder and the sweep goes on; alone, a refused one raises ConfigError.
+        In a sweep a job that fails or is refused is recorded in its folder and the sweep goes on; alone, a refused one
+        raises ConfigError.
         """
         hydra = HydraConfig.get()
         self._sweeping = hydra.mode is RunMode.MULTIRUN
@@ -102,6 +110,8 @@ class Session:
             run_ranks(command, ranks=config.launch.ranks, threads=config.launch.threads, output_dir=folder)
         except RankError as error:
             write_failed_summary(folder, error=str(error))
+            if error.failure.kind not in _SELF_EXPLAINING:
+                print(error.failure.trace, end="", file=sys.stderr)
             self._say(f"the run failed: {error}", f"log: {error.log}")
             return Outcome.failed
         except (KeyboardInterrupt, SystemExit):
@@ -110,11 +120,21 @@ class Session:
         return Outcome.done
 
     def _be_rank(self, config: Config) -> Outcome:
-        from ztk.worker import run_task  # a rank is what imports torch
+        """As a rank that somebody else watches: whoever fails writes the summary, with the first cause known by then."""
+        from ztk.worker import leave, run_task
 
+        os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
         agreement = self._external.agree(door.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
-        run_task(door.from_yaml(agreement.text), rank=self._external.rank)
-        return Outcome.done
+        config = door.from_yaml(agreement.text)
+        failure = run_task(config, rank=self._external.rank)
+        if failure is None:
+            return Outcome.done
+        told = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
+        cause = first_cause([told_failure for told_failure in told if told_failure is not None])
+        write_failed_summary(config.output_dir, error=str(cause))
+        self._external.tell_starter(failure)
+        print(f"ztk: {failure}", file=sys.stderr)
+        leave(Outcome.failed)
 
     def _say(self, *lines: str) -> None:
         if self._external is None or self._external.rank == 0:
@@ -128,7 +148,5 @@ class Session:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         folder.rmdir()
-    except OSError:
-        pass

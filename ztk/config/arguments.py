@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -55,7 +56,7 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def extra_folders(flags: list[str]) -> list[str]:
     """The folders that `--config-dir` adds."""
-    found = [value for flag, value in zip(flags, flags[1:], strict=False) if flag in ("--config-dir", "-cd")]
+    found = [value for flag, value in pairwise(flags) if flag in ("--config-dir", "-cd")]
     return found + [flag.partition("=")[2] for flag in flags if flag.startswith("--config-dir=")]
 
 
@@ -95,7 +96,8 @@ def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return
     if value is None and sign != "~":
-        yield f"{override}: an option is written key=value{did_you_mean(_completed(override, options=options, keys=known))}"
+        near = did_you_mean(_completed(override, options=options, keys=known))
+        yield f"{override}: an option is written key=value{near}"
     elif key in options:
         yield from _group_faults(sign, key, value, package=match["package"], options=options)
     elif key in known:

@@ -117,7 +117,7 @@ def _typed(choices: DictConfig) -> Config:
 
 
 def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, str | None]) -> frozenset[str]:
-    """The keys set by the user: on the command line, or to another value than the chosen options say (in an experiment)."""
+    """The keys set by the user: on the command line, or in an experiment to another value than the options say."""
     known = leaf_types()
     named = {key for key in (_key(override) for override in overrides) if key in known}
     sources = [("", Path(conf_dir(), "config.yaml"))]
@@ -125,7 +125,7 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     usual = {}
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
-            usual |= {key: value for key, value in flatten(yaml.safe_load(path.read_text()) or {}, prefix=prefix)}
+            usual |= dict(flatten(yaml.safe_load(path.read_text()) or {}, prefix=prefix))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {
         key

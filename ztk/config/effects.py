@@ -1,7 +1,7 @@
 """Which keys act in which runs.
 
-A key that cannot act in the run at hand is refused where the user gave it, and set to None where an option file brought it along, so
-that the recorded configuration shows what took part. A key that acts and has no value is a fault as well.
+A key that cannot act in the run at hand is refused where the user gave it, and set to None where an option file brought
+it along, so that the recorded configuration shows what took part. A key that acts and has no value is a fault as well.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _DECAYED = (SchedulerName.linear, SchedulerName.cosine)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """`keys` act when `when` holds; `only` says in a command line's words when that is; `required` ones must have a value then."""
+    """`keys` act when `when` holds, in a command line's words with `only`; `required` ones must have a value then."""
 
     keys: tuple[str, ...]
     when: Callable[[Config, Machine], bool]

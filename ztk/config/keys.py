@@ -1,5 +1,6 @@
 """Dotted names: every key of the schema with its type, and reading and writing a value by its name."""
 
+import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 from ztk.config.schema import Config
 
 
+@functools.cache
 def leaf_types(section: type = Config, *, prefix: str = "") -> dict[str, Any]:
     """`{"train.steps": int, ...}` for every key that holds a value."""
     found = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 class Machine:
     """gpus: that torch can use. cores: that this process may use.
 
-    started_ranks, started_here: the world and its part on this machine where torchrun or srun has started them; 0 where not.
+    started_ranks, started_here: the world and its part on this machine if torchrun or srun has started them, else 0.
     """
 
     gpus: int

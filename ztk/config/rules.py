@@ -132,11 +132,12 @@ def _range_faults(config: Config) -> Iterator[str]:
         value = read(config, key=key)
         if value is not None and not allowed.holds(value):
             yield f"{key}={written(value)}: must be {allowed}"
-    for number, beta in enumerate(config.optimizer.betas or ()):
+    betas = config.optimizer.betas
+    for number, beta in enumerate(betas or ()):
         if not 0 <= beta < 1:
-            yield f"optimizer.betas={written(config.optimizer.betas)}: number {number + 1} must be 0 or more and below 1"
-    if config.optimizer.betas is not None and len(config.optimizer.betas) != 2:
-        yield f"optimizer.betas={written(config.optimizer.betas)}: must be two numbers, such as optimizer.betas=[0.9,0.95]"
+            yield f"optimizer.betas={written(betas)}: number {number + 1} must be 0 or more and below 1"
+    if betas is not None and len(betas) != 2:
+        yield f"optimizer.betas={written(betas)}: must be two numbers, such as optimizer.betas=[0.9,0.95]"
 
 
 def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
@@ -149,12 +150,12 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
         ):
             yield f"offload: zero={name} has no offload; use zero=stage1 to stage3, or offload=none"
         if config.optimizer.name is OptimizerName.lion:
-            yield f"optimizer=lion: torch has none to run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+            yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         return
     if offload.parameters in (ParameterTier.cpu, ParameterTier.nvme) and zero.stage != 3:
         yield (
-            f"offload.parameters={offload.parameters.value} needs sharded parameters (zero.stage is {written(zero.stage)}): "
-            "use zero=stage3, or offload.parameters=auto"
+            f"offload.parameters={offload.parameters.value} needs sharded parameters and zero.stage is "
+            f"{written(zero.stage)}: use zero=stage3, or offload.parameters=auto"
         )
 
 
@@ -177,12 +178,12 @@ def _nvme(config: Config, machine: Machine) -> Iterator[str]:
 
 def _precision(config: Config, machine: Machine) -> Iterator[str]:
     scale = config.precision.loss_scale
-    if config.precision.dtype is DType.fp16 and scale.dynamic and scale.initial and scale.floor:
-        if scale.initial < scale.floor:
-            yield (
-                f"precision.loss_scale.initial={scale.initial:g} lies below precision.loss_scale.floor={scale.floor:g}: "
-                f"use precision.loss_scale.floor={scale.initial:g}"
-            )
+    dynamic = config.precision.dtype is DType.fp16 and scale.dynamic and scale.initial and scale.floor
+    if dynamic and scale.initial < scale.floor:
+        yield (
+            f"precision.loss_scale.initial={scale.initial:g} lies below "
+            f"precision.loss_scale.floor={scale.floor:g}: use precision.loss_scale.floor={scale.initial:g}"
+        )
 
 
 def _topology(config: Config, machine: Machine) -> Iterator[str]:
@@ -196,8 +197,8 @@ def _topology(config: Config, machine: Machine) -> Iterator[str]:
         value = getattr(config.topology, name)
         if value != 1:
             yield (
-                f"topology.{name}={value}: there are no {thing} in this version, every rank is a data-parallel replica; "
-                f"use topology.{name}=1"
+                f"topology.{name}={value}: there are no {thing} in this version, every rank is a data-parallel "
+                f"replica; use topology.{name}=1"
             )
 
 
@@ -209,11 +210,14 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
             yield f"model.dim={model.dim} is not a multiple of model.heads={model.heads}: use model.dim={mended}"
         elif model.dim // model.heads % 2:
             yield (
-                f"model.dim={model.dim} with model.heads={model.heads} gives heads of odd size {model.dim // model.heads}, "
-                f"which rotary embedding cannot turn: use model.dim={model.dim + model.heads}"
+                f"model.dim={model.dim} with model.heads={model.heads} gives heads of odd size, which rotary "
+                f"embedding cannot turn: use model.dim={model.dim + model.heads}"
             )
     if model.kv_heads > 0 and model.heads % model.kv_heads:
-        yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}: use model.kv_heads={model.heads}"
+        yield (
+            f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}: "
+            f"use model.kv_heads={model.heads}"
+        )
     if data.seq_len > model.max_seq_len:
         yield (
             f"data.seq_len={data.seq_len} is longer than model.max_seq_len={model.max_seq_len}: "
@@ -228,7 +232,7 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
         return
     for entry in data_paths(config):
         if not entry or not (os.path.exists(os.path.expanduser(entry)) or _matches(entry)):
-            yield f"data.path={entry}: no such file or folder and no file matches (from {os.getcwd()}); check the spelling"
+            yield f"data.path={entry}: no such file or folder, and no file matches (from {os.getcwd()}): name others"
 
 
 def data_paths(config: Config) -> list[str]:
@@ -254,7 +258,10 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"use checkpoint.every={train.steps}, or checkpoint.every=0"
         )
     if checkpoint.resume is not None and not os.path.exists(os.path.expanduser(checkpoint.resume)):
-        yield f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with checkpoints"
+        yield (
+            f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with "
+            "checkpoints, or leave it out"
+        )
     logger = config.logger
     if (
         logger.mode is not LoggerMode.disabled
@@ -263,15 +270,18 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
         and logger.every % train.log_every
     ):
         yield (
-            f"logger.every={logger.every} is not a multiple of train.log_every={train.log_every}, which makes the rows: "
-            f"use logger.every={-(-logger.every // train.log_every) * train.log_every}"
+            f"logger.every={logger.every} is not a multiple of train.log_every={train.log_every}, which makes the "
+            f"rows: use logger.every={-(-logger.every // train.log_every) * train.log_every}"
         )
 
 
 def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
     optimizer, scheduler = config.optimizer, config.scheduler
     if optimizer.name is OptimizerName.sgd and optimizer.nesterov and not optimizer.momentum:
-        yield "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or optimizer.nesterov=false"
+        yield (
+            "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or "
+            "optimizer.nesterov=false"
+        )
     end = config.train.steps if scheduler.total_steps is None else scheduler.total_steps
     if scheduler.warmup_steps is not None and scheduler.warmup_steps >= end > 0:
         key = "train.steps" if scheduler.total_steps is None else "scheduler.total_steps"
@@ -280,7 +290,10 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
             f"use scheduler.warmup_steps={max(0, end // 10)}, or {key}={scheduler.warmup_steps * 10}"
         )
     if scheduler.warmup_shape == "log" and scheduler.warmup_steps == 1:
-        yield "scheduler.warmup_shape=log needs two steps or more: use scheduler.warmup_steps=2, or scheduler.warmup_shape=linear"
+        yield (
+            "scheduler.warmup_shape=log needs two steps or more: use scheduler.warmup_steps=2, or "
+            "scheduler.warmup_shape=linear"
+        )
     if scheduler.name is SchedulerName.one_cycle and bool(scheduler.decay_rate) != bool(scheduler.decay_interval):
         yield (
             f"scheduler.decay_rate={scheduler.decay_rate:g} and scheduler.decay_interval={scheduler.decay_interval}: "
@@ -299,7 +312,10 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
     if device == "cuda" and not machine.gpus:
         yield "launch.device=cuda: there is no GPU that the installed torch can use; use launch.device=cpu"
     elif device == "cuda" and not machine.started_ranks and launch.ranks and launch.ranks > machine.gpus:
-        yield f"launch.ranks={launch.ranks} with {machine.gpus} GPU: use launch.ranks={machine.gpus}, or launch.device=cpu"
+        yield (
+            f"launch.ranks={launch.ranks} with {machine.gpus} GPUs: use launch.ranks={machine.gpus}, or "
+            "launch.device=cpu"
+        )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.kernels.backend is KernelBackend.triton and device == "cpu" and not interpreted:
         yield "kernels=triton needs a GPU: use kernels=auto (torch's kernels on a CPU), or kernels=reference"

@@ -1,8 +1,9 @@
 """The typed form of one run: every key that a command line may set, its type and what it means.
 
-Values stand in `conf/`; this file holds names, types and meaning. `None` means "plays no part in this run" unless the comment says
-otherwise: after `ztk.config.to_config` a key that has no effect is None and everything left to the machine is a number.
-Sizes of buckets are counted in elements, memory in bytes, time in seconds, learning-rate phases in optimizer steps.
+Values stand in `conf/`, each with its meaning; this file holds names and types. None means "plays no part in this run"
+unless a comment says otherwise: after `ztk.config.to_config` a key that has no effect is None, and what was left to the
+machine is a number. Buckets are counted in elements, memory in bytes, time in seconds, phases of the learning rate in
+optimizer steps.
 """
 
 from dataclasses import dataclass

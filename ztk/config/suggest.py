@@ -46,7 +46,7 @@ def near_keys(key: str, *, keys: Iterable[str]) -> list[str]:
 
 
 def near_options(value: str, *, group: str, options: dict[str, list[str]]) -> list[str]:
-    """Up to three `group=option` like `group=value`; first the group's own, else an option of that very name elsewhere."""
+    """Up to three `group=option` like `group=value`: of the group itself, else of a group that has this very option."""
     mine = options[group]
     close = difflib.get_close_matches(value, mine, n=2, cutoff=0.6)
     ending = [option for option in mine if value and option.endswith(value)]

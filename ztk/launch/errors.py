@@ -1,7 +1,7 @@
 """What a failing rank leaves behind, and which of several failures came first.
 
-When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time to the
-microsecond and with the mark `secondary` if the error only says that another rank is gone.
+When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time
+to the microsecond and with the mark `secondary` if the error only says that another rank is gone.
 """
 
 import json
@@ -22,7 +22,7 @@ _SECONDARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if the rank could write none."""
+    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if it could write none."""
 
     rank: int
     kind: str

@@ -1,11 +1,15 @@
 """Ranks that torchrun or srun have started: each runs `run.py`, and they agree on the run that rank 0 composed."""
 
 import datetime
+import json
 import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
+
+from ztk.launch.errors import RankFailure
 
 # Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -30,7 +34,10 @@ class ExternalRank:
 
     @staticmethod
     def of_environment() -> "ExternalRank | None":
-        """This process as a rank, or None if nobody started it as one. Gives srun's variables the names that torch reads."""
+        """This process as a rank, or None if nobody started it as one.
+
+        srun's variables are set once more under the names that torch reads.
+        """
         if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             os.environ.update(_slurm_names(os.environ))
             starter = "srun"
@@ -67,7 +74,17 @@ class ExternalRank:
         key = f"ztk/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         if self.rank == 0:
             store.set(key, text)
-        return Agreement(text=store.get(key).decode(), store=store)
+        agreement = Agreement(text=store.get(key).decode(), store=store)
+        if store.add(f"{key}/readers", 1) == self.world_size:
+            store.set(f"{key}/read", "")
+        store.wait([f"{key}/read"])  # rank 0 may serve the store: it stays until all have read
+        return agreement
+
+    def tell_starter(self, failure: RankFailure) -> None:
+        """torchrun shows the text of the error in its closing lines."""
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
+            Path(path).write_text(json.dumps({"message": {"message": str(failure), "extraInfo": extra}}))
 
 
 def _slurm_names(slurm: os._Environ | dict[str, str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Starts the ranks of one run as child commands, watches them, and leaves none behind.
 
-The parent imports no torch, has no threads and holds no GPU, so it may fork and it answers a signal at once. Ranks meet through a
-file store (no port, no race). Each rank is the leader of its own process group: a Ctrl-C of the terminal reaches the parent alone,
-which then stops every group. Ranks also ask the kernel to be killed when the parent dies.
+The parent imports no torch, has no threads and holds no GPU, so it may fork and it answers a signal at once. Ranks meet
+through a file store (no port, no race). Each rank leads its own process group: a Ctrl-C of the terminal reaches the
+parent alone, which then stops every group. Ranks also ask the kernel to be killed when the parent dies.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ztk.launch.errors import RankError, RankFailure, error_path, failure_of_exit, first_cause, log_path, read_failure
@@ -28,11 +28,11 @@ _PR_SET_PDEATHSIG = 1
 def run_ranks(command: Sequence[str], *, ranks: int, threads: int, output_dir: str | os.PathLike) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store), `OMP_NUM_THREADS`.
-    Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
+    Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
+    `OMP_NUM_THREADS`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
 
-    Raises RankError with the first cause when a rank fails, KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and
-    SIGHUP. In every case all ranks have ended before.
+    Raises RankError with the first cause when a rank fails, KeyboardInterrupt after SIGINT, SystemExit(128 + signal)
+    after SIGTERM and SIGHUP. In every case all ranks have ended before.
     """
     Path(output_dir, "ranks").mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
@@ -143,10 +143,8 @@ def _stop(processes: list[subprocess.Popen], *, received: list[int]) -> None:
         return
     for kind, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 1.0)):
         for process in processes:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, kind)  # also what an ended rank has left in its group
-            except (ProcessLookupError, PermissionError):
-                pass
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in processes) and len(received) < 2:
             time.sleep(_POLL_SECONDS)

@@ -38,9 +38,9 @@ class Tee:
 
 
 def log_to(path: Path) -> TextIO:
-    """From now on this process's Python output also goes to `path`. Returns the log, for what the terminal shall not see."""
+    """From now on Python's output also goes to `path`. Returns the log, for what the terminal shall not see."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = open(path, "w", buffering=1, encoding="utf-8")
+    log = path.open("w", buffering=1, encoding="utf-8")
     sys.stdout = Tee(sys.stdout, log=log)
     sys.stderr = Tee(sys.stderr, log=log)
     return log

@@ -1,0 +1,52 @@
+"""The table of a sweep and the exit code."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
+
+
+def job(folder, outcome=Outcome.done, *, overrides=(), **summary) -> Job:
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return Job(folder=folder, overrides=overrides, outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    "outcomes, code",
+    [
+        ([], 0),
+        ([Outcome.done], 0),
+        ([Outcome.failed], 1),
+        ([Outcome.refused], 2),
+        ([Outcome.done, Outcome.refused], 1),
+        ([Outcome.failed, Outcome.failed], 1),
+        ([Outcome.done, Outcome.done], 0),
+    ],
+)
+def test_exit_codes(outcomes, code, tmp_path):
+    assert exit_code([Job(folder=tmp_path, overrides=(), outcome=outcome) for outcome in outcomes]) == code
+
+
+def test_the_table_has_every_job_and_every_error(tmp_path):
+    figures = {
+        "final_loss": 1.25,
+        "tokens_per_second": 41234.0,
+        "step_seconds_median": 0.5,
+        "loss_digest": "abcdef0123",
+    }
+    jobs = [
+        job(tmp_path / "0", overrides=("zero=stage0", "seed=1"), **figures, **{"peak_memory.device_bytes": 2_000_000}),
+        job(
+            tmp_path / "1", Outcome.failed, overrides=("zero=stage1", "seed=1"), error="rank 1: [boom]", status="failed"
+        ),
+    ]
+    screen = io.StringIO()
+    print_jobs(jobs, console=Console(file=screen, width=160))
+    text = screen.getvalue()
+    for words in ("zero=stage0", "1.2500", "41.2k", "2.00 MB", "abcdef01", "failed", "all jobs: seed=1"):
+        assert words in text
+    assert "job 1: rank 1: [boom]" in text

@@ -1,0 +1,108 @@
+"""The whole way of `python run.py`, with a task that does nothing but say who it is. Each start costs seconds, so they are few."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+FAKE = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=fake")
+WAITING = 60
+
+
+def run(
+    *arguments: str, cwd: Path, plan: dict | None = None, starter: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    command = [sys.executable, *starter, str(CHECKOUT / "run.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(plan), capture_output=True, text=True, timeout=2 * WAITING)
+
+
+def environment(plan: dict | None) -> dict[str, str]:
+    return os.environ | {"FAKE_TASK": json.dumps(plan or {}), "PYTHONPATH": str(CHECKOUT)}
+
+
+def folders(cwd: Path) -> list[Path]:
+    return sorted(file.parent for file in cwd.rglob("overrides.json"))
+
+
+def test_a_run_leaves_its_record(tmp_path):
+    done = run(*FAKE, "zero=stage3", "offload=nvme", "train.steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2" in done.stdout and "rank 1 of 2" not in done.stdout
+    (folder,) = folders(tmp_path)
+    assert json.loads((folder / "overrides.json").read_text())["zero"] == "stage3"
+    assert "optimizer: nvme" in (folder / "config.yaml").read_text()
+    assert "rank 0 of 2" in (folder / "ranks" / "rank0.log").read_text()
+    assert "rank 1 of 2" in (folder / "ranks" / "rank1.log").read_text()
+
+
+def test_a_refused_command_leaves_nothing(tmp_path):
+    done = run("zero=stage9", "+foo=1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "zero=stage9" in done.stderr and "foo" in done.stderr and "Traceback" not in done.stderr
+    done = run("zero=stage1", "zero.max_live_parameters=5", "offload.parameters=cpu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "max_live" in done.stderr and "use zero=stage3" in done.stderr and "Traceback" not in done.stderr
+    assert not folders(tmp_path) and not list(tmp_path.rglob("*.yaml"))
+
+
+def test_help_shows_groups_keys_and_examples(tmp_path):
+    done = run("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for words in ("zero: ddp, fsdp2, stage0, stage1, stage2, stage3", "accumulation_steps: 1", "python run.py -m"):
+        assert words in done.stdout
+
+
+def test_a_sweep_goes_on_after_a_failing_and_a_refused_job(tmp_path):
+    plan = {"rank": 1, "step": 0, "how": "raise", "stage": 1}
+    done = run(*FAKE, "zero=stage1,ddp,stage2", "offload=cpu", "train.steps=1", "-m", cwd=tmp_path, plan=plan)
+    assert done.returncode == 1
+    statuses = [json.loads((folder / "summary.json").read_text())["status"] for folder in summaries(tmp_path)]
+    assert statuses == ["failed", "failed", "done"]
+    assert "rank 1: ValueError: boom" in done.stdout and "zero=ddp has no offload" in done.stdout
+    assert "3 jobs" in done.stdout and "Traceback" not in done.stderr
+
+
+def summaries(cwd: Path) -> list[Path]:
+    return sorted(file.parent for file in cwd.rglob("summary.json"))
+
+
+def test_an_interrupt_stops_a_sweep_at_once(tmp_path):
+    command = [sys.executable, str(CHECKOUT / "run.py"), *FAKE, "-m", "zero=stage0,stage1", "train.steps=2000"]
+    sweep = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(None), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + WAITING
+    while len(list(tmp_path.rglob("pid*"))) < 2:
+        assert time.monotonic() < end, "the ranks did not start"
+        time.sleep(0.05)
+    time.sleep(0.1)
+    sweep.send_signal(signal.SIGINT)
+    _, told = sweep.communicate(timeout=10)
+    assert sweep.returncode == 130
+    assert b"Traceback" not in told
+    assert len(folders(tmp_path)) == 1
+    for file in tmp_path.rglob("pid*"):
+        assert not Path("/proc", file.read_text()).exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchrun_makes_one_folder_and_shows_the_error(fails, tmp_path):
+    plan = {"rank": 1, "step": 1, "how": "raise"} if fails else None
+    starter = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    steps = "train.steps=100" if fails else "train.steps=2"
+    done = run(*FAKE, steps, cwd=tmp_path, plan=plan, starter=starter)
+    (folder,) = folders(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    if fails:
+        assert done.returncode == 1
+        assert summary["error"] == "rank 1: ValueError: boom" and "ValueError: boom" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert summary["status"] == "done"
+        assert "launch:\n  ranks: 2\n" in (folder / "config.yaml").read_text()

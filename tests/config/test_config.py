@@ -1,0 +1,240 @@
+"""Composing and refusing, without starting anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ztk.config import Config, ConfigError, Machine, compose, conf_dir, from_yaml, to_yaml
+from ztk.config.arguments import options_of
+from ztk.config.keys import leaf_types
+
+CPU = Machine(gpus=0, cores=2)
+GPU = Machine(gpus=4, cores=16)
+GOLDENS = Path(__file__).with_name("goldens")
+GROUPS = options_of([conf_dir()])
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def composed(*overrides: str, machine: Machine = CPU) -> Config:
+    return compose(*overrides, output_dir="/run", machine=machine)
+
+
+def faults(*overrides: str, machine: Machine = CPU) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        composed(*overrides, machine=machine)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(
+    "name, overrides",
+    [
+        ("default", ()),
+        ("main_job", ("zero=stage3", "offload=nvme")),
+        *[(f"experiment_{name}", (f"experiment={name}",)) for name in GROUPS["experiment"]],
+    ],
+)
+def test_resolved_configurations_are_the_recorded_ones(name, overrides, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *args: True)  # /run/nvme need not be writable here
+    assert to_yaml(composed(*overrides)) == (GOLDENS / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("group", sorted(set(GROUPS) - {"sweep", "experiment", "data", "kernels"}))
+def test_every_option_composes(group, tmp_path):
+    for option in GROUPS[group]:
+        config = compose(f"{group}={option}", output_dir=tmp_path, machine=CPU)
+        assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_takes_every_tier(stage, offload, tmp_path):
+    config = compose(f"zero=stage{stage}", f"offload={offload}", output_dir=tmp_path, machine=CPU)
+    assert config.offload.optimizer == offload
+    assert config.offload.parameters == (offload if stage == 3 else "none")
+    assert config.offload.nvme_path == (str(tmp_path / "nvme") if offload == "nvme" else None)
+
+
+def test_the_starting_process_imports_no_torch():
+    code = "import sys, ztk.cli, ztk.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(conf_dir()).parent).returncode == 0
+
+
+def test_every_option_file_says_what_it_is():
+    assert [path for path in Path(conf_dir()).glob("*/*.yaml") if not path.read_text().startswith("# ")] == []
+
+
+def test_names_are_refused_all_at_once_with_what_was_meant():
+    found = faults(
+        "zero=stge3", "lr=1", "+foo=1", "++train.stpes=2", "train.steps=abc", "offload.optimizer=gpu", "stage3"
+    )
+    assert len(found) == 7
+    meant = [
+        "zero=stage3",
+        "optimizer.lr",
+        "+ cannot add",
+        "train.steps",
+        "whole number",
+        "none, cpu, nvme",
+        "zero=stage3",
+    ]
+    for fault, words in zip(found, meant, strict=True):
+        assert words in fault
+
+
+@pytest.mark.parametrize(
+    "override, meant",
+    [
+        ("zero=3", "zero=stage3"),
+        ("zero=nvme", "offload=nvme"),
+        ("zeros=stage1", "zero"),
+        ("offload.param=cpu", "offload.parameters"),
+        ("gradient_accumulation_steps=2", "train.accumulation_steps"),
+        ("bf16=true", "precision=bf16"),
+        ("experiment=smoek", "experiment=smoke"),
+        ("+zero=stage1", "write zero="),
+        ("~zero", "write zero="),
+        ("+train.steps=1", "write train.steps=1"),
+        ("~train.steps", "cannot be removed"),
+        ("zero@foo=stage1", "write zero=stage1"),
+        ("train.steps=1.5", "whole number"),
+        ("model.tie_embeddings=perhaps", "true or false"),
+        ("optimizer.betas=0.9", "list of numbers"),
+        ("train.steps=1,2", "multirun"),
+    ],
+)
+def test_wrong_names_and_values_say_what_is_right(override, meant):
+    (fault,) = faults(override)
+    assert meant in fault
+
+
+def test_whole_numbers_may_be_written_as_powers_of_ten():
+    assert composed("zero.bucket_size=5e8").zero.bucket_size == 500_000_000
+
+
+@pytest.mark.parametrize(
+    "overrides, mend",
+    [
+        (("zero=stage2", "offload=cpu", "offload.parameters=cpu"), "use zero=stage3, or offload.parameters=auto"),
+        (("zero=ddp", "offload=cpu"), "offload=none"),
+        (("zero=fsdp2", "offload=nvme"), "offload=none"),
+        (("zero=ddp", "optimizer=lion"), "optimizer=adamw"),
+        (("zero.stage=3",), "choose zero=stage3"),
+        (("offload.optimizer=nvme",), "choose offload=nvme"),
+        (("topology.tensor=2",), "use topology.tensor=1"),
+        (("topology.pipeline=2",), "use topology.pipeline=1"),
+        (("model.dim=100",), "use model.dim=96"),
+        (("model.kv_heads=4",), "use model.kv_heads=6"),
+        (("model.vocab_size=100",), "use model.vocab_size=256"),
+        (("data.seq_len=4096",), "use data.seq_len=1024"),
+        (("data.path=/no/such/text",), "no such file"),
+        (("data=files",), "choose data=files"),
+        (("train.steps=0",), "1 or more"),
+        (("train.steps=20", "checkpoint.every=21"), "use checkpoint.every=20"),
+        (("train.steps=20", "scheduler.warmup_steps=20"), "use scheduler.warmup_steps=2"),
+        (("data.validation_fraction=0",), "use train.eval_every=0"),
+        (("checkpoint.resume=/no/such/run",), "no such folder"),
+        (("offload=nvme", "offload.buffer_bytes=5000"), "use offload.buffer_bytes=8192"),
+        (("offload=nvme", "offload.buffer_count=2"), "3 or more"),
+        (("offload=nvme", "offload.nvme_path=/dev/null/x"), "offload=cpu"),
+        (("kernels=triton",), "use kernels=auto"),
+        (("launch.device=cuda",), "use launch.device=cpu"),
+        (("optimizer=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"), "use optimizer.momentum=0.9"),
+        (("optimizer.betas=[0.9,1.0]",), "below 1"),
+        (("precision=fp16", "precision.loss_scale.floor=1e9"), "use precision.loss_scale.floor=65536"),
+        (("train.log_every=4", "logger.every=6"), "use logger.every=8"),
+        (("scheduler=one_cycle", "scheduler.decay_rate=1"), "set both or neither"),
+    ],
+)
+def test_what_does_not_fit_together_names_the_mend(overrides, mend):
+    assert any(mend in fault for fault in faults(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("zero=stage2", "zero.prefetch_bucket_size=5"),
+        ("zero=ddp", "zero.bucket_size=5"),
+        ("offload=cpu", "offload.nvme_path=/tmp"),
+        ("offload.buffer_count=4",),
+        ("offload=cpu", "offload.pin_memory=true"),
+        ("precision.loss_scale.initial=8",),
+        ("precision=fp16", "precision.loss_scale.dynamic=false", "precision.loss_scale.window=1000"),
+        ("optimizer.momentum=0.9",),
+        ("optimizer=lion", "optimizer.eps=1e-8"),
+        ("optimizer=sgd", "optimizer.betas=[0.9,0.9]"),
+        ("scheduler=constant", "scheduler.final=0.1"),
+        ("scheduler=one_cycle", "scheduler.warmup_steps=3"),
+        ("scheduler.warmup_steps=0", "scheduler.warmup_start=0.5"),
+        ("data=stdlib", "data.path=/etc/hosts"),
+        ("data=synthetic", "data.validation_fraction=0.1"),
+        ("checkpoint.keep=3",),
+        ("logger=disabled", "logger.project=mine"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(overrides):
+    key = overrides[-1].partition("=")[0]
+    assert any(fault.startswith(f"{key}=") and "has no effect" in fault for fault in faults(*overrides))
+
+
+def test_all_faults_come_at_once():
+    found = faults(
+        "zero=stage1", "zero.max_live_parameters=5", "offload.parameters=nvme", "topology.expert=8", "train.steps=0"
+    )
+    assert len(found) >= 4
+
+
+def test_what_an_option_brings_along_and_cannot_act_is_recorded_as_null():
+    config = composed("precision=fp16", "precision.loss_scale.dynamic=false")
+    assert config.precision.loss_scale.window is None
+    assert composed().checkpoint.keep is None
+    assert composed("zero=stage3", "zero.stage=1").zero.prefetch_bucket_size is None
+
+
+def test_a_path_is_enough_to_choose_files():
+    config = composed("data.path=[/etc/hosts,/etc]")
+    assert config.data.name == "files" and config.data.path == ["/etc/hosts", "/etc"]
+
+
+def test_ranks_and_threads_follow_the_machine():
+    launch = composed().launch
+    assert (launch.ranks, launch.threads, launch.device) == (2, 1, "cpu")
+    launch = composed(machine=GPU).launch
+    assert (launch.ranks, launch.threads, launch.device) == (4, 4, "cuda")
+    launch = composed("launch.device=cpu", "launch.ranks=8", machine=GPU).launch
+    assert (launch.ranks, launch.threads, launch.device) == (8, 2, "cpu")
+    started = composed(machine=Machine(gpus=8, cores=32, started_ranks=16, started_here=8)).launch
+    assert (started.ranks, started.threads) == (16, 4)
+    assert "use launch.ranks=4" in faults("launch.ranks=5", machine=GPU)[0]
+
+
+def test_threads_follow_the_environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert composed().launch.threads == 3
+    assert composed("launch.threads=5").launch.threads == 5
+
+
+def test_host_memory_is_pinned_beside_a_gpu_alone():
+    assert composed("offload=cpu", machine=GPU).offload.pin_memory is True
+    assert composed("offload=cpu", "offload.pin_memory=false", machine=GPU).offload.pin_memory is False
+    assert composed("offload=cpu").offload.pin_memory is None
+
+
+def test_phases_of_the_learning_rate_follow_the_length_of_the_run():
+    assert composed("train.steps=400").scheduler.warmup_steps == 20
+    assert composed("train.steps=5").scheduler.warmup_steps == 0
+    assert composed("scheduler=one_cycle", "train.steps=10").scheduler.rise_steps == 5
+    assert composed("scheduler=range_test", "train.steps=50").scheduler.step_size == 5
+
+
+def test_every_key_of_the_schema_is_settable_by_its_name():
+    assert {"train.steps", "optimizer.clip_grad_norm", "checkpoint.resume", "data.path", "launch.ranks"} <= set(
+        leaf_types()
+    )
