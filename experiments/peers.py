@@ -31,6 +31,13 @@ class PeerEngine:
     """Trains a decoder by DDP or FSDP2 behind the methods of `ztk.engine.Engine` that a training loop calls."""
 
     def __init__(self, config: Config, *, process: Process) -> None:
+        """Raises ValueError for options of ztk's own engine that would do nothing."""
+        if config.checkpoint.every or config.checkpoint.resume:
+            key = "every" if config.checkpoint.every else "resume"
+            raise ValueError(
+                f"checkpoint.{key}: zero={config.zero.engine} is there to compare with and neither saves nor loads; "
+                "leave it out, or use zero=stage0 to stage3"
+            )
         self.process, self.comm = process, process.comm
         self.memory, self.clock, self.io = MemoryLedger(), PhaseClock(), IoCounters()
         self.accumulation_steps = config.train.accumulation_steps

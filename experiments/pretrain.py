@@ -6,19 +6,21 @@ Nothing here knows where parameters, gradients and optimizer states live: `paral
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments import policies
 from experiments.peers import PeerEngine
-from ztk import kernels
+from experiments.streams import on_device, open_corpus, open_held_out, open_stream
+from ztk import checkpoint, kernels
 from ztk.config import Config
-from ztk.data import Batch, ByteCorpus, ByteTokenizer, Share, SyntheticStream, TokenStream, held_out_batches
+from ztk.data import Batch, ByteCorpus, ByteTokenizer, SyntheticStream, TokenStream
 from ztk.engine import Engine
 from ztk.nn import Decoder, initial_values, sample_text
 from ztk.parallelize import parallelize
-from ztk.report import Gauges, Reporter
+from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
 
 SAMPLE_BYTES = 160
@@ -33,7 +35,8 @@ def main(config: Config) -> None:
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
     engine = build_engine(config, process=process)
-    with build_reporter(config, engine=engine) as reporter:
+    past = resume(config, engine=engine, stream=stream)
+    with build_reporter(config, engine=engine, past=past) as reporter:
         train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
         finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
     process.stop()
@@ -58,6 +61,15 @@ def build_engine(config: Config, *, process: Process) -> Engine | PeerEngine:
     )
 
 
+def resume(config: Config, *, engine: Engine | PeerEngine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
+    """Sets engine and stream from `checkpoint.resume`; returns what the reporter needs to go on with its record."""
+    if config.checkpoint.resume is None:
+        return {}
+    loaded = checkpoint.load(engine, path=config.checkpoint.resume)
+    stream.load_state_dict(loaded.data_state)
+    return loaded.extra | {"first_step": engine.global_steps}
+
+
 def train(
     config: Config,
     *,
@@ -66,8 +78,8 @@ def train(
     held_out: Sequence[Batch],
     reporter: Reporter,
 ) -> None:
-    """Optimizer steps up to `train.steps`, with validation between them; the last one is followed by `finish`."""
-    train = config.train
+    """Optimizer steps up to `train.steps`, with validation and checkpoints between them; then comes `finish`."""
+    train, saver = config.train, open_saver(config, engine=engine)
     tokens = stream.share.global_batch * config.data.seq_len
     for step in range(engine.global_steps + 1, train.steps + 1):
         loss = train_step(engine, stream=stream)
@@ -75,7 +87,11 @@ def train(
         if held_out and train.eval_every and step % train.eval_every == 0 and step < train.steps:
             with reporter.aside():
                 measured["validation_loss"] = evaluate(engine, batches=held_out)
-        reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, **measured)
+        saves = saver is not None and step % config.checkpoint.every == 0
+        reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, row=saves, **measured)
+        if saves:
+            with reporter.aside():
+                saver.save(data_state=stream.state_dict(), extra=reporter.past())
 
 
 def train_step(engine: Engine | PeerEngine, *, stream: TokenStream | SyntheticStream) -> Tensor:
@@ -133,7 +149,15 @@ def finish(
         )
 
 
-def build_reporter(config: Config, *, engine: Engine | PeerEngine) -> Reporter:
+def open_saver(config: Config, *, engine: Engine | PeerEngine) -> checkpoint.Saver | None:
+    """Writes below the run folder, every `checkpoint.every` steps."""
+    if not config.checkpoint.every:
+        return None
+    retention = checkpoint.Retention(keep=config.checkpoint.keep)
+    return checkpoint.Saver(engine, folder=RunFolder(config.output_dir).checkpoints, retention=retention)
+
+
+def build_reporter(config: Config, *, engine: Engine | PeerEngine, past: dict[str, Any]) -> Reporter:
     process = engine.process
     return Reporter(
         policies.report_policy(config),
@@ -144,48 +168,5 @@ def build_reporter(config: Config, *, engine: Engine | PeerEngine) -> Reporter:
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
         parameters=engine.module.config.parameter_count(),
-        first_step=engine.global_steps,
-    )
-
-
-def open_corpus(config: Config) -> ByteCorpus | None:
-    """The text, the same on all ranks; None for synthetic tokens."""
-    if config.data.name == "synthetic":
-        return None
-    return ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
-
-
-def open_stream(config: Config, *, corpus: ByteCorpus | None, process: Process) -> TokenStream | SyntheticStream:
-    share = share_of(config, process=process)
-    options = {"seq_len": config.data.seq_len, "share": share, "seed": config.train.seed}
-    if corpus is None:
-        return SyntheticStream(vocab_size=config.model.vocab_size, **options)
-    return TokenStream(corpus.train, digest=corpus.digest, **options)
-
-
-def open_held_out(config: Config, *, corpus: ByteCorpus | None, process: Process) -> list[Batch]:
-    """This rank's validation batches, `train.eval_batches` of them; none for synthetic tokens."""
-    if corpus is None or not config.train.eval_batches:
-        return []
-    share = share_of(config, process=process)
-    wanted = config.train.eval_batches * share.micro_batch * share.world_size
-    return list(held_out_batches(corpus.validation, seq_len=config.data.seq_len, share=share, num_sequences=wanted))
-
-
-def share_of(config: Config, *, process: Process) -> Share:
-    return Share(
-        micro_batch=config.train.micro_batch_size,
-        accumulation_steps=config.train.accumulation_steps,
-        rank=process.rank,
-        world_size=process.world_size,
-    )
-
-
-def on_device(batch: Batch, *, device: torch.device) -> Batch:
-    """Copies beside the host's work: from pinned memory a copy to a GPU waits for nothing."""
-    if device.type == "cpu":
-        return batch
-    return Batch(
-        tokens=batch.tokens.pin_memory().to(device, non_blocking=True),
-        targets=batch.targets.pin_memory().to(device, non_blocking=True),
+        **past,
     )

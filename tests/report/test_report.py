@@ -170,11 +170,11 @@ def test_resumed_run_ends_with_the_digest_and_rows_of_an_uninterrupted_one(tmp_p
     with first:
         for loss in losses[:2]:
             first.step(loss=torch.tensor(loss), tokens=64, metrics=Metrics)
-        saved = first.digest
+        saved = json.loads(json.dumps(first.past()))
         first.step(loss=torch.tensor(9.0), tokens=64, metrics=Metrics)  # after the checkpoint: made again
-    resumed = train(make_reporter(tmp_path / "cut", first_step=2, digest=saved), losses=losses[2:])
+    resumed = train(make_reporter(tmp_path / "cut", first_step=2, **saved), losses=losses[2:])
     assert resumed["loss_digest"] == whole["loss_digest"]
-    assert resumed["steps"] == 4
+    assert resumed["steps"] == 4 and resumed["tokens"] == whole["tokens"]
     assert [row["loss"] for row in rows_of(tmp_path / "cut")] == losses
 
 

@@ -79,10 +79,10 @@ class Reporter:
         self._progress: LiveProgress | PlainProgress | None = None
         self._tracker: WandbTracker | None = None
 
-    @property
-    def digest(self) -> str:
-        """The loss digest after the last row; complete if that row was the last step's. Belongs into a checkpoint."""
-        return self._rows.digest.value
+    def past(self) -> dict[str, Any]:
+        """What a reporter that goes on with this record takes besides `first_step`: JSON, for a checkpoint."""
+        assert not self._rows.num_pending, "steps without a row are not in the digest yet: ask for one in `step`"
+        return {"first_tokens": self._rows.tokens, "digest": self._rows.digest.value}
 
     def __enter__(self) -> Self:
         if self._rank == 0:
@@ -103,18 +103,22 @@ class Reporter:
             self._close(self._summary(status="failed", error=said), failed=True)
             write_failed_summary(self._policy.folder, error=said)
 
-    def step(self, *, loss: Tensor, tokens: int, metrics: Callable[[], StepMetrics], **extra: float) -> None:
+    def step(
+        self, *, loss: Tensor, tokens: int, metrics: Callable[[], StepMetrics], row: bool = False, **extra: float
+    ) -> None:
         """Records one optimizer step.
 
         loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
-        metrics: called if the step has a row. extra: further values, such as `validation_loss`; they make a row.
+        metrics: called if the step has a row. row: it has one in any case. extra: further values, such as
+        `validation_loss`; they make a row.
         """
         self._rows.add(loss=loss, tokens=tokens)
         step = self._rows.step
-        if extra or step in (self._first_step + 1, self._policy.total_steps) or step % self._policy.every == 0:
-            row = self._rows.build(metrics()) | extra
+        ends = (self._first_step + 1, self._policy.total_steps)
+        if row or extra or step in ends or step % self._policy.every == 0:
+            written = self._rows.build(metrics()) | extra
             for outlet in self._outlets(step):
-                outlet.row(row)
+                outlet.row(written)
             self._say_tracker_notice()
 
     @contextmanager

@@ -64,6 +64,11 @@ class RowBuilder:
         return self.step - self._first_step
 
     @property
+    def num_pending(self) -> int:
+        """Steps since the last row."""
+        return len(self._losses)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of this run's rows, those before it resumed left out."""
         return self.tokens - self._first_tokens

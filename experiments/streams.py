@@ -1,0 +1,50 @@
+"""From the checked configuration to a rank's batches."""
+
+import torch
+
+from ztk.config import Config
+from ztk.data import Batch, ByteCorpus, Share, SyntheticStream, TokenStream, held_out_batches
+from ztk.runtime import Process
+
+
+def open_corpus(config: Config) -> ByteCorpus | None:
+    """The text, the same on all ranks; None for synthetic tokens."""
+    if config.data.name == "synthetic":
+        return None
+    return ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+
+
+def open_stream(config: Config, *, corpus: ByteCorpus | None, process: Process) -> TokenStream | SyntheticStream:
+    share = share_of(config, process=process)
+    options = {"seq_len": config.data.seq_len, "share": share, "seed": config.train.seed}
+    if corpus is None:
+        return SyntheticStream(vocab_size=config.model.vocab_size, **options)
+    return TokenStream(corpus.train, digest=corpus.digest, **options)
+
+
+def open_held_out(config: Config, *, corpus: ByteCorpus | None, process: Process) -> list[Batch]:
+    """This rank's validation batches, `train.eval_batches` of them; none for synthetic tokens."""
+    if corpus is None or not config.train.eval_batches:
+        return []
+    share = share_of(config, process=process)
+    wanted = config.train.eval_batches * share.micro_batch * share.world_size
+    return list(held_out_batches(corpus.validation, seq_len=config.data.seq_len, share=share, num_sequences=wanted))
+
+
+def share_of(config: Config, *, process: Process) -> Share:
+    return Share(
+        micro_batch=config.train.micro_batch_size,
+        accumulation_steps=config.train.accumulation_steps,
+        rank=process.rank,
+        world_size=process.world_size,
+    )
+
+
+def on_device(batch: Batch, *, device: torch.device) -> Batch:
+    """Copies beside the host's work: from pinned memory a copy to a GPU waits for nothing."""
+    if device.type == "cpu":
+        return batch
+    return Batch(
+        tokens=batch.tokens.pin_memory().to(device, non_blocking=True),
+        targets=batch.targets.pin_memory().to(device, non_blocking=True),
+    )
