@@ -70,6 +70,23 @@ class StateReader:
                 self._copy(entry, file=file, first=0, out=states[entry.name])
         return states
 
+    def faults(self) -> list[str]:
+        """Reads everything; a text for each missing or cut file and for each damaged block."""
+        found = []
+        for file in self._manifest.files:
+            try:
+                self._open(file)
+            except CheckpointError as error:
+                found.append(str(error))
+                continue
+            for entry in file.entries:
+                for number in range(len(entry.crc32)):
+                    try:
+                        self._block(entry, file=file, number=number)
+                    except CheckpointError as error:
+                        found.append(str(error))
+        return found
+
     def _copy(self, entry: Entry, *, file: StateFile, first: int, out: Tensor) -> None:
         """Elements of `entry` from element `first` of its tensor into `out`, block by block."""
         itemsize, size = out.itemsize, self._manifest.block_bytes

@@ -19,7 +19,9 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], *, device: torch.device) -> None:
-    """Sets the generators that `rng_states` read, those that this device has."""
+    """Sets the generators that `rng_states` read, those that this device has. An imported checkpoint has none."""
+    if not states:
+        return
     torch.set_rng_state(states[_CPU])
     random.setstate(ast.literal_eval(bytes(states[_PYTHON].tolist()).decode()))
     if device.type == "cuda" and _CUDA in states:

@@ -1,0 +1,147 @@
+"""verify, show, export and import: what leaves comes back with the same bits."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.runs import Setup, canonical, digest, reload, save_some, try_load
+from tests.zero.models import Layout, build
+from ztk.checkpoint import CheckpointError, load, read_manifest, resolve
+from ztk.checkpoint.__main__ import main
+from ztk.checkpoint.convert import import_checkpoint
+from ztk.checkpoint.export import export_safetensors, export_state_dict
+from ztk.checkpoint.verify import verify
+
+SETUP = Setup(layout=Layout(stage=3), dtype="bf16")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    ranks(2).run(save_some, setup=SETUP, folder=str(folder), steps=[1, 2])
+    return folder
+
+
+def masters(ranks, folder) -> dict[str, torch.Tensor]:
+    return ranks(1).run(read_masters, folder=str(folder))[0]
+
+
+def read_masters(process, *, folder: str) -> dict[str, torch.Tensor]:
+    engine = Setup().engine(process)
+    load(engine, path=folder, weights_only=True)
+    return {name: value for (kind, name), value in canonical(engine).items() if kind == "master"}
+
+
+def test_verify_and_show(saved, capsys):
+    assert main(["verify", str(saved)]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    assert main(["show", str(saved), "--parameters"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "stage=3" in out and "blocks.0.up.weight" in out and "head.weight" in out and "tied to embedding.weight" in out
+    )
+
+
+def test_verify_names_the_fault(saved, tmp_path, capsys):
+    step = tmp_path / "step-000002"
+    step.mkdir()
+    for path in (saved / "step-000002").iterdir():
+        (step / path.name).write_bytes(path.read_bytes())
+    path = step / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (step / "rank-00000.safetensors").unlink()
+    assert main(["verify", str(step)]) == 1
+    out = capsys.readouterr().out
+    assert "2 faults" in out and "rank-00001.safetensors" in out and "rank-00000.safetensors is missing" in out
+    assert main(["verify", str(tmp_path / "nowhere")]) == 1
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
+def test_safetensors_out_and_in_again(ranks, saved, tmp_path, shard_bytes):
+    report = export_safetensors(saved, to=tmp_path / "hf", dtype=torch.float32, shard_bytes=shard_bytes)
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    if report.files > 1:
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        assert sorted(set(index["weight_map"].values())) == names[:-1]
+        assert all((tmp_path / "hf" / name).stat().st_size < shard_bytes + 2000 for name in names[:-1])
+    tensors = {}
+    for path in (tmp_path / "hf").glob("*.safetensors"):
+        tensors |= load_file(path)
+    expected = masters(ranks, saved)
+    assert tensors.keys() == expected.keys() and "head.weight" not in tensors  # tied: once
+    assert all(torch.equal(tensors[name].view(-1), expected[name]) for name in expected)
+    assert tensors["blocks.0.up.weight"].shape == (96, 24)
+
+    step = import_checkpoint(tmp_path / "hf", to=tmp_path / "back")
+    assert not verify(step).faults
+    assert "weights only" in ranks(2).run(try_load, setup=SETUP, path=str(step))[0]
+    assert all(torch.equal(value, expected[name]) for name, value in masters(ranks, step).items())
+
+
+def test_the_default_dtype_is_the_models(saved, tmp_path):
+    export_safetensors(saved, to=tmp_path / "hf")
+    assert {value.dtype for value in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_state_dict_out_and_into_a_plain_model(ranks, saved, tmp_path):
+    export_state_dict(saved, to=tmp_path / "model.pt", dtype=torch.float32)
+    model = build(3)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    expected = masters(ranks, saved)
+    assert all(torch.equal(parameter.view(-1), expected[name]) for name, parameter in model.named_parameters())
+    with pytest.raises(ValueError, match="exists"):
+        export_state_dict(saved, to=tmp_path / "model.pt")
+
+
+def test_import_renames(ranks, tmp_path):
+    model = build(7)
+    save_file({f"transformer.{name}": p.data for name, p in model.named_parameters()}, tmp_path / "other.safetensors")
+    assert (
+        main(["import", str(tmp_path / "other.safetensors"), str(tmp_path / "in"), "--rename", "^transformer.", ""])
+        == 0
+    )
+    found = masters(ranks, tmp_path / "in")
+    assert all(torch.equal(parameter.view(-1), found[name]) for name, parameter in model.named_parameters())
+
+
+def test_torch_distributed_checkpoint_resumes_with_its_optimizer(ranks, tmp_path):
+    """What FSDP2 users have on disk: weights, moments and the step arrive, in another framework and on other ranks."""
+    state = ranks(1).run(write_dcp, folder=str(tmp_path / "dcp"))[0]
+    step = import_checkpoint(tmp_path / "dcp", to=tmp_path / "in")
+    assert step.name == "step-000004" and read_manifest(step).state_names == ["exp_avg", "exp_avg_sq"]
+    for world, layout in ((2, Layout(stage=3, offload="cpu")), (1, Layout())):
+        assert ranks(world).run(reload, setup=Setup(layout=layout), folder=str(tmp_path / "in"))[0].states == state
+
+
+def write_dcp(process, *, folder: str) -> str:
+    import torch.distributed.checkpoint as dcp
+
+    model = build(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.randint(10, (2, 6))).backward()
+        optimizer.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    result = {("master", name): parameter.detach().view(-1) for name, parameter in model.named_parameters()}
+    for parameter, values in optimizer.state.items():
+        for kind, value in values.items():
+            state[f"optim.state.{names[id(parameter)]}.{kind}"] = value
+            if kind != "step":
+                result[kind, names[id(parameter)]] = value.view(-1)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return digest(result)
+
+
+def test_sources_that_are_none(tmp_path):
+    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "cut.safetensors").write_bytes(b"\xff" * 20)
+    for name in ("text.pt", "cut.safetensors", "missing"):
+        with pytest.raises(CheckpointError, match=name):
+            import_checkpoint(tmp_path / name, to=tmp_path / "in")
+    with pytest.raises(CheckpointError):
+        resolve(tmp_path / "in")

@@ -1,0 +1,95 @@
+"""`python -m ztk.checkpoint verify|show|export|import DIR`. Exit codes: 0 fine, 1 a fault in a checkpoint, 2 wrong usage."""
+
+import argparse
+import sys
+
+from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.convert import import_checkpoint
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.export import SHARD_BYTES, export_safetensors, export_state_dict
+from ztk.checkpoint.folder import resolve
+from ztk.checkpoint.manifest import read_manifest
+from ztk.checkpoint.verify import describe, verify_all
+
+_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_DIR = "a checkpoint, a folder of checkpoints, or a run folder"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ztk.checkpoint", description=__doc__.partition(".")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    verify = commands.add_parser("verify", help="read every byte and check it")
+    verify.add_argument("dir", help=f"{_DIR}, of which all are checked")
+    verify.set_defaults(command=_verify)
+
+    show = commands.add_parser("show", help="say what a checkpoint holds")
+    show.add_argument("dir", help=_DIR)
+    show.add_argument("--parameters", action="store_true", help="list them")
+    show.set_defaults(command=_show)
+
+    export = commands.add_parser("export", help="write the weights in another format")
+    export.add_argument("dir", help=_DIR)
+    export.add_argument("to", help="a new folder for safetensors files, or a new file ending in .pt for a state_dict")
+    export.add_argument("--dtype", choices=_DTYPES, help="of the weights; else the one that the model computed in")
+    export.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one safetensors file (%(default)s)")
+    export.set_defaults(command=_export)
+
+    bring = commands.add_parser(
+        "import", help="make a checkpoint of safetensors, a state_dict or torch.distributed.checkpoint"
+    )
+    bring.add_argument("dir", help="a folder or file in that format")
+    bring.add_argument("to", help="a folder of checkpoints")
+    bring.add_argument(
+        "--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "NAME"), help="may be repeated"
+    )
+    bring.set_defaults(command=_import)
+    return parser
+
+
+def _verify(options: argparse.Namespace) -> int:
+    reports = verify_all(options.dir)
+    for report in reports:
+        rate = report.nbytes / 1e9 / max(report.seconds, 1e-9)
+        state = f"{len(report.faults)} faults" if report.faults else "whole"
+        print(f"{report.path}: {state}, {report.nbytes / 1e6:.1f} MB in {report.seconds:.2f} s ({rate:.2f} GB/s)")
+        for fault in report.faults:
+            print(f"  {fault}")
+    return int(any(report.faults for report in reports))
+
+
+def _show(options: argparse.Namespace) -> int:
+    print(describe(read_manifest(resolve(options.dir)), with_parameters=options.parameters))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    dtype = DTYPES[_DTYPES[options.dtype]] if options.dtype else None
+    if options.to.endswith((".pt", ".bin")):
+        report = export_state_dict(options.dir, to=options.to, dtype=dtype)
+    else:
+        report = export_safetensors(options.dir, to=options.to, dtype=dtype, shard_bytes=options.shard_bytes)
+    print(f"{report.path}: {report.nbytes / 1e6:.1f} MB in {report.files} files")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    print(import_checkpoint(options.dir, to=options.to, rename=dict(options.rename)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

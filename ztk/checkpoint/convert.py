@@ -1,0 +1,104 @@
+"""Other formats into a checkpoint of ztk."""
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ztk.checkpoint import folder as folders
+from ztk.checkpoint.bits import BLOCK_BYTES
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, encode_manifest
+from ztk.checkpoint.shardfile import Slice, describe_file, file_name
+from ztk.checkpoint.sources import MASTER, Source, open_source
+from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+
+_CONTROL = {"good_steps": 0.0, "hysteresis_left": 1.0, "skipped_steps": 0.0, "found_inf": 0.0, "grad_norm": 0.0}
+
+
+def import_checkpoint(
+    path: str | os.PathLike, *, to: str | os.PathLike, rename: Mapping[str, str] | None = None
+) -> Path:
+    """Writes `to/step-N` from what `open_source` recognises, and returns that folder.
+
+    rename: regular expression -> replacement, applied to every name in this order. The result holds weights, in fp32, and the
+    optimizer states if the source has the same ones for every parameter; without them it is loaded with `weights_only=True`.
+    Raises CheckpointError for a source that cannot be read or does not fit together.
+    """
+    source = open_source(path)
+    names = {key: (key[0], _renamed(key[1], rename=rename or {})) for key in source.shapes()}
+    if len(set(names.values())) != len(names):
+        raise CheckpointError(f"{path}: after renaming, several tensors have the same name")
+    kinds = _state_names(source)
+    to, token = Path(to), secrets.token_hex(4)
+    temporary = folders.prepare(to, step=source.step, token=token)
+    try:
+        manifest = _write(source, temporary=temporary, names=names, kinds=kinds)
+        folders.write_file(temporary / MANIFEST, data=encode_manifest(manifest))
+        return folders.commit(temporary)
+    except BaseException:
+        if temporary.exists():
+            folders.discard(temporary, token="")
+        raise
+
+
+def _renamed(name: str, *, rename: Mapping[str, str]) -> str:
+    for pattern, replacement in rename.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _state_names(source: Source) -> list[str] | None:
+    """The optimizer's states if every parameter has the same ones."""
+    shapes = source.shapes()
+    parameters = [name for kind, name in shapes if kind == MASTER]
+    kinds = list(dict.fromkeys(kind for kind, _ in shapes if kind != MASTER))
+    whole = all(shapes.get((kind, name)) == shapes[MASTER, name] for kind in kinds for name in parameters)
+    return kinds if kinds and whole else None
+
+
+def _write(
+    source: Source, *, temporary: Path, names: dict[tuple[str, str], tuple[str, str]], kinds: list[str] | None
+) -> Manifest:
+    shapes = source.shapes()
+    slices = {
+        key: Slice(kind=key[0], name=names[key][1], dtype=torch.float32, start=0, stop=torch.Size(shape).numel())
+        for key, shape in shapes.items()
+        if key[0] == MASTER or key[0] in (kinds or ())
+    }
+    specs = [TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop,)) for part in slices.values()]
+    writer = TensorFileWriter(temporary / file_name(0), specs=specs, metadata={"format": "pt"})
+    try:
+        for key, part in slices.items():
+            for values in source.stretches(key):
+                writer.append(part.key, value=values.float())
+        writer.finish()
+    finally:
+        writer.close()
+    parameters = [
+        TensorInfo(name=names[key][1], shape=list(shape), dtype="F32", trainable=True)
+        for key, shape in shapes.items()
+        if key[0] == MASTER
+    ]
+    return Manifest(
+        step=source.step,
+        created=time.time(),
+        versions={"torch": torch.__version__},
+        world_size=1,
+        layout={"dynamic_loss_scale": False},
+        state_names=kinds,
+        control={"step": float(source.step), "loss_scale": 1.0, **_CONTROL},
+        counters={"micro_steps": source.step, "global_steps": source.step, "accumulation_steps": 1},
+        data=None,
+        extra=None,
+        metric=None,
+        block_bytes=BLOCK_BYTES,
+        tied={},
+        parameters=parameters,
+        buffers=[],
+        files=[describe_file(writer, slices=list(slices.values()))],
+    )

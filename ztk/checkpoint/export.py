@@ -1,0 +1,161 @@
+"""Weights out of a checkpoint, a stretch at a time: a Hugging Face style safetensors folder, or one plain state_dict file."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
+from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
+from ztk.checkpoint.reader import StateReader
+from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+
+STRETCH = 4 << 20  # elements in memory at once
+SHARD_BYTES = 5 << 30  # of an exported file, as Hugging Face cuts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What was written."""
+
+    path: Path
+    files: int
+    nbytes: int
+
+
+class Weights:
+    """The whole weights of a checkpoint by name: parameters as their masters, then persistent buffers. Tied names appear once."""
+
+    def __init__(self, manifest: Manifest, *, dtype: torch.dtype | None) -> None:
+        """dtype: of floating parameters; None: the one that the model computed in."""
+        self._reader, self._dtype = StateReader(manifest), dtype
+        self._infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
+        self._buffers = {info.name for info in manifest.buffers}
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(key=name, dtype=self._dtype_of(info), shape=tuple(info.shape))
+            for name, info in self._infos.items()
+        ]
+
+    def _dtype_of(self, info: TensorInfo) -> torch.dtype:
+        own = DTYPES[info.dtype]
+        return self._dtype if self._dtype is not None and info.name not in self._buffers else own
+
+    def stretches(self, name: str) -> Iterator[Tensor]:
+        """The values of `name`, flat, in order."""
+        info = self._infos[name]
+        kind = BUFFER if name in self._buffers else "master" if info.trainable else "parameter"
+        numel = prod(info.shape)
+        for start in range(0, numel, STRETCH):
+            values = self._reader.read(name=name, kind=kind, start=start, stop=min(start + STRETCH, numel))
+            yield values.to(self._dtype_of(info))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def export_safetensors(
+    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> ExportReport:
+    """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`.
+
+    path: as for `load`. dtype: None keeps the dtype that the model computed in. If `extra` of the checkpoint has a "config", it
+    becomes `config.json`. Names stay as they are. Raises CheckpointError for a damaged checkpoint, ValueError if `to` exists.
+    """
+    manifest, to = read_manifest(resolve(path)), Path(to)
+    temporary = _temporary_beside(to)
+    temporary.mkdir(parents=True)
+    weights = Weights(manifest, dtype=dtype)
+    try:
+        files = _cut(weights.specs, shard_bytes=shard_bytes)
+        nbytes = sum(_write(temporary / name, specs=specs, weights=weights) for name, specs in files.items())
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(spec.nbytes for specs in files.values() for spec in specs)},
+                "weight_map": {spec.key: name for name, specs in files.items() for spec in specs},
+            }
+            write_file(temporary / "model.safetensors.index.json", data=json.dumps(index, indent=2).encode())
+        if isinstance(manifest.extra, dict) and "config" in manifest.extra:
+            write_file(temporary / "config.json", data=json.dumps(manifest.extra["config"], indent=2).encode())
+        sync_folder(temporary)
+        os.rename(temporary, to)
+        sync_folder(to.parent)
+    except BaseException:
+        discard(temporary, token="")
+        raise
+    finally:
+        weights.close()
+    return ExportReport(path=to, files=len(files), nbytes=nbytes)
+
+
+def export_state_dict(
+    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None
+) -> ExportReport:
+    """Writes one file that `torch.load(to, weights_only=True)` turns into a state_dict, tied names included.
+
+    The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
+    """
+    manifest, to = read_manifest(resolve(path)), Path(to)
+    temporary = _temporary_beside(to)
+    weights = Weights(manifest, dtype=dtype)
+    try:
+        state = {spec.key: _whole(weights, spec=spec) for spec in weights.specs}
+        state |= {name: state[canonical] for name, canonical in manifest.tied.items()}
+        to.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, temporary)
+        os.rename(temporary, to)
+    finally:
+        weights.close()
+        temporary.unlink(missing_ok=True)
+    return ExportReport(path=to, files=1, nbytes=to.stat().st_size)
+
+
+def _temporary_beside(to: Path) -> Path:
+    if to.exists():
+        raise ValueError(f"{to} exists; name another place, or remove it first")
+    return to.with_name(f"{to.name}.tmp-{secrets.token_hex(4)}")
+
+
+def _cut(specs: list[TensorSpec], *, shard_bytes: int) -> dict[str, list[TensorSpec]]:
+    """Consecutive tensors of at most `shard_bytes` together, or one larger one, per file."""
+    groups: list[list[TensorSpec]] = []
+    room = 0
+    for spec in specs:
+        if not groups or spec.nbytes > room:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def _write(path: Path, *, specs: list[TensorSpec], weights: Weights) -> int:
+    writer = TensorFileWriter(path, specs=specs, metadata={"format": "pt"})
+    try:
+        for spec in specs:
+            for values in weights.stretches(spec.key):
+                writer.append(spec.key, value=values)
+        writer.finish()
+    finally:
+        writer.close()
+    return writer.nbytes
+
+
+def _whole(weights: Weights, *, spec: TensorSpec) -> Tensor:
+    out = torch.empty(spec.shape, dtype=spec.dtype)
+    flat, start = out.view(-1), 0
+    for values in weights.stretches(spec.key):
+        flat[start : start + values.numel()].copy_(values)
+        start += values.numel()
+    return out

@@ -1,0 +1,159 @@
+"""Weights and optimizer states in other people's formats, one tensor's stretch at a time."""
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.export import STRETCH
+
+MASTER = "master"
+_OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer|optimizer_state)\.state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
+
+
+class Source(Protocol):
+    """Named tensors. Keys are (kind, parameter's name); kind is "master" or a state of the optimizer."""
+
+    step: int
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]: ...
+
+    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]: ...  # flat, in order
+
+
+def open_source(path: str | os.PathLike) -> Source:
+    """Recognises what `path` is: a safetensors file or folder, a torch.save file, a torch.distributed.checkpoint folder.
+
+    Raises CheckpointError for anything else.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        return SafetensorsSource([path])
+    if path.is_file():
+        return StateDictSource(path)
+    if (path / ".metadata").is_file():
+        return TorchDistributedSource(path)
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return SafetensorsSource([path / name for name in names])
+    if single.is_file():
+        return SafetensorsSource([single])
+    raise CheckpointError(
+        f"{path} is nothing that can be imported: neither a .safetensors file, a folder with model.safetensors or its index, a "
+        "file of torch.save, nor a folder of torch.distributed.checkpoint"
+    )
+
+
+class SafetensorsSource:
+    """Weights in safetensors files."""
+
+    step = 0
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._places: dict[str, tuple[Path, int, dict]] = {}
+        for path in paths:
+            self._read_header(path)
+
+    def _read_header(self, path: Path) -> None:
+        try:
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                size = os.fstat(file.fileno()).st_size
+                header = json.loads(file.read(length)) if length < size else None
+        except (OSError, struct.error, ValueError) as error:
+            raise CheckpointError(f"{path} is missing or not a safetensors file: {error}") from error
+        entries = {} if header is None else {key: value for key, value in header.items() if key != "__metadata__"}
+        end = max((value["data_offsets"][1] for value in entries.values()), default=0)
+        if header is None or size != 8 + length + end:
+            raise CheckpointError(f"{path} is truncated: {size} bytes do not hold what its header announces")
+        for name, entry in entries.items():
+            self._places[name] = (path, 8 + length, entry)
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(MASTER, name): tuple(entry["shape"]) for name, (_, _, entry) in self._places.items()}
+
+    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]:
+        path, base, entry = self._places[key[1]]
+        dtype = DTYPES[entry["dtype"]]
+        start, stop = entry["data_offsets"]
+        with open(path, "rb") as file:
+            file.seek(base + start)
+            while start < stop:
+                data = bytearray(min(STRETCH * dtype.itemsize, stop - start))
+                file.readinto(data)
+                yield torch.frombuffer(data, dtype=dtype)
+                start += len(data)
+
+
+class StateDictSource:
+    """Weights in a file of `torch.save`: a state_dict, or a dict with one under "model" or "state_dict"."""
+
+    step = 0
+
+    def __init__(self, path: Path) -> None:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # zip, pickle and value errors: all mean the same here
+            raise CheckpointError(f"{path} is not a file of torch.save that holds tensors alone: {error}") from error
+        for key in ("model", "state_dict"):
+            if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+                loaded = loaded[key]
+        if not isinstance(loaded, dict) or not any(isinstance(value, Tensor) for value in loaded.values()):
+            raise CheckpointError(f"{path} holds no state_dict")
+        self._tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(MASTER, name): tuple(value.shape) for name, value in self._tensors.items()}
+
+    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]:
+        flat = self._tensors[key[1]].contiguous().view(-1)
+        yield from (flat[start : start + STRETCH] for start in range(0, flat.numel(), STRETCH))
+
+
+class TorchDistributedSource:
+    """A folder of torch.distributed.checkpoint, as FSDP2 and torchtitan write it: "model.NAME" or "NAME", and the optimizer
+    states under "optim.state.NAME.KIND". One tensor is in memory at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self._path = path
+        try:
+            metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        except Exception as error:  # a pickle: whatever it raises
+            raise CheckpointError(f"{path / '.metadata'} cannot be read: {error}") from error
+        self._tensors = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
+        self._keys: dict[tuple[str, str], str] = {}
+        for key in self._tensors:
+            if match := _OPTIMIZER_KEY.fullmatch(key):
+                self._keys[match["kind"], match["name"]] = key
+            elif not key.startswith(("optim", "lr_scheduler", "dataloader", "train_state")):
+                self._keys[MASTER, key.removeprefix("model.")] = key
+        steps = [key for (kind, _), key in self._keys.items() if kind == "step"]
+        self.step = int(self._load(steps[0])) if steps else 0
+        self._keys = {key: value for key, value in self._keys.items() if key[0] != "step"}
+
+    def _load(self, key: str) -> Tensor:
+        from torch.distributed.checkpoint import FileSystemReader, load
+
+        meta = self._tensors[key]
+        state = {key: torch.empty(meta.size, dtype=meta.properties.dtype)}
+        load(state, storage_reader=FileSystemReader(self._path), no_dist=True)
+        return state[key]
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {key: tuple(self._tensors[name].size) for key, name in self._keys.items()}
+
+    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]:
+        yield self._load(self._keys[key]).contiguous().view(-1)

@@ -1,0 +1,101 @@
+"""Reads every byte of a checkpoint and says what is wrong with it; describes one in a page."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.folder import checkpoints, resolve
+from ztk.checkpoint.manifest import BUFFER, RNG, Manifest, read_manifest
+from ztk.checkpoint.reader import StateReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """faults: one text per damaged stretch, missing file or missing stretch; none means that the checkpoint is whole."""
+
+    path: Path
+    faults: tuple[str, ...]
+    nbytes: int
+    seconds: float
+
+
+def verify(path: str | Path) -> VerifyReport:
+    """Checks one step folder: the manifest's hash, each file's length and header, each block's checksum, and that every state is
+    there once and whole.
+    """
+    start, path = time.perf_counter(), Path(path)
+    faults, nbytes = [], 0
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        faults.append(str(error))
+    else:
+        nbytes = manifest.nbytes
+        faults += _gaps(manifest)
+        with StateReader(manifest) as reader:
+            faults += reader.faults()
+    return VerifyReport(path=path, faults=tuple(faults), nbytes=nbytes, seconds=time.perf_counter() - start)
+
+
+def verify_all(path: str | Path) -> list[VerifyReport]:
+    """`verify` for a step folder, or for every checkpoint of a folder of checkpoints or a run folder, oldest step first.
+
+    Raises CheckpointError if there is none.
+    """
+    found = checkpoints(Path(path)) or checkpoints(Path(path) / "checkpoints")
+    return [verify(step) for step in found or [resolve(path)]]
+
+
+def _gaps(manifest: Manifest) -> list[str]:
+    """State that no file has, or two have."""
+    covered: Counter[tuple[str, str]] = Counter()
+    for file in manifest.files:
+        for entry in file.entries:
+            if entry.kind != RNG:
+                covered[entry.kind, entry.name] += entry.stop - entry.start
+    faults = []
+    for kind, info in [*_expected(manifest), *((BUFFER, info) for info in manifest.buffers)]:
+        elements = covered[kind, info.name]
+        if elements != prod(info.shape):
+            faults.append(f"{manifest.path}: {kind} of {info.name} has {elements} of {prod(info.shape)} elements")
+    return faults
+
+
+def _expected(manifest: Manifest):
+    """(kind, info) of all parameter state."""
+    for info in manifest.parameters:
+        if not info.trainable:
+            yield "parameter", info
+        else:
+            yield from ((kind, info) for kind in ("master", *(manifest.state_names or ())))
+
+
+def describe(manifest: Manifest, *, with_parameters: bool = False) -> str:
+    """What a checkpoint holds, for people."""
+    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
+    created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
+    rows = {
+        "checkpoint": manifest.path,
+        "step": manifest.step,
+        "created": created,
+        "saved by": f"{manifest.world_size} ranks, {layout}" if manifest.layout else f"{manifest.world_size} ranks",
+        "versions": " ".join(f"{key} {value}" for key, value in manifest.versions.items()),
+        "size": f"{manifest.nbytes / 1e6:.1f} MB in {len(manifest.files)} files",
+        "parameters": f"{manifest.num_parameters:,} in {len(manifest.parameters)} tensors",
+        "optimizer states": "none" if manifest.state_names is None else ", ".join(manifest.state_names) or "stateless",
+        "step control": " ".join(f"{key}={value}" for key, value in manifest.control.items()),
+        "metric": manifest.metric,
+        "data": manifest.data,
+        "extra": manifest.extra,
+    }
+    lines = [f"{key:18}{value}" for key, value in rows.items() if value not in (None, "", {})]
+    if with_parameters:
+        for info in [*manifest.parameters, *manifest.buffers]:
+            shape, frozen = "x".join(map(str, info.shape)) or "scalar", "" if info.trainable else "  not trained"
+            lines.append(f"  {info.name:50} {shape:20} {str(DTYPES[info.dtype])[6:]}{frozen}")
+        lines += [f"  {name:50} tied to {canonical}" for name, canonical in manifest.tied.items()]
+    return "\n".join(lines)
