@@ -112,7 +112,7 @@ def plain_loop() -> list[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

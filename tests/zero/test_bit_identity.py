@@ -45,7 +45,7 @@ def test_fp32_equals_a_plain_loop(ranks, world):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     run = ranks(world).run(train, layout=Layout(stage=3))[0]
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), rtol=1e-5, atol=0)
 

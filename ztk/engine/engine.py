@@ -100,6 +100,10 @@ class Engine:
         """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""
         return self.control.read()
 
+    def close(self) -> None:
+        """Ends what still runs and gives memory and files back; raises what went wrong there. The engine is unusable after it."""
+        self.zero.close()
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradients, the module in eval mode, and back."""

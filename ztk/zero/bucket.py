@@ -1,6 +1,7 @@
 """One flat buffer of parameters: sharded or gathered, its gradient on the way or reduced."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,6 +51,7 @@ class Bucket:
         self.pieces: list[Piece] = []
         self.parameter_store: Store | None = None
         self.state = ParameterState.sharded if traits.shards_parameters else ParameterState.gathered
+        self.updated: Future | None = None  # done when the optimizer is done with this bucket; None: it is not running
         self.full: Tensor | None = None  # [layout.size], the parameters
         self.gradient: Tensor | None = None  # [layout.size], the local gradient
         self._comm, self._pool = comm, pool
@@ -73,9 +75,18 @@ class Bucket:
         if self.state is not ParameterState.sharded:
             return
         self.full = self._pool.acquire(self.size, dtype=self.traits.dtype)
-        fetches = [self.parameter_store.fetch_into(p.parameter, out=p.of(self.full)) for p in self.pieces]
-        self._work = self._comm.all_gather(self.full, label=self.traits.name, after=_All(fetches))
+        self._work = self._comm.all_gather(self.full, label=self.traits.name, after=_ShardFetch(self))
         self.state = ParameterState.gathering
+
+    def fetch_shard(self) -> list[Pending]:
+        """Starts to bring the own shard into its place in `full`."""
+        return [self.parameter_store.fetch_into(p.parameter, out=p.of(self.full)) for p in self.pieces]
+
+    def wait_for_update(self) -> None:
+        """Returns when an optimizer that runs behind the forward is done with this bucket."""
+        if (updated := self.updated) is not None:
+            updated.result()
+            self.updated = None
 
     def finish_gather(self) -> None:
         """-> gathered: the parameters are usable."""
@@ -152,10 +163,18 @@ class Bucket:
         self._written = [False] * len(self.parameters)
 
 
-class _All:
-    def __init__(self, pendings: list[Pending]) -> None:
-        self._pendings = pendings
+class _ShardFetch:
+    """The own shard on its way into the gathered buffer: from now on, or as soon as the optimizer is done with it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        is_current = bucket.updated is None or bucket.updated.done()
+        self._fetches = self._start() if is_current else None
+
+    def _start(self) -> list[Pending]:
+        self._bucket.wait_for_update()
+        return self._bucket.fetch_shard()
 
     def wait(self) -> None:
-        for pending in self._pendings:
-            pending.wait()
+        for fetch in self._start() if self._fetches is None else self._fetches:
+            fetch.wait()

@@ -57,6 +57,7 @@ class GradientReduction:
         self._resident: dict[Bucket, Tensor] = {}  # stages 0 and 1: gradient buffers that stay
         self._accumulated: set[Bucket] = set()  # shards that hold gradients of earlier micro-batches
         self._in_flight: deque[_InFlight] = deque()
+        self._putting: deque[tuple[list[Pending], Tensor]] = deque()  # shards on their way to host memory or NVMe
         self._launched = 0
         self._backward_open = False
         self._reduced = False  # stages 0 and 1: this step's gradients are reduced already
@@ -161,34 +162,50 @@ class GradientReduction:
             self.squares[bucket] = sum_of_squares(flight.shard)
 
     def _keep(self, bucket: Bucket, *, shard: Tensor) -> None:
-        start = bucket.layout.shard(self._comm.rank).start
+        """Adds the reduced shard [shard_size] to what earlier micro-batches left, and leaves the sum where gradients sleep."""
+        bucket.wait_for_update()  # an optimizer behind the forward may still read the last step's gradient
         if self._store.tier is Tier.device:
-            kept = self._store.fetch(bucket.pieces[0].gradient).wait()
-            if kept is not shard:
-                kept.add_(shard)
+            total = self._store.fetch(bucket.pieces[0].gradient).wait()
+            if total is not shard:
+                total.add_(shard)
                 self._pool.release(shard)
-            total = kept
         else:
-            if bucket in self._accumulated:
-                earlier = self._pool.acquire(shard.numel(), dtype=shard.dtype)
-                for piece in bucket.pieces:
-                    place = earlier[piece.start - start : piece.stop - start]
-                    self._store.fetch_into(piece.gradient, out=place).wait()
-                shard.add_(earlier)
-                self._pool.release(earlier)
-            with self._clock.phase("io"):
-                puts = [
-                    self._store.put(piece.gradient, value=shard[piece.start - start : piece.stop - start])
-                    for piece in bucket.pieces
-                ]
-                for put in puts:
-                    put.wait()
             total = shard
+            if bucket in self._accumulated:
+                self._add_earlier(bucket, shard=shard)
         self._accumulated.add(bucket)
         if self.is_boundary:
             self.squares[bucket] = sum_of_squares(total)
         if self._store.tier is not Tier.device:
-            self._pool.release(shard)
+            self._put_away(bucket, shard=shard)
+
+    def _add_earlier(self, bucket: Bucket, *, shard: Tensor) -> None:
+        earlier = self._pool.acquire(shard.numel(), dtype=shard.dtype)
+        start = bucket.pieces[0].start
+        with self._clock.phase("io"):
+            for piece in bucket.pieces:
+                place = earlier[piece.start - start : piece.stop - start]
+                self._store.fetch_into(piece.gradient, out=place).wait()
+        shard.add_(earlier)
+        self._pool.release(earlier)
+
+    def _put_away(self, bucket: Bucket, *, shard: Tensor) -> None:
+        """Starts the writes; `shard` returns to the pool when they are done."""
+        start = bucket.pieces[0].start
+        puts = [
+            self._store.put(piece.gradient, value=shard[piece.start - start : piece.stop - start])
+            for piece in bucket.pieces
+        ]
+        self._putting.append((puts, shard))
+        while len(self._putting) > MAX_IN_FLIGHT:
+            self._finish_put()
+
+    def _finish_put(self) -> None:
+        puts, shard = self._putting.popleft()
+        with self._clock.phase("io"):
+            for put in puts:
+                put.wait()
+        self._pool.release(shard)
 
     # At the step
 
@@ -196,6 +213,8 @@ class GradientReduction:
         """All sums have arrived. Raises if no backward was synchronised since the last step."""
         while self._in_flight:
             self._land(self._in_flight.popleft())
+        while self._putting:
+            self._finish_put()
         if len(self.squares) < len(self._order):
             raise RuntimeError("step() without a synchronised backward since the last step: call backward() first")
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 LARGE_LEAF = 1 << 20  # elements; a leaf module with more is a unit of its own
+ROOT = "root"  # the name of the unit that keeps the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ def plan_units(model: nn.Module) -> list[UnitPlan]:
         used = own if module is model else list(dict.fromkeys(module.parameters()))
         plans.append(
             UnitPlan(
-                name=name or "root",
+                name=name or ROOT,
                 module=module,
                 owned=tuple(canonical[parameter] for parameter in own),
                 used=tuple(canonical[parameter] for parameter in used),

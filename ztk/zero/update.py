@@ -3,10 +3,18 @@
 Phases, per piece: fetch the next piece, update this one, put the last one back. On the device and in host memory fetch and put are free; from
 NVMe the three overlap. The arithmetic is elementwise, so cutting a shard into pieces, or updating all shards on every rank
 (stage 0), gives the same bits as updating one's own shard in one call.
+
+[Note: Update behind the forward]
+Offloaded states with sharded parameters (stage 3) are updated by a thread while the next forward already runs: the states are 24 of the 34
+bytes per parameter that a step moves over the disk, and clipping forbids to start before the backward has ended. A bucket's
+`updated` future is done when its last parameter write is submitted; gathering the bucket waits for it, and the store keeps the
+order of write and read. Everything else that touches states calls `finish` first.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +23,7 @@ from torch import Tensor
 from ztk.kernels import Control
 from ztk.optim import FlatOptimizer
 from ztk.runtime import Comm, PhaseClock, Tier
+from ztk.runtime.serial import SerialThread
 from ztk.zero.bucket import Bucket
 from ztk.zero.piece import Piece
 from ztk.zero.store import Pending, Store
@@ -56,28 +65,59 @@ class ShardUpdate:
         self._buckets, self._optimizer, self._stores = buckets, optimizer, stores
         self._comm, self._clock = comm, clock
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
+        behind = self._on_host and any(bucket.traits.shards_parameters for bucket in buckets)
+        self._thread = SerialThread(name="ztk-update") if behind else None
+        self._running: Future | None = None
 
     def run(self, control: Tensor) -> None:
-        """control: [groups, 16] fp32 of `step_control`. Parameters are new on all ranks when this returns.
+        """control: [groups, 16] fp32 of `step_control`. What uses the parameters next finds them updated.
 
         With offloaded states the update runs on the host and one copy of `control` to the host waits for the device.
         """
-        gathers = []
+        self.finish()
         if self._on_host:
             control = control.cpu()
             if bool(control[0, Control.skip]):  # skip: nothing is read from or written to the medium
                 return
-        puts: deque[tuple[Pending, ...]] = deque()
-        fetched = self._fetch_ahead()
-        for current in fetched:
-            puts.append(self._update(current, control=control))
+        if self._thread is None:
+            self._update_all(control, clock=self._clock)
+            return
+        for bucket in self._buckets:
+            bucket.updated = Future()
+        # Its seconds are hidden behind the forward: on a clock of its own they do not count as the step's.
+        self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
+
+    def finish(self) -> None:
+        """The last update has ended, writes included. Raises what went wrong in it."""
+        running, self._running = self._running, None
+        if running is not None:
+            with self._clock.phase("io"):
+                running.result()
+
+    def _update_behind(self, control: Tensor) -> None:
+        """See [Note: Update behind the forward]."""
+        try:
+            self._update_all(control, clock=PhaseClock())
+        except BaseException as error:
+            for bucket in self._buckets:
+                if not bucket.updated.done():
+                    bucket.updated.set_exception(error)
+            raise
+
+    def _update_all(self, control: Tensor, *, clock: PhaseClock) -> None:
+        gathers, puts = [], deque()
+        for current in self._fetch_ahead():
+            puts.append(self._update(current, control=control, clock=clock))
             if len(puts) > PUTS_IN_FLIGHT:
-                self._wait(puts.popleft())
-            if current.piece is current.bucket.pieces[-1] and self._needs_gather(current.bucket):
-                gathers.append(self._comm.all_gather(current.bucket.full, label=current.bucket.traits.name))
+                _wait(puts.popleft(), clock=clock)
+            if current.piece is current.bucket.pieces[-1]:
+                if self._needs_gather(current.bucket):
+                    gathers.append(self._comm.all_gather(current.bucket.full, label=current.bucket.traits.name))
+                if self._thread is not None:
+                    current.bucket.updated.set_result(None)
         for put in puts:
-            self._wait(put)
-        with self._clock.phase("communication"):
+            _wait(put, clock=clock)
+        with clock.phase("communication"):
             for gather in gathers:
                 gather.wait()
 
@@ -103,9 +143,9 @@ class ShardUpdate:
             bucket=bucket, piece=piece, states=self._stores.optimizer.fetch(piece.states), gradient=gradient
         )
 
-    def _update(self, fetched: _Fetched, *, control: Tensor) -> tuple[Pending, ...]:
+    def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> tuple[Pending, ...]:
         bucket, piece = fetched.bucket, fetched.piece
-        with self._clock.phase("io"):
+        with clock.phase("io"):
             states = fetched.states.wait()
             gradient = fetched.gradient.wait() if fetched.gradient else piece.of(bucket.gradient)
         if self._on_host:
@@ -156,7 +196,8 @@ class ShardUpdate:
             piece.of(bucket.full).copy_(out)
         return tuple(puts)
 
-    def _wait(self, puts: tuple[Pending, ...]) -> None:
-        with self._clock.phase("io"):
-            for put in puts:
-                put.wait()
+
+def _wait(puts: tuple[Pending, ...], *, clock: PhaseClock) -> None:
+    with clock.phase("io"):
+        for put in puts:
+            put.wait()

@@ -17,6 +17,7 @@ from ztk.zero.gathering import Gathering
 from ztk.zero.piece import Piece
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.reduction import GradientReduction
+from ztk.zero.units import ROOT
 from ztk.zero.update import ShardUpdate, Stores
 
 
@@ -96,7 +97,10 @@ class Zero:
             ledger=ledger,
             clock=clock,
         )
-        self._update = ShardUpdate(trained, optimizer=optimizer, stores=stores, comm=comm, clock=clock)
+        in_order_of_use = sorted(
+            trained, key=lambda bucket: bucket.traits.unit != ROOT
+        )  # the next forward starts there
+        self._update = ShardUpdate(in_order_of_use, optimizer=optimizer, stores=stores, comm=comm, clock=clock)
         self._trained = trained
 
     @property
@@ -124,6 +128,13 @@ class Zero:
         """The optimizer step, after `step_control` has written `control`."""
         self._update.run(control)
         self.reduction.forget()
+
+    def close(self) -> None:
+        """Ends the last update and gives all stores back; raises what went wrong in them. The model is unusable after it."""
+        self._update.finish()
+        for store in {id(s): s for s in (self._stores.optimizer, self._stores.gradients, self._stores.parameters)}.values():
+            store.flush()
+            store.close()
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in order of definition, whose reduced gradient is not finite. The same answer on every rank."""
@@ -180,6 +191,7 @@ class Zero:
 
     def state_shards(self) -> Iterator[StateShard]:
         """Every state element of the model exactly once over all ranks, piece by piece. Values are valid until the next one."""
+        self._update.finish()
         for bucket, piece in self._own_pieces():
             try:
                 for kind, values in self._piece_state(bucket, piece=piece):
@@ -205,6 +217,7 @@ class Zero:
 
         Local: when all ranks have come through, all call `share_parameters`.
         """
+        self._update.finish()
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 kind = "master" if bucket.traits.trainable else "parameter"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ztk.runtime.comm.counters import CommCounters
-from ztk.runtime.comm.serial import SerialThread
+from ztk.runtime.serial import SerialThread
 from ztk.runtime.comm.transport import Transport
 
 

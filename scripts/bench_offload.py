@@ -1,0 +1,120 @@
+"""How well training hides the disk: step time at `zero=stage3 offload=nvme` beside compute time and disk time.
+
+    python scripts/bench_offload.py                     2 ranks, 30m model, bf16
+    python scripts/bench_offload.py --batch 16          more compute per byte
+
+Per round, interleaved: the same model with its shards on the device (its step is the compute time) and on NVMe. Disk time is the time
+during which at least one transfer was running, as the I/O counters saw it. Target: the step takes at most 1.15 times the larger of the two.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.ranks import RankPool
+from ztk.nn import Decoder, DecoderConfig, initial_values
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallelize import parallelize
+from ztk.precision import PrecisionPolicy
+from ztk.runtime import Process
+from ztk.zero import ZeroPolicy
+
+SEQ_LEN = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds and bytes per step of one rank."""
+
+    step: float
+    cpu: float
+    disk: float
+    read: float
+    write: float
+
+
+def run(process: Process, *, tier: str, model: DecoderConfig, batch: int, steps: int, folder: str) -> Timing:
+    """Medians over `steps` steps after two of warm-up."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    engine = parallelize(
+        decoder,
+        process=process,
+        optimizer=OptimizerPolicy(clip_grad_norm=1.0),
+        precision=PrecisionPolicy.named("bf16"),
+        zero=ZeroPolicy(stage=3, prefetch_bucket_size=10_000_000),
+        offload=OffloadPolicy(optimizer=tier, parameters=tier, nvme_path=folder),
+        initial_values=functools.partial(initial_values, decoder, seed=0),
+    )
+    tokens = torch.randint(model.vocab_size, (batch, SEQ_LEN))
+    seconds, cpu, marks = [], [], []
+    for _ in range(steps + 2):
+        marks.append((engine.io.busy_seconds, engine.io.read_bytes, engine.io.write_bytes))
+        start, used = time.perf_counter(), time.process_time()
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - used)
+    (busy, read, write), last = marks[2], marks[-1]
+    engine.close()
+    count = len(marks) - 3
+    return Timing(
+        step=statistics.median(seconds[2:]),
+        cpu=statistics.median(cpu[2:]),
+        disk=(last[0] - busy) / count,
+        read=(last[1] - read) / count,
+        write=(last[2] - write) / count,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default=".")
+    options = parser.parse_args()
+    dim = options.dim
+    model = DecoderConfig(
+        vocab_size=256, dim=dim, layers=options.layers, heads=dim // 64, kv_heads=dim // 64, hidden_dim=11 * dim // 4, max_seq_len=SEQ_LEN
+    )
+    table = Table(title=f"seconds per step and rank, {model.num_parameters / 1e6:.0f} M parameters, bf16, 2 ranks")
+    for column in ("batch", "compute", "disk", "nvme step", "step / max", "GB/s read+write", "CPU none", "CPU nvme"):
+        table.add_column(column, justify="right")
+    pool = RankPool(2)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for batch in options.batch:
+            rounds: dict[str, list[Timing]] = {"none": [], "nvme": []}
+            for _ in range(options.rounds):
+                for tier, timings in rounds.items():
+                    kwargs = {"tier": tier, "model": model, "batch": batch, "steps": options.steps, "folder": folder}
+                    timings.append(pool.run(run, **kwargs)[0])
+            compute = statistics.median(t.step for t in rounds["none"])
+            step = statistics.median(t.step for t in rounds["nvme"])
+            disk = statistics.median(t.disk for t in rounds["nvme"])
+            moved = statistics.median((t.read + t.write) / t.disk for t in rounds["nvme"])
+            cpu = {tier: statistics.median(t.cpu for t in timings) for tier, timings in rounds.items()}
+            ratio = step / max(compute, disk)
+            values = (compute, disk, step, ratio, moved / 1e9, cpu["none"], cpu["nvme"])
+            table.add_row(str(batch), *(f"{value:.3f}" for value in values))
+    pool.close()
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
