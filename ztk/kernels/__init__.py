@@ -30,6 +30,7 @@ from ztk.kernels._control import (
 )
 from ztk.kernels import adamw_8bit as _adamw_8bit
 from ztk.kernels import adamw_stochastic as _adamw_stochastic
+from ztk.kernels import attention as _attention
 from ztk.kernels._library import Backend, get_backend, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.adamw import adamw
@@ -49,6 +50,7 @@ from ztk.kernels.sum_of_squares import sum_of_squares
 from ztk.kernels.swiglu import swiglu
 from ztk.kernels.adamw_8bit import adamw_8bit
 from ztk.kernels.adamw_stochastic import adamw_stochastic
+from ztk.kernels.attention import attention, attention_varlen
 
 ALL_OPS: tuple[OpSpec, ...] = (
     _step_control.SPEC,
@@ -71,6 +73,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _adamw_bf16.SPEC,
     _adamw_8bit.SPEC,
     _adamw_stochastic.SPEC,
+    _attention.SPEC,
+    _attention.VARLEN_SPEC,
 )
 
 __all__ = [
@@ -90,6 +94,8 @@ __all__ = [
     "adamw_8bit",
     "adamw_bf16",
     "adamw_stochastic",
+    "attention",
+    "attention_varlen",
     "cast_copy",
     "cross_entropy",
     "dequantize",

@@ -1,0 +1,104 @@
+"""What forward and backward of `attention` share: which blocks a block sees, tile loads, the CPU's view of sequences."""
+
+from enum import StrEnum
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Machine(StrEnum):
+    """What decides tile sizes: the matrix instructions and the register file they work from."""
+
+    ampere = "ampere"  # mma.sync
+    hopper = "hopper"  # wgmma and later
+    cdna = "cdna"  # mfma, 64-wide waves
+
+
+TARGETS_OF = {Machine.ampere: ("sm_80",), Machine.hopper: ("sm_90", "sm_100"), Machine.cdna: ("gfx942",)}
+
+
+@lru_cache
+def machine(device: torch.device) -> Machine:
+    """The machine behind a device; the interpreter on CPU tensors plays the one with the smallest tiles."""
+    if torch.version.hip or device.type == "cpu":
+        return Machine.cdna
+    return Machine.hopper if torch.cuda.get_device_capability(device)[0] >= 9 else Machine.ampere
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens_ptr, i_b, T):
+    """(first token int64, length int32) of sequence i_b"""
+    if cu_seqlens_ptr is not None:
+        start = tl.load(cu_seqlens_ptr + i_b).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + i_b + 1) - start).to(tl.int32)
+    else:
+        start = i_b.to(tl.int64) * T
+        length = T
+    return start, length
+
+
+@triton.jit
+def key_range(
+    i_row, length, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(first, first whole, after the last whole, after the last) key block starts visible to rows [i_row, i_row + BLOCK_M)"""
+    last = length
+    last_whole = length // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        last = tl.minimum(length, i_row + BLOCK_M)
+        last_whole = (i_row + 1) // BLOCK_N * BLOCK_N
+    first = 0
+    first_whole = 0
+    if HAS_WINDOW:
+        first = tl.maximum(0, i_row - window + 1) // BLOCK_N * BLOCK_N
+        first_whole = tl.cdiv(tl.maximum(0, i_row + BLOCK_M - window), BLOCK_N) * BLOCK_N
+        first_whole = tl.minimum(first_whole, tl.cdiv(last, BLOCK_N) * BLOCK_N)
+    return first, first_whole, tl.maximum(last_whole, first_whole), last
+
+
+@triton.jit
+def visible(o_m, o_n, length, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """mask of the pairs (query o_m, key o_n), which broadcast against each other"""
+    m_mn = (o_m < length) & (o_n < length)
+    if CAUSAL:
+        m_mn = m_mn & (o_n <= o_m)
+    if HAS_WINDOW:
+        m_mn = m_mn & (o_n > o_m - window)
+    return m_mn
+
+
+@triton.jit
+def load_tile(p_tile, m_rows, m_d, WHOLE_ROWS: tl.constexpr, WHOLE_D: tl.constexpr):
+    """a tile, masked only where it can stick out"""
+    if WHOLE_ROWS and WHOLE_D:
+        return tl.load(p_tile)
+    elif WHOLE_ROWS:
+        return tl.load(p_tile, mask=m_d, other=0.0)
+    elif WHOLE_D:
+        return tl.load(p_tile, mask=m_rows, other=0.0)
+    else:
+        return tl.load(p_tile, mask=m_rows & m_d, other=0.0)
+
+
+def cpu_sequences(tokens: int, *, cu_seqlens: Tensor | None, T: int):
+    """(first token, number of sequences, their common length) of each run the CPU can take as one batch."""
+    if cu_seqlens is None:
+        return [(0, tokens // max(T, 1), T)]
+    borders = cu_seqlens.tolist()
+    return [(a, 1, b - a) for a, b in zip(borders, borders[1:], strict=False) if b > a]
+
+
+def cpu_mask(T: int, *, window: int, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask [T, T] of a causal sliding window; None when there is no window."""
+    if not window:
+        return None
+    distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
+    return torch.zeros(T, T, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+
+
+def batch_view(x: Tensor, *, first: int, count: int, T: int) -> Tensor:
+    """[tokens, heads, D] -> [count, heads, T, D] of the sequences that begin at token `first`."""
+    return x[first : first + count * T].unflatten(0, (count, T)).transpose(1, 2)
