@@ -113,6 +113,9 @@ class PeerEngine:
             skipped_total=self._skipped_total,
         )
 
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         with torch.no_grad():

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from experiments import policies
-from experiments.peers import PeerEngine
 from experiments.streams import on_device, open_corpus, open_held_out, open_stream
 from ztk import checkpoint, kernels
 from ztk.config import Config
@@ -39,12 +38,15 @@ def main(config: Config) -> None:
     with build_reporter(config, engine=engine, past=past) as reporter:
         train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
         finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
+    engine.close()
     process.stop()
 
 
-def build_engine(config: Config, *, process: Process) -> Engine | PeerEngine:
+def build_engine(config: Config, *, process: Process) -> Engine:
     """The model is planned on the meta device; every rank then fills only the part that it keeps."""
     if config.zero.engine != "ztk":
+        from experiments.peers import PeerEngine  # here: FSDP2's imports take a second; it has what is called below
+
         return PeerEngine(config, process=process)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
@@ -61,7 +63,7 @@ def build_engine(config: Config, *, process: Process) -> Engine | PeerEngine:
     )
 
 
-def resume(config: Config, *, engine: Engine | PeerEngine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
+def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
     """Sets engine and stream from `checkpoint.resume`; returns what the reporter needs to go on with its record."""
     if config.checkpoint.resume is None:
         return {}
@@ -73,7 +75,7 @@ def resume(config: Config, *, engine: Engine | PeerEngine, stream: TokenStream |
 def train(
     config: Config,
     *,
-    engine: Engine | PeerEngine,
+    engine: Engine,
     stream: TokenStream | SyntheticStream,
     held_out: Sequence[Batch],
     reporter: Reporter,
@@ -94,7 +96,7 @@ def train(
                 saver.save(data_state=stream.state_dict(), extra=reporter.past())
 
 
-def train_step(engine: Engine | PeerEngine, *, stream: TokenStream | SyntheticStream) -> Tensor:
+def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
     """One optimizer step; returns this rank's mean loss over its micro-batches, on the device."""
     losses = []
     for _ in range(engine.accumulation_steps):
@@ -106,7 +108,7 @@ def train_step(engine: Engine | PeerEngine, *, stream: TokenStream | SyntheticSt
     return torch.stack(losses).mean()
 
 
-def evaluate(engine: Engine | PeerEngine, *, batches: Sequence[Batch]) -> float:
+def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
     """The mean loss over all ranks' batches, the same number on every rank."""
     with engine.evaluating():
         placed = (on_device(batch, device=engine.process.device) for batch in batches)
@@ -117,7 +119,7 @@ def evaluate(engine: Engine | PeerEngine, *, batches: Sequence[Batch]) -> float:
 def finish(
     config: Config,
     *,
-    engine: Engine | PeerEngine,
+    engine: Engine,
     corpus: ByteCorpus | None,
     held_out: Sequence[Batch],
     reporter: Reporter,
@@ -149,7 +151,7 @@ def finish(
         )
 
 
-def open_saver(config: Config, *, engine: Engine | PeerEngine) -> checkpoint.Saver | None:
+def open_saver(config: Config, *, engine: Engine) -> checkpoint.Saver | None:
     """Writes below the run folder, every `checkpoint.every` steps."""
     if not config.checkpoint.every:
         return None
@@ -157,7 +159,7 @@ def open_saver(config: Config, *, engine: Engine | PeerEngine) -> checkpoint.Sav
     return checkpoint.Saver(engine, folder=RunFolder(config.output_dir).checkpoints, retention=retention)
 
 
-def build_reporter(config: Config, *, engine: Engine | PeerEngine, past: dict[str, Any]) -> Reporter:
+def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> Reporter:
     process = engine.process
     return Reporter(
         policies.report_policy(config),

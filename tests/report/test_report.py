@@ -178,6 +178,11 @@ def test_resumed_run_ends_with_the_digest_and_rows_of_an_uninterrupted_one(tmp_p
     assert [row["loss"] for row in rows_of(tmp_path / "cut")] == losses
 
 
+def test_a_run_with_nothing_left_to_do_still_ends_well(tmp_path):
+    summary = train(make_reporter(tmp_path, first_step=4, first_tokens=256, digest="ab"), losses=[])
+    assert (summary["status"], summary["steps"], summary["loss_digest"]) == ("done", 4, "ab")
+
+
 def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
     with make_reporter(tmp_path, every=100) as reporter:
         for step in range(1, 5):

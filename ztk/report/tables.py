@@ -65,11 +65,13 @@ def seconds_table(ranks: Sequence[dict[str, Any]]) -> Table:
 
 def describe_end(summary: dict[str, Any]) -> str:
     """One line: what was trained, for how long, with what result."""
-    parts = [f"{summary['status']}: {summary['steps']} steps", f"loss {_loss(summary['first_loss'])} -> "]
-    parts[-1] += _loss(summary["final_loss"])
-    parts.append(f"{format_count(summary['tokens_per_second'])} tokens/s")
-    parts.append(f"{format_count(summary['parameters'])} parameters on {summary['world_size']} ranks")
-    parts.append(f"digest {summary['loss_digest'][:16]}")
+    parts = [
+        f"{summary['status']}: {summary['steps']} steps",
+        f"loss {_loss(summary['first_loss'])} -> {_loss(summary['final_loss'])}",
+        f"{format_count(summary['tokens_per_second'] or 0)} tokens/s",
+        f"{format_count(summary['parameters'])} parameters on {summary['world_size']} ranks",
+        f"digest {summary['loss_digest'][:16]}",
+    ]
     return ", ".join(parts)
 
 
