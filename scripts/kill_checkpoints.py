@@ -1,0 +1,301 @@
+"""Kills ranks with SIGKILL at random moments around saves and looks at what is left.
+
+    python scripts/kill_checkpoints.py [--runs 100] [--folder DIR] [--seed 0]
+
+Every run continues from the last one's folder under another random layout (stage, tier, number of ranks, synchronous or
+asynchronous saving), trains, saves after each step, and loses a random rank at a random moment. Disk calls are slowed
+down by random milliseconds so that every moment of a save has its share. After the kill:
+
+* every folder that looks like a checkpoint must verify to the last byte;
+* the latest must be there, and not older than the last save that any rank saw completed;
+* loading it, in the next run and on its layout, must give the state whose hash was taken before it was saved;
+* the other ranks must end by themselves within 5 seconds.
+Prints the tally; the exit code is 1 if any of this failed.
+"""
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from ztk.checkpoint import CheckpointError, Retention, Saver, checkpoints, load, read_manifest, resolve
+from ztk.checkpoint.verify import verify
+from ztk.data import SyntheticStream
+from ztk.data.stream import Share
+from ztk.engine import Engine
+from ztk.nn import Decoder, DecoderConfig
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallelize import parallelize
+from ztk.runtime import Process
+from ztk.zero import ZeroPolicy
+
+MODEL = DecoderConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, hidden_dim=96, max_seq_len=32)
+START_SECONDS, END_SECONDS = 90.0, 5.0
+DISK_CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One run's way of sharding and saving."""
+
+    ranks: int
+    stage: int
+    offload: str
+    asynchronous: bool
+    slow_seconds: float  # upper bound of what a disk call takes longer
+    folder: str
+
+    @staticmethod
+    def draw(number: int, *, chance: random.Random, folder: Path) -> "Layout":
+        return Layout(
+            ranks=chance.choice((2, 2, 3)),
+            stage=chance.randrange(4),
+            offload=chance.choice(("none", "cpu", "nvme")),
+            asynchronous=number % 2 == 1,
+            slow_seconds=chance.choice((0.0, 0.003, 0.01)),
+            folder=str(folder),
+        )
+
+
+# What a rank does
+
+
+def train_until_killed(rank: int, layout: Layout, store: str, pipe: Connection) -> None:
+    """Loads, checks, then trains and saves; tells the parent what it has seen."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.ranks), ZTK_STORE=store)
+    torch.set_num_threads(1)
+    try:
+        process = Process.start(device="cpu", timeout_seconds=60)
+        with tempfile.TemporaryDirectory(dir=layout.folder, prefix="offload-") as scratch:
+            engine = build_engine(process, layout=layout, scratch=scratch)
+        resume(engine, layout=layout, pipe=pipe)
+        slow_down(layout.slow_seconds, seed=rank)
+        train(engine, layout=layout, pipe=pipe)
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+    os._exit(1)
+
+
+def build_engine(process: Process, *, layout: Layout, scratch: str) -> Engine:
+    torch.manual_seed(0)
+    return parallelize(
+        Decoder(MODEL),
+        process=process,
+        optimizer=OptimizerPolicy(lr=1e-3),
+        zero=ZeroPolicy(stage=layout.stage, bucket_size=8192),
+        offload=OffloadPolicy(
+            optimizer=layout.offload,
+            parameters=layout.offload if layout.stage == 3 else "none",
+            nvme_path=scratch if layout.offload == "nvme" else None,
+            buffer_bytes=1 << 16,
+            block_bytes=1 << 16,
+            threads=1,
+            direct_io=False,
+        ),
+    )
+
+
+def resume(engine: Engine, *, layout: Layout, pipe: Connection) -> None:
+    try:
+        found = resolve(layout.folder)
+    except CheckpointError:
+        pipe.send(("ready", 0))
+        return
+    report = load(engine, path=found)
+    assert state_hash(engine) == report.extra["hash"], (
+        f"{report.path} was loaded with other values than it was saved with"
+    )
+    pipe.send(("ready", report.step))
+
+
+def train(engine: Engine, *, layout: Layout, pipe: Connection) -> None:
+    process = engine.process
+    share = Share(micro_batch=1, rank=process.rank, world_size=process.world_size)
+    stream = SyntheticStream(vocab_size=MODEL.vocab_size, seq_len=16, share=share, seed=0)
+    saver = Saver(
+        engine, folder=layout.folder, retention=Retention(keep=2), asynchronous=layout.asynchronous, timeout_seconds=60
+    )
+    while True:
+        batch = stream.next_batch()
+        engine.backward(engine(batch.tokens, batch.targets))
+        engine.step()
+        done = saver.wait() if layout.asynchronous else None
+        done = saver.save(extra={"hash": state_hash(engine)}) or done
+        if done is not None:
+            pipe.send(("saved", done.step))
+
+
+def state_hash(engine: Engine) -> str:
+    """Over all master weights and moments, in an order that no layout changes."""
+    own = [(shard.kind, shard.name, shard.start, shard.value.numpy().tobytes()) for shard in engine.zero.state_shards()]
+    total = hashlib.sha256()
+    for _, _, _, data in sorted(part for parts in engine.comm.gather_objects(own) for part in parts):
+        total.update(data)
+    return total.hexdigest()
+
+
+def slow_down(seconds: float, *, seed: int) -> None:
+    """Every disk call of this process takes up to `seconds` longer."""
+    chance = random.Random(seed)
+
+    def slowed(call):
+        def run(*args, **kwargs):
+            time.sleep(chance.uniform(0, seconds))
+            return call(*args, **kwargs)
+
+        return run
+
+    for name in DISK_CALLS:
+        setattr(os, name, slowed(getattr(os, name)))
+
+
+# What the parent does
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run seen from outside."""
+
+    layout: Layout
+    loaded: int = 0  # step it continued from
+    saved: int = 0  # last step that a rank saw saved
+    errors: list[str] = field(default_factory=list)  # of the ranks before the kill, or other than a lost peer
+    survivors_seconds: float = 0.0
+
+
+def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
+    """Starts the ranks, waits until all have loaded, lets them work for a while, kills one."""
+    run = Run(layout=layout)
+    with tempfile.TemporaryDirectory() as place:
+        processes, pipes = [], []
+        for rank in range(layout.ranks):
+            mine, theirs = context.Pipe()
+            args = (rank, layout, os.path.join(place, "store"), theirs)
+            processes.append(context.Process(target=train_until_killed, args=args, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(mine)
+        ready = [_hear(pipe, run=run, until="ready", seconds=START_SECONDS) for pipe in pipes]
+        if all(ready):
+            span = 0.25 + 40 * layout.slow_seconds
+            time.sleep(chance.uniform(0, span))
+            processes[chance.randrange(layout.ranks)].kill()
+        else:
+            run.errors.append("the ranks did not start")
+        _await_end(processes, run=run)
+        for pipe in pipes:
+            _hear(pipe, run=run, until="the end", seconds=0.1)
+    return run
+
+
+def _hear(pipe: Connection, *, run: Run, until: str, seconds: float) -> bool:
+    """Takes a rank's messages up to one of the kind `until`; False if it ended or fell silent before."""
+    while wait([pipe], timeout=seconds):
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, OSError):
+            return False
+        if kind == "ready":
+            run.loaded = value
+        elif kind == "saved":
+            run.saved = max(run.saved, value)
+        elif not value.startswith("PeerLost"):
+            run.errors.append(value)
+        if kind == until:
+            return True
+    return False
+
+
+def _await_end(processes: list, *, run: Run) -> None:
+    start = time.perf_counter()
+    while any(process.is_alive() for process in processes) and time.perf_counter() - start < END_SECONDS:
+        time.sleep(0.01)
+    run.survivors_seconds = time.perf_counter() - start
+    if any(process.is_alive() for process in processes):
+        run.errors.append(f"ranks were still there {END_SECONDS:g} s after the kill")
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def moment_of_kill(folder: Path, *, saved: int) -> str:
+    """What the folder's leftovers say about when the kill came."""
+    leftovers = [path for path in folder.iterdir() if ".tmp-" in path.name]
+    complete = {path.name for path in checkpoints(folder)}
+    newest = max((read_manifest(path).step for path in checkpoints(folder)), default=0)
+    pointed = (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
+    if any(path.name.startswith("latest") for path in leftovers) or (complete and pointed is None):
+        return "between rename and pointer"
+    if pointed is not None and read_manifest(folder / pointed).step < newest:
+        return "between rename and pointer"
+    for path in leftovers:
+        if int(path.name[5:11]) < newest:
+            return "while an old checkpoint was removed"
+        return "with the manifest written" if (path / "manifest.json").exists() else "while rank files were written"
+    return "after a save, before its report" if newest > saved else "between saves"
+
+
+def judge(folder: Path, *, run: Run) -> list[str]:
+    """What must hold after a kill and does not."""
+    faults = list(run.errors)
+    for path in checkpoints(folder):
+        faults += verify(path).faults
+    try:
+        step = read_manifest(resolve(folder)).step
+    except CheckpointError as error:
+        return faults if max(run.loaded, run.saved) == 0 else [*faults, str(error)]
+    if step < max(run.loaded, run.saved):
+        faults.append(f"the latest checkpoint is of step {step}, but step {max(run.loaded, run.saved)} was saved")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--folder", type=Path, help="on the disk to test; default: a temporary one")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kill-", dir=options.folder))
+    chance = random.Random(options.seed)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallelize", "ztk.checkpoint"])
+    moments: Counter[tuple[str, str]] = Counter()
+    slowest, num_faulty, start = 0.0, 0, time.perf_counter()
+    for number in range(options.runs):
+        layout = Layout.draw(number, chance=chance, folder=folder)
+        run = run_and_kill(layout, chance=chance, context=context)
+        moment = moment_of_kill(folder, saved=run.saved)
+        faults = judge(folder, run=run)
+        moments["async" if layout.asynchronous else "sync", moment] += 1
+        slowest, num_faulty = max(slowest, run.survivors_seconds), num_faulty + bool(faults)
+        print(
+            f"{number + 1:4} {'async' if layout.asynchronous else 'sync':5} {layout.ranks} ranks stage {layout.stage} "
+            f"{layout.offload:4} from step {run.loaded:4} saved {run.saved:4}: {moment}",
+            flush=True,
+        )
+        for fault in faults:
+            print(f"     FAULT {fault}", flush=True)
+    print(f"\n{options.runs} kills in {time.perf_counter() - start:.0f} s, {num_faulty} with faults")
+    print(f"the other ranks ended within {slowest:.2f} s")
+    for (mode, moment), count in sorted(moments.items()):
+        print(f"{count:5}  {mode:5}  {moment}")
+    shutil.rmtree(folder)
+    return int(num_faulty > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
