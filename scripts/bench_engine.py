@@ -1,0 +1,254 @@
+"""A training step of ztk at every stage and tier beside torch's DDP and FSDP2 and DeepSpeed: same model, data, ranks.
+
+    python scripts/bench_engine.py [--model 30m] [--dtype fp32] [--rounds 3] [--deepspeed-python PATH]
+
+All candidates run once per round, each round in another order, in fresh processes with one thread per rank; the figures are medians
+over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
+tokens/s, `cpu ratio` the CPU seconds, relative to the best peer that offers the same stage and tier (above 1: ztk is faster);
+`of compute` is the CPU time over that of forward, backward and AdamW alone.
+Rows are appended to experiments/results/cpu/engine.jsonl.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "experiments" / "results" / "cpu" / "engine.jsonl"
+TORCH = ["compute", "ddp", "fsdp2"]
+ZTK = [f"ztk{stage}" for stage in range(4)]
+ZTK_OFFLOAD = [f"ztk{stage}+{tier}" for tier in ("cpu", "nvme") for stage in (1, 2, 3)]
+DEEPSPEED = [
+    "deepspeed0",
+    "deepspeed1",
+    "deepspeed2",
+    "deepspeed3",
+    "deepspeed2+cpu",
+    "deepspeed3+cpu",
+    "deepspeed3+nvme",
+]
+# What a torch peer is an alternative to.
+TORCH_STAGES = {"ddp": "0", "fsdp2": "3"}
+
+
+class Nursery:
+    """An interpreter that has imported torch and forks ranks on demand. See `bench_rank.py`."""
+
+    def __init__(self, interpreter: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        script = str(Path(__file__).with_name("bench_rank.py"))
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [interpreter, script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def run(self, **task) -> dict | str:
+        """The measurement, or an error's text."""
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self._log.seek(0)
+            return self._log.read().decode(errors="replace")[-2000:] or "the interpreter ended"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A candidate's medians. Ratios are None where there is nothing to compare with."""
+
+    candidate: str
+    model: str
+    dtype: str
+    ranks: int
+    rounds: int
+    wall_seconds: float
+    cpu_seconds: float
+    tokens_per_second: float
+    peak_resident_bytes: int
+    loss: float
+    best_peer: str | None
+    tokens_ratio: float | None
+    cpu_ratio: float | None
+    of_compute: float | None
+
+
+def main() -> None:
+    options = parse()
+    console = Console(stderr=True, width=140)
+    nurseries = {"ztk": Nursery(sys.executable)}
+    if options.deepspeed_python:
+        nurseries["deepspeed"] = Nursery(options.deepspeed_python)
+    measured: dict[str, list[dict]] = {candidate: [] for candidate in options.candidates}
+    with tempfile.TemporaryDirectory(prefix="ztk-bench-", dir=options.nvme_path) as folder:
+        for number in range(options.rounds):
+            shift = number * max(1, len(options.candidates) // options.rounds)
+            for candidate in options.candidates[shift:] + options.candidates[:shift]:
+                nursery = nurseries["deepspeed" if candidate.startswith("deepspeed") else "ztk"]
+                result = nursery.run(
+                    candidate=candidate,
+                    model=options.model,
+                    dtype=options.dtype,
+                    ranks=options.ranks,
+                    warmup=options.warmup,
+                    steps=options.steps,
+                    micro_batch=options.micro_batch,
+                    seq_len=options.seq_len,
+                    nvme_path=folder,
+                )
+                if isinstance(result, str):
+                    console.print(f"{candidate} failed:\n{result}", style="red", markup=False)
+                    continue
+                measured[candidate].append(result)
+                console.print(f"round {number + 1}: {candidate} {result['cpu_seconds']:.3f} CPU s", style="dim")
+    for nursery in nurseries.values():
+        nursery.close()
+    rows = summarise({name: runs for name, runs in measured.items() if runs}, options=options)
+    console.print(table(rows, options=options))
+    write(rows)
+
+
+def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -> list[Row]:
+    """Medians over rounds, and how each of ztk's compares with the best peer of its kind."""
+
+    def median(candidate: str, key: str) -> float:
+        return statistics.median(run[key] for run in measured[candidate])
+
+    rows = []
+    for candidate, runs in measured.items():
+        peers = [other for other in measured if is_peer(other, of=candidate)]
+        fastest = min(peers, key=lambda peer: median(peer, "wall_seconds"), default=None)
+        thriftiest = min(peers, key=lambda peer: median(peer, "cpu_seconds"), default=None)
+        cpu, wall = median(candidate, "cpu_seconds"), median(candidate, "wall_seconds")
+        rows.append(
+            Row(
+                candidate=candidate,
+                model=options.model,
+                dtype=options.dtype,
+                ranks=options.ranks,
+                rounds=len(runs),
+                wall_seconds=wall,
+                cpu_seconds=cpu,
+                tokens_per_second=options.ranks * options.micro_batch * options.seq_len / wall,
+                peak_resident_bytes=int(median(candidate, "peak_resident_bytes")),
+                loss=runs[0]["loss"],
+                best_peer=thriftiest,
+                tokens_ratio=median(fastest, "wall_seconds") / wall if fastest else None,
+                cpu_ratio=median(thriftiest, "cpu_seconds") / cpu if thriftiest else None,
+                of_compute=cpu / median("compute", "cpu_seconds") if "compute" in measured else None,
+            )
+        )
+    return rows
+
+
+def is_peer(other: str, *, of: str) -> bool:
+    """`other` is not ztk and offers what `of` of ztk does."""
+    if not of.startswith("ztk") or other.startswith("ztk"):
+        return False
+    wanted = of.removeprefix("ztk")
+    return TORCH_STAGES.get(other, other.removeprefix("deepspeed")) == wanted
+
+
+def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
+    title = (
+        f"{options.model} {options.dtype}, {options.ranks} ranks, batch {options.micro_batch} x {options.seq_len}, "
+        f"medians of {options.rounds} rounds of {options.steps} steps"
+    )
+    made = Table(title=title)
+    headings = (
+        "candidate",
+        "wall s/step",
+        "CPU s/step/rank",
+        "tokens/s",
+        "of compute",
+        "best peer",
+        "ratio",
+        "cpu ratio",
+        "MB",
+        "loss",
+    )
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading in ("candidate", "best peer") else "right")
+    for row in rows:
+        ratio, cpu, of = (
+            f"{value:.2f}" if value else "" for value in (row.tokens_ratio, row.cpu_ratio, row.of_compute)
+        )
+        made.add_row(
+            row.candidate,
+            f"{row.wall_seconds:.3f}",
+            f"{row.cpu_seconds:.3f}",
+            f"{row.tokens_per_second:.0f}",
+            of,
+            row.best_peer or "",
+            ratio,
+            cpu,
+            f"{row.peak_resident_bytes / 1e6:.0f}",
+            f"{row.loss:.5f}",
+        )
+    return made
+
+
+def write(rows: list[Row]) -> None:
+    """One JSON object per row, with what is needed to read it later."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    where = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} {os.cpu_count()} cores",
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    with RESULTS.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({**where, **asdict(row)}) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="30m", choices=("tiny", "30m"))
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of one candidate in one round")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--candidates", nargs="+", help="default: all")
+    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that can import deepspeed")
+    parser.add_argument("--nvme-path", metavar="FOLDER", help="where offload files go (default: the temporary folder)")
+    options = parser.parse_args()
+    everybody = [*TORCH, *ZTK, *ZTK_OFFLOAD, *(DEEPSPEED if options.deepspeed_python else [])]
+    options.candidates = options.candidates or everybody
+    for candidate in options.candidates:
+        if candidate not in everybody:
+            parser.error(f"--candidates {candidate}: must be among {' '.join(everybody)}")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""What one rank of `scripts/bench_engine.py` does: build a candidate, warm it up, measure its steps.
+
+Run as `python bench_rank.py` it is a nursery: it imports torch once, reads one `Task` as JSON per line, forks the ranks of each
+and answers with one line. So every measurement has fresh processes and none pays for an import twice. It runs in whichever
+interpreter has the peer (DeepSpeed may live in another environment).
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch._dynamo  # these two take seconds that every fork would pay
+import torch.distributed.fsdp
+from torch import Tensor
+
+from ztk.data import Share, SyntheticStream
+from ztk.engine.peers import parallelize_peer
+from ztk.nn import Decoder, DecoderConfig, initial_values, initialise
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallelize import parallelize
+from ztk.precision import PrecisionPolicy
+from ztk.precision.policy import DTYPES
+from ztk.runtime import Process
+from ztk.zero import ZeroPolicy
+
+MODELS = {
+    "tiny": {"dim": 192, "layers": 4, "heads": 6, "kv_heads": 3, "hidden_dim": 512},
+    "30m": {"dim": 512, "layers": 8, "heads": 8, "kv_heads": 8, "hidden_dim": 1536},
+}
+OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1)
+SEED = 0
+
+Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One measurement. candidate: `compute`, `ddp`, `fsdp2`, or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`."""
+
+    candidate: str
+    model: str
+    dtype: str
+    ranks: int
+    warmup: int
+    steps: int
+    micro_batch: int
+    seq_len: int
+    nvme_path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Of one candidate in one round. Seconds are per step: wall the slowest rank's, CPU of all threads, mean over ranks."""
+
+    candidate: str
+    wall_seconds: float
+    cpu_seconds: float
+    peak_resident_bytes: int
+    loss: float
+
+
+def measure(step: Step, *, task: Task, process: Process) -> Measurement:
+    """Runs the steps of one rank."""
+    share = Share(micro_batch=task.micro_batch, rank=process.rank, world_size=process.world_size)
+    stream = SyntheticStream(vocab_size=256, seq_len=task.seq_len, share=share, seed=SEED)
+    for _ in range(task.warmup):
+        batch = stream.next_batch()
+        loss = step(batch.tokens, batch.targets)
+    process.comm.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(task.steps):
+        batch = stream.next_batch()
+        loss = step(batch.tokens, batch.targets)
+    process.comm.barrier()
+    return Measurement(
+        candidate=task.candidate,
+        wall_seconds=(time.perf_counter() - wall) / task.steps,
+        cpu_seconds=(time.process_time() - cpu) / task.steps,
+        peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        loss=float(process.comm.gather_scalars(loss.detach().float().view(1), label="loss").mean()),
+    )
+
+
+# Candidates
+
+
+def build(task: Task, *, process: Process) -> Step:
+    """The candidate's step."""
+    name, _, tier = task.candidate.partition("+")
+    if name == "compute":
+        return compute(task)
+    if name.startswith("deepspeed"):
+        return deepspeed(task, stage=int(name[-1]), tier=tier or "none")
+    with torch.device("meta"):
+        model = Decoder(config(task))
+    common = {
+        "process": process,
+        "optimizer": OPTIMIZER,
+        "precision": PrecisionPolicy(dtype=DTYPES[task.dtype]),
+        "initial_values": partial(initial_values, model, seed=SEED),
+    }
+    if name in ("ddp", "fsdp2"):
+        engine = parallelize_peer(model, kind=name, **common)
+    else:
+        stage = int(name.removeprefix("ztk"))
+        engine = parallelize(
+            model, zero=ZeroPolicy(stage=stage), offload=offload(task, stage=stage, tier=tier), **common
+        )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def config(task: Task) -> DecoderConfig:
+    return DecoderConfig(vocab_size=256, max_seq_len=task.seq_len, tie_embeddings=True, **MODELS[task.model])
+
+
+def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
+    tier = tier or "none"
+    return OffloadPolicy(
+        optimizer=tier, parameters=tier if stage == 3 else "none", nvme_path=task.nvme_path if tier == "nvme" else None
+    )
+
+
+def compute(task: Task) -> Step:
+    """Forward, backward and torch's fused AdamW, no communication; in 16 bit with fp32 masters, like everybody else."""
+    model = initialise(Decoder(config(task)), seed=SEED, dtype=DTYPES[task.dtype])
+    parameters = list(model.parameters())
+    half = task.dtype != "fp32"
+    masters = [p.detach().float().requires_grad_() for p in parameters] if half else parameters
+    groups = [
+        {"params": [m for m in masters if m.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [m for m in masters if m.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        if half:
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        if half:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, masters)
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
+    """DeepSpeed as its documentation configures it, its own CPU AdamW included."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    zero = {"stage": stage}
+    if tier != "none":
+        target = {"device": tier, "nvme_path": task.nvme_path} if tier == "nvme" else {"device": tier}
+        zero["offload_optimizer"] = target
+        if stage == 3:
+            zero["offload_param"] = target
+    settings = {
+        "train_micro_batch_size_per_gpu": task.micro_batch,
+        "zero_optimization": zero,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": OPTIMIZER.lr,
+                "betas": OPTIMIZER.betas,
+                "eps": OPTIMIZER.eps,
+                "weight_decay": OPTIMIZER.weight_decay,
+            },
+        },
+        "steps_per_print": 10**9,
+    }
+    if task.dtype != "fp32":
+        settings[task.dtype] = {"enabled": True}
+    model = initialise(Decoder(config(task)), seed=SEED)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+# Processes
+
+
+def run(task: Task) -> Measurement | str:
+    """Forks the ranks of one measurement; the error's text if it fails."""
+    with tempfile.TemporaryDirectory(prefix="ztk-bench-") as folder:
+        children = [fork(task, rank=rank, store=os.path.join(folder, "store")) for rank in range(task.ranks)]
+        answers = [pipe.read() for _, pipe in children]
+        for pid, _ in children:
+            os.waitpid(pid, 0)
+    errors = [answer for answer in answers if not answer.startswith("{")]
+    if errors:
+        return errors[0] or "a rank died"
+    ranks = [Measurement(**json.loads(answer)) for answer in answers]
+    return Measurement(
+        candidate=task.candidate,
+        wall_seconds=max(rank.wall_seconds for rank in ranks),
+        cpu_seconds=statistics.mean(rank.cpu_seconds for rank in ranks),
+        peak_resident_bytes=max(rank.peak_resident_bytes for rank in ranks),
+        loss=ranks[0].loss,
+    )
+
+
+def fork(task: Task, *, rank: int, store: str):
+    """(process number, pipe that will carry the rank's answer)."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, os.fdopen(read)
+    os.close(read)
+    try:
+        answer = json.dumps(asdict(serve(task, rank=rank, store=store)))
+    except BaseException:
+        answer = traceback.format_exc()
+    os.write(write, answer.encode())
+    os._exit(0)
+
+
+def serve(task: Task, *, rank: int, store: str) -> Measurement:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ZTK_STORE=store)
+    os.environ.update(WORLD_SIZE=str(task.ranks), LOCAL_WORLD_SIZE=str(task.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", DS_ACCELERATOR="cpu")  # for DeepSpeed
+    torch.set_num_threads(1)
+    process = Process.start(device="cpu", timeout_seconds=180)
+    return measure(build(task, process=process), task=task, process=process)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the candidates print is no answer
+    for line in sys.stdin:
+        result = run(Task(**json.loads(line)))
+        print(json.dumps(result if isinstance(result, str) else asdict(result)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
