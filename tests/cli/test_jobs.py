@@ -24,6 +24,7 @@ def job(folder, outcome=Outcome.done, *, overrides=(), **summary) -> Job:
         ([Outcome.refused], 2),
         ([Outcome.done, Outcome.refused], 1),
         ([Outcome.failed, Outcome.failed], 1),
+        ([Outcome.refused, Outcome.refused], 2),
         ([Outcome.done, Outcome.done], 0),
     ],
 )

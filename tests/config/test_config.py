@@ -107,7 +107,9 @@ def test_names_are_refused_all_at_once_with_what_was_meant():
         ("train.steps=1.5", "whole number"),
         ("model.tie_embeddings=perhaps", "true or false"),
         ("optimizer.betas=0.9", "list of numbers"),
-        ("train.steps=1,2", "multirun"),
+        ("train.steps=1,2", "add -m"),
+        ("zero=stage1,stage2", "add -m"),
+        ("output_dir=/x", "hydra.run.dir=FOLDER"),
     ],
 )
 def test_wrong_names_and_values_say_what_is_right(override, meant):

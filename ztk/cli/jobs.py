@@ -42,11 +42,9 @@ class Job:
 
 
 def exit_code(jobs: Sequence[Job]) -> int:
-    """That of the only job; of several, 0 if all are done, else 1."""
+    """That of the jobs' outcome if they share it, else 1."""
     outcomes = {job.outcome for job in jobs}
-    if len(jobs) == 1:
-        return int(jobs[0].outcome)
-    return int(Outcome.failed if outcomes - {Outcome.done} else Outcome.done)
+    return int(Outcome.failed if len(outcomes) > 1 else next(iter(outcomes), Outcome.done))
 
 
 def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:

@@ -20,6 +20,7 @@ from ztk.report.folder import write_failed_summary, write_json
 
 # Errors whose text tells a user what to mend; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
+_EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
 
 
 class Session:
@@ -40,11 +41,13 @@ class Session:
             self._prepare_arguments()
             compose_and_run()
         except ConfigError as error:
-            self._say(str(error))
-            return Outcome.refused
+            return self._refuse(error)
         except HydraException as error:
-            self._say(str(door.refusal(error)))
-            return Outcome.refused
+            return self._refuse(door.refusal(error))
+        except OSError as error:
+            if self._jobs:
+                raise
+            return self._refuse(ConfigError([f"the run folder cannot be made ({error}): use hydra.run.dir=FOLDER"]))
         except KeyboardInterrupt:
             self._print_jobs()
             self._say("interrupted")
@@ -55,25 +58,27 @@ class Session:
     def run_job(self, choices: DictConfig) -> float:
         """One composed job, from check to end. Returns its final loss, NaN if it has none.
 
-        In a sweep a job that fails or is refused is recorded in its folder and the sweep goes on; alone, a refused one
-        raises ConfigError.
+        In a sweep a job that fails or is refused is recorded in its folder, and the sweep goes on.
         """
         hydra = HydraConfig.get()
         self._sweeping = hydra.mode is RunMode.MULTIRUN
         folder, overrides = Path(hydra.runtime.output_dir), tuple(hydra.overrides.task)
+        choices.output_dir = str(folder)
         outcome = Outcome.interrupted
         try:
             config = door.to_config(
                 choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
             )
-            outcome = self._run(config, overrides=overrides)
+            self._record(folder, overrides=overrides)
+            outcome = self._start_ranks(config) if self._external is None else self._be_rank(config)
         except ConfigError as error:
-            if not self._sweeping:
-                _remove_if_empty(folder)
-                raise
-            write_failed_summary(folder, error=str(error))
             self._say(str(error))
             outcome = Outcome.refused
+            if self._sweeping:
+                self._record(folder, overrides=overrides)
+                write_failed_summary(folder, error=str(error))
+            elif self._external is None or self._external.rank == 0:
+                _remove_if_empty(folder)
         finally:
             self._jobs.append(Job(folder=folder, overrides=overrides, outcome=outcome))
         loss = self._jobs[-1].summary().get("final_loss")
@@ -88,23 +93,24 @@ class Session:
                 raise ConfigError([str(error)]) from None
         flags, overrides = door.split_flags(arguments)
         folders = [door.conf_dir(), *door.extra_folders(flags)]
-        sys.argv[1:] = flags + door.parse_arguments(overrides, folders=folders)
+        if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
+            raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one"])
+        sweep = "-m" in flags or "--multirun" in flags
+        sys.argv[1:] = flags + door.parse_arguments(overrides, folders=folders, sweep=sweep)
 
     def _machine(self) -> Machine:
         if self._external is None:
             return Machine.here()
         return Machine.here(started_ranks=self._external.world_size, started_here=self._external.local_world_size)
 
-    def _run(self, config: Config, *, overrides: tuple[str, ...]) -> Outcome:
+    def _record(self, folder: Path, *, overrides: tuple[str, ...]) -> None:
         if self._external is None or self._external.rank == 0:
-            folder = Path(config.output_dir)
             values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
             write_json(folder / "overrides.json", values=values)
-            door.save(config, folder / "config.yaml")
-        return self._start_ranks(config) if self._external is None else self._be_rank(config)
 
     def _start_ranks(self, config: Config) -> Outcome:
         folder = Path(config.output_dir)
+        door.save(config, folder / "config.yaml")
         command = worker_command(folder / "config.yaml")
         try:
             run_ranks(command, ranks=config.launch.ranks, threads=config.launch.threads, output_dir=folder)
@@ -124,6 +130,8 @@ class Session:
         from ztk.worker import leave, run_task
 
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
+        if self._external.rank == 0:
+            door.save(config, Path(config.output_dir, "config.yaml"))
         agreement = self._external.agree(door.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
         config = door.from_yaml(agreement.text)
         failure = run_task(config, rank=self._external.rank)
@@ -135,6 +143,10 @@ class Session:
         self._external.tell_starter(failure)
         print(f"ztk: {failure}", file=sys.stderr)
         leave(Outcome.failed)
+
+    def _refuse(self, error: ConfigError) -> int:
+        self._say(str(error))
+        return Outcome.refused
 
     def _say(self, *lines: str) -> None:
         if self._external is None or self._external.rank == 0:

@@ -69,15 +69,21 @@ def options_of(folders: list[str]) -> dict[str, list[str]]:
     return {group: sorted(names) for group, names in sorted(found.items()) if group != "hydra"}
 
 
-def parse_arguments(overrides: list[str], *, folders: list[str]) -> list[str]:
+def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = False) -> list[str]:
     """The overrides as Hydra shall have them. Raises ConfigError with every fault that can be seen in them.
 
-    A whole number written as 5e8 becomes 500000000, which a key that holds one accepts.
+    A whole number written as 5e8 becomes 500000000, which a key that holds one accepts. folders: where the options lie.
+    sweep: whether a key may have several values.
     """
     options = options_of(folders)
     accepted, faults = [], []
+    sweep = sweep or any(override.startswith(("sweep=", "hydra.mode=")) for override in overrides)
     for override in overrides:
         found = list(_faults(override, options=options))
+        if not found and not sweep and _is_sweep(override):
+            found = [
+                f"{override}: several values are a sweep, add -m; a list is written [a,b], a text with a comma 'a,b'"
+            ]
         faults += found
         if not found:
             accepted.append(_whole_numbers(override))
@@ -98,6 +104,8 @@ def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
     if value is None and sign != "~":
         near = did_you_mean(_completed(override, options=options, keys=known))
         yield f"{override}: an option is written key=value{near}"
+    elif key == "output_dir":
+        yield f"{override}: the run folder is chosen by hydra.run.dir=FOLDER, that of a sweep by hydra.sweep.dir=FOLDER"
     elif key in options:
         yield from _group_faults(sign, key, value, package=match["package"], options=options)
     elif key in known:
@@ -155,6 +163,13 @@ def _pieces(key: str, value: str) -> list[str]:
     if not override.is_sweep_override():
         return [value]
     return value.split(",") if re.fullmatch(r"[^\[\](){}'\"]*", value) else []
+
+
+def _is_sweep(override: str) -> bool:
+    try:
+        return OverridesParser.create().parse_override(override).is_sweep_override()
+    except HydraException:
+        return False
 
 
 def _whole_numbers(override: str) -> str:

@@ -148,7 +148,7 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
             ParameterTier.none,
             ParameterTier.auto,
         ):
-            yield f"offload: zero={name} has no offload; use zero=stage1 to stage3, or offload=none"
+            yield f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none"
         if config.optimizer.name is OptimizerName.lion:
             yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         return
