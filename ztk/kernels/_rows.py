@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._library import WARP_SIZE
 from ztk.kernels._math import cast
 
 TILE = 4096  # elements in flight per program before a row alone is larger
-ELEMENTS_PER_WARP = 512  # sixteen elements per thread of 32-wide warps: two 16-byte loads of a 16-bit type
-MAX_WARPS = 16
+ELEMENTS_PER_THREAD = 16  # two 16-byte loads of a 16-bit type
+MAX_THREADS = 512
 PROGRAMS_PER_PROCESSOR = 4
 COLUMNS = 128  # columns one program of `column_sums` adds up
 ROWS_AT_ONCE = 32
@@ -26,11 +27,12 @@ class RowLaunch:
     num_warps: int
 
 
-def row_launch(N: int) -> RowLaunch:
-    """Several short rows per program, one long row; warps follow the elements held."""
+def row_launch(N: int, *, max_threads: int = MAX_THREADS, warp_size: int = WARP_SIZE) -> RowLaunch:
+    """Several short rows per program, one long row; threads follow the elements held."""
     block_n = triton.next_power_of_2(N)
     block_m = max(1, min(16, TILE // block_n))
-    num_warps = max(1, min(MAX_WARPS, block_m * block_n // ELEMENTS_PER_WARP))
+    threads = min(max_threads, block_m * block_n // ELEMENTS_PER_THREAD)
+    num_warps = max(1, threads // warp_size)
     return RowLaunch(block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 

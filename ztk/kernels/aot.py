@@ -27,6 +27,7 @@ from ztk.kernels._library import interpreting
 from ztk.kernels._spec import TARGETS, AotCase
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MAX_THREADS = 1024  # of one program, on every target
 MATRIX_INSTRUCTION = {
     "sm_80": r"\b[HIB]MMA\.",
     "sm_90": r"\b[HQI]GMMA\.",
@@ -81,8 +82,9 @@ def compile_case(case: AotCase, *, op: str, arch: str) -> AotRow:
         return _failed(case, op=op, arch=arch, error=error)
     per_element = None
     if case.elements_per_program is not None:
-        constexprs = case.constexprs | (case.hip_constexprs if arch.startswith("gfx") else {})
-        scale = constexprs["BLOCK"] / case.constexprs["BLOCK"] if "BLOCK" in case.constexprs else 1
+        scale = 1.0  # a larger block on 64-wide waves handles that many times the elements
+        for name, value in case.hip_constexprs.items() if arch.startswith("gfx") else ():
+            scale *= value / case.constexprs[name]
         threads = case.num_warps * (64 if arch.startswith("gfx") else 32)
         per_element = round(anatomy.instructions / (case.elements_per_program * scale / threads), 1)
     broken = list(_broken_budgets(case, anatomy=anatomy, arch=arch, per_element=per_element))
@@ -111,6 +113,9 @@ def _broken_budgets(case: AotCase, *, anatomy: Anatomy, arch: str, per_element: 
     """One phrase per broken budget. Register and instruction budgets are written for NVIDIA targets."""
     nvidia = arch.startswith("sm_")
     widest_load, widest_store = max(anatomy.load_bytes, default=0), max(anatomy.store_bytes, default=0)
+    threads = case.num_warps * (32 if nvidia else 64)
+    if threads > MAX_THREADS:
+        yield f"{threads} threads per program > {MAX_THREADS}"
     if nvidia and anatomy.registers > case.max_registers:
         yield f"{anatomy.registers} registers > {case.max_registers}"
     if anatomy.stack_bytes > case.max_stack_bytes:
@@ -184,12 +189,12 @@ def dissect_sass(sass: str, *, arch: str, registers: int, stack_bytes: int, shar
     )
 
 
+SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+
+
 def _sass_width(opcode: str) -> int:
     """Bytes of a global access from its opcode: LDG.E.128 is 16, LDG.E is 4, LDG.E.U16 is 2."""
-    for suffix, width in ((".256", 32), (".128", 16), (".64", 8), ("16", 2), ("8", 1)):
-        if any(part == suffix.lstrip(".") or (suffix in ("16", "8") and part in ("U" + suffix, "S" + suffix)) for part in opcode.split(".")):
-            return width
-    return 4
+    return next((SASS_WIDTHS[part] for part in opcode.split(".") if part in SASS_WIDTHS), 4)
 
 
 def _dissect_amdgcn(text: str, *, shared_bytes: int) -> Anatomy:

@@ -9,12 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, scaled_float32
-from ztk.kernels._library import register, use_reference
+from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
-BLOCK = 1024  # eight elements per thread of four 32-wide warps, four per thread of four 64-wide waves
+
+
+def _block(*tensors: Tensor) -> int:
+    """One 16-byte access of the wider dtype per thread; more would convert layouts through shared memory."""
+    return 16 // max(t.element_size() for t in tensors) * WARP_SIZE * NUM_WARPS
 
 
 @triton.jit
@@ -32,9 +36,10 @@ def _cast_copy(src_ptr, out_ptr, scale_ptr, N, HAS_SCALE: tl.constexpr, BLOCK: t
 def _launch_cast_copy(src: Tensor, out: Tensor, scale: Tensor | None) -> None:
     N = src.numel()
     if N:
-        _cast_copy[(triton.cdiv(N, BLOCK),)](
+        block = _block(src, out)
+        _cast_copy[(triton.cdiv(N, block),)](
             src, out, src if scale is None else scale, N,
-            HAS_SCALE=scale is not None, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            HAS_SCALE=scale is not None, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -86,15 +91,19 @@ def _make_inputs(
 
 def _aot_case(*, src: str, out: str, scale: bool) -> AotCase:
     pointers = ("src_ptr", "out_ptr", "scale_ptr")
+    elements = 4 if "fp32" in (src, out) else 8  # per thread
     return AotCase(
         kernel=_cast_copy,
         variant=f"{src} to {out}",
         signature={"src_ptr": f"*{src}", "out_ptr": f"*{out}", "scale_ptr": "*fp32", "N": "i64"},
-        constexprs={"HAS_SCALE": scale, "BLOCK": BLOCK},
+        constexprs={"HAS_SCALE": scale, "BLOCK": elements * 32 * NUM_WARPS},
+        hip_constexprs={"BLOCK": elements * 64 * NUM_WARPS},
         divisible_by_16=(*pointers, "N"),
         num_warps=NUM_WARPS,
         max_registers=40,
-        elements_per_program=BLOCK,
+        max_barriers=0,
+        vector_load_bytes=16 if src == out else 8,  # four 16-bit values beside four of float32
+        elements_per_program=elements * 32 * NUM_WARPS,
         max_instructions_per_element=10,
     )
 

@@ -14,13 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import register, use_reference
+from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._pointers import MAX_VECTOR, TILE, pointer_table, triton_dtype
-from ztk.kernels._spec import AotCase, OpSpec
+from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec
 from ztk.kernels.cast_copy import cast_copy_reference, copy_scaled
 
-NUM_WARPS = 4
+
+
+def _num_warps(*tensors: Tensor) -> int:
+    """Warps for which a thread copies one 16-byte access of the wider dtype, twice where the dtypes are the same."""
+    narrow = tensors[0].dtype == tensors[1].dtype
+    return TILE // ((16 if narrow else 4) * WARP_SIZE)
 
 
 @triton.jit
@@ -75,7 +80,7 @@ def _launch_gather(tensors: Sequence[Tensor], out: Tensor, offsets: Sequence[int
         _gather[(table.num_tiles,)](
             table.table, table.tile_tensor, out, table.table if scale is None else scale, table.num_tensors,
             DTYPE=triton_dtype(tensors[0]), ALIGNED=table.aligned, VECTOR=MAX_VECTOR, HAS_SCALE=scale is not None,
-            TILE=TILE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            TILE=TILE, num_warps=_num_warps(tensors[0], out), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -85,7 +90,7 @@ def _launch_scatter(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[i
         _scatter[(table.num_tiles,)](
             table.table, table.tile_tensor, flat, table.num_tensors,
             DTYPE=triton_dtype(tensors[0]), ALIGNED=table.aligned, VECTOR=MAX_VECTOR,
-            TILE=TILE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            TILE=TILE, num_warps=_num_warps(tensors[0], flat), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -204,19 +209,26 @@ def _scatter_inputs(
     }
 
 
-def _aot_case(kernel: object, *, flat: str, **constexprs: object) -> AotCase:
-    is_gather = kernel is _gather
+def _aot_cases(kernel: object, *, flat: str, **constexprs: object) -> tuple[AotCase, ...]:
+    is_gather, mixed = kernel is _gather, flat != "bf16"
     pointers = {"table_ptr": "*i64", "tile_tensor_ptr": "*i32", "flat_ptr": f"*{flat}"}
-    return AotCase(
-        kernel=kernel,
-        variant=f"{'bf16 to ' if is_gather else ''}{flat}{'' if is_gather else ' to bf16'}",
-        signature=pointers | ({"scale_ptr": "*fp32"} if is_gather else {}) | {"num_tensors": "i32"},
-        constexprs={"DTYPE": tl.bfloat16, "ALIGNED": True, "VECTOR": MAX_VECTOR, "TILE": TILE} | constexprs,
-        divisible_by_16=tuple(pointers),
-        num_warps=NUM_WARPS,
-        max_registers=40,
-        elements_per_program=TILE,
-        max_instructions_per_element=10,
+    return tuple(
+        AotCase(
+            kernel=kernel,
+            variant=f"bf16 to {flat}" if is_gather else f"{flat} to bf16",
+            signature=pointers | ({"scale_ptr": "*fp32"} if is_gather else {}) | {"num_tensors": "i32"},
+            constexprs={"DTYPE": tl.bfloat16, "ALIGNED": True, "VECTOR": MAX_VECTOR, "TILE": TILE} | constexprs,
+            divisible_by_16=tuple(pointers),
+            targets=targets,
+            num_warps=TILE // ((4 if mixed else 16) * warp_size),
+            max_registers=40,
+            max_barriers=0,
+            vector_load_bytes=8 if mixed and is_gather else 16,  # four 16-bit values beside four of float32
+            vector_store_bytes=8 if mixed and not is_gather else 16,
+            elements_per_program=TILE,
+            max_instructions_per_element=20,
+        )
+        for targets, warp_size in ((NVIDIA_TARGETS, 32), (("gfx942",), 64))
     )
 
 
@@ -233,7 +245,7 @@ SPEC_FLATTEN = OpSpec(
     variants=({}, {"scaled": True, "flat_dtype": torch.float32}),
     num_bytes=lambda shape, itemsize: 2 * sum(shape) * itemsize,
     num_flops=lambda shape: 0,
-    aot=(_aot_case(_gather, flat="bf16", HAS_SCALE=False), _aot_case(_gather, flat="fp32", HAS_SCALE=True)),
+    aot=(*_aot_cases(_gather, flat="bf16", HAS_SCALE=False), *_aot_cases(_gather, flat="fp32", HAS_SCALE=True)),
 )
 
 SPEC_UNFLATTEN = OpSpec(
@@ -247,5 +259,5 @@ SPEC_UNFLATTEN = OpSpec(
     variants=({}, {"flat_dtype": torch.float32}),
     num_bytes=lambda shape, itemsize: 2 * sum(shape) * itemsize,
     num_flops=lambda shape: 0,
-    aot=(_aot_case(_scatter, flat="bf16"), _aot_case(_scatter, flat="fp32")),
+    aot=(*_aot_cases(_scatter, flat="bf16"), *_aot_cases(_scatter, flat="fp32")),
 )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import pieces
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import WARP_SIZE, composite, register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
@@ -133,6 +133,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
         )
     if use_reference():
         return geglu_reference(gate, up)
+    if composite(gate):
+        return _eager(gate, up)
     return _GeGLU.apply(gate.contiguous(), up.contiguous())
 
 

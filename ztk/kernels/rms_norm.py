@@ -21,8 +21,10 @@ from torch import Tensor
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
-from ztk.kernels._rows import column_sums, programs_for_rows, row_launch
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels._rows import MAX_THREADS, column_sums, programs_for_rows, row_launch
+from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec, compute_dtype
+
+BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with 32, the sums of d_weight spill
 
 
 @triton.jit
@@ -60,7 +62,6 @@ def _rms_norm_bwd(
     num_programs = tl.num_programs(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
-    b_w = tl.load(weight_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_d_w = tl.zeros([BLOCK_N], dtype=tl.float32)
     first = i_program * BLOCK_M
     for _ in range(i_program, num_tiles, num_programs):
@@ -71,6 +72,7 @@ def _rms_norm_bwd(
         b_x = tl.load(x_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         b_d_y = tl.load(d_y_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         b_rstd = tl.load(rstd_ptr + o_m, mask=m_m, other=0.0)  # [BLOCK_M]
+        b_w = tl.load(weight_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)  # again each time: it would cost registers
         b_hat = b_x * b_rstd[:, None]
         b_d_w += tl.sum(b_d_y * b_hat, axis=0)
         b_d_hat = b_d_y * b_w[None, :]
@@ -104,7 +106,7 @@ def _launch_bwd(
     d_x = torch.empty_like(x)
     if M == 0:
         return d_x, torch.zeros_like(weight)
-    launch = row_launch(N)
+    launch = row_launch(N, max_threads=BACKWARD_THREADS)
     num_tiles = triton.cdiv(M, launch.block_m)
     programs = programs_for_rows(num_tiles, device=x.device)
     partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
@@ -253,20 +255,29 @@ def _make_inputs(
     }
 
 
-def _aot_case(kernel: object, pointers: tuple[str, ...], *, N: int, **flags: bool) -> AotCase:
-    launch = row_launch(N)
+def _aot_cases(kernel: object, pointers: tuple[str, ...], *, N: int, **flags: bool) -> tuple[AotCase, ...]:
     is_fwd = kernel is _rms_norm_fwd
     sizes = {"M": "i32", "N": "i32"} | ({"eps": "fp32"} if is_fwd else {"num_tiles": "i32"})
     float32 = {name: "*fp32" for name in ("rstd_ptr", "partial_ptr") if name in pointers}
-    return AotCase(
-        kernel=kernel,
-        variant=f"N={N}" + "".join(f", {name.lower()}" for name, on in flags.items() if on),
-        signature={name: "*bf16" for name in pointers} | float32 | sizes,
-        constexprs=flags | {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n},
-        divisible_by_16=(*pointers, "N"),
-        num_warps=launch.num_warps,
-        max_registers=128,
-    )
+    long_backward = not is_fwd and N >= 16384
+    reason = "sixteen columns of four operands in 64 registers: four words a thread go through the first-level cache"
+    cases = []
+    for targets, warp_size in ((NVIDIA_TARGETS, 32), (("gfx942",), 64)):
+        launch = row_launch(N, max_threads=MAX_THREADS if is_fwd else BACKWARD_THREADS, warp_size=warp_size)
+        case = AotCase(
+            kernel=kernel,
+            variant=f"N={N}" + "".join(f", {name.lower()}" for name, on in flags.items() if on),
+            signature={name: "*bf16" for name in pointers} | float32 | sizes,
+            constexprs=flags | {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n},
+            divisible_by_16=(*pointers, "N"),
+            targets=targets,
+            num_warps=launch.num_warps,
+            max_registers=128,
+            max_stack_bytes=16 if long_backward else 0,
+            stack_reason=reason if long_backward else "",
+        )
+        cases.append(case)
+    return tuple(cases)
 
 
 _FWD = ("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr", "y_ptr", "rstd_ptr")
@@ -286,11 +297,11 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: 3 * shape[0] * shape[1] * itemsize,
     num_flops=lambda shape: 4 * shape[0] * shape[1],
     aot=(
-        _aot_case(_rms_norm_fwd, _FWD, N=1024, HAS_RESIDUAL=False),
-        _aot_case(_rms_norm_fwd, _FWD, N=4096, HAS_RESIDUAL=True),
-        _aot_case(_rms_norm_fwd, _FWD, N=16384, HAS_RESIDUAL=False),
-        _aot_case(_rms_norm_bwd, _BWD, N=1024, HAS_D_SUM=False),
-        _aot_case(_rms_norm_bwd, _BWD, N=4096, HAS_D_SUM=True),
-        _aot_case(_rms_norm_bwd, _BWD, N=16384, HAS_D_SUM=False),
+        *_aot_cases(_rms_norm_fwd, _FWD, N=1024, HAS_RESIDUAL=False),
+        *_aot_cases(_rms_norm_fwd, _FWD, N=4096, HAS_RESIDUAL=True),
+        *_aot_cases(_rms_norm_fwd, _FWD, N=16384, HAS_RESIDUAL=False),
+        *_aot_cases(_rms_norm_bwd, _BWD, N=1024, HAS_D_SUM=False),
+        *_aot_cases(_rms_norm_bwd, _BWD, N=4096, HAS_D_SUM=True),
+        *_aot_cases(_rms_norm_bwd, _BWD, N=16384, HAS_D_SUM=False),
     ),
 )

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import register, use_reference
+from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
-TILE = 2048  # elements of x one program rotates
 NUM_WARPS = 4
+TILE = 16 * WARP_SIZE * NUM_WARPS  # elements of x one program rotates: a 16-byte access of either half per thread
 
 
 @triton.jit
@@ -194,14 +194,16 @@ def _aot_case(*, interleaved: bool) -> AotCase:
         signature={"x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*bf16"}
         | dict.fromkeys(strides + sizes, "i32"),
         constexprs={
-            "INTERLEAVED": interleaved, "INVERSE": False, "HAS_TAIL": False, "BLOCK_M": TILE // 128, "BLOCK_HALF": 64,
+            "INTERLEAVED": interleaved, "INVERSE": False, "HAS_TAIL": False, "BLOCK_M": 16 * 32 * NUM_WARPS // 128, "BLOCK_HALF": 64,
             "BLOCK_TAIL": 1,
         },  # fmt: skip
+        hip_constexprs={"BLOCK_M": 16 * 64 * NUM_WARPS // 128},
         divisible_by_16=(*pointers, *strides, *sizes),
         num_warps=NUM_WARPS,
-        max_registers=128,
-        elements_per_program=TILE,
-        max_instructions_per_element=80,
+        max_registers=64,
+        max_barriers=None if interleaved else 0,
+        elements_per_program=16 * 32 * NUM_WARPS,
+        max_instructions_per_element=40,
     )
 
 
