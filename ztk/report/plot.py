@@ -14,7 +14,13 @@ from ztk.report.folder import SUMMARY, read_rows
 from ztk.report.units import format_bytes
 
 _TIERS = ("device", "host", "nvme")
-_COLORS = {"parameters": "#4477aa", "gradients": "#ee6677", "optimizer": "#228833", "gathered": "#ccbb44"}
+_COLORS = {
+    "parameters": "#4477aa",
+    "gradients": "#ee6677",
+    "optimizer": "#228833",
+    "gathered": "#ccbb44",
+    "gradients in flight": "#aa3377",
+}
 _OTHER_COLOR = "#bbbbbb"
 
 
@@ -85,6 +91,9 @@ def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
             drawn.add(category)
             bottom += nbytes
         peak = summary.get(f"peak_memory.{tier}_bytes", 0)
+        axes.annotate(
+            format_bytes(peak), (position, max(peak, bottom)), (0, 4), textcoords="offset points", ha="center"
+        )
         axes.hlines(
             peak, position - 0.38, position + 0.38, color="black", linewidth=1.5, label=None if position else "peak"
         )
@@ -96,4 +105,8 @@ def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
 def _categories(summary: dict[str, Any], *, tier: str) -> dict[str, int]:
     """`memory.{tier}.{category}_bytes` of the summary."""
     start = f"memory.{tier}."
-    return {key[len(start) : -len("_bytes")]: value for key, value in summary.items() if key.startswith(start)}
+    return {
+        key[len(start) : -len("_bytes")].replace("_", " "): value
+        for key, value in summary.items()
+        if key.startswith(start)
+    }
