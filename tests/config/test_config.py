@@ -128,6 +128,7 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("zero=ddp", "offload=cpu"), "offload=none"),
         (("zero=fsdp2", "offload=nvme"), "offload=none"),
         (("zero=ddp", "optimizer=lion"), "optimizer=adamw"),
+        (("zero=ddp", "checkpoint.every=5"), "leave out checkpoint.every"),
         (("zero.stage=3",), "choose zero=stage3"),
         (("offload.optimizer=nvme",), "choose offload=nvme"),
         (("topology.tensor=2",), "use topology.tensor=1"),

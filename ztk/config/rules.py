@@ -151,6 +151,11 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
             yield f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none"
         if config.optimizer.name is OptimizerName.lion:
             yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+        if config.checkpoint.every or config.checkpoint.resume is not None:
+            yield (
+                f"checkpoint: zero={name} is there to compare with and neither saves nor loads; use zero=stage0 to "
+                "stage3, or leave out checkpoint.every and checkpoint.resume"
+            )
         return
     if offload.parameters in (ParameterTier.cpu, ParameterTier.nvme) and zero.stage != 3:
         yield (
