@@ -65,7 +65,7 @@ class Layout:
             stage=chance.randrange(4),
             offload=chance.choice(("none", "cpu", "nvme")),
             asynchronous=number % 2 == 1,
-            slow_seconds=chance.choice((0.0, 0.003, 0.01)),
+            slow_seconds=chance.choice((0.0, 0.005, 0.02)),
             folder=str(folder),
         )
 
@@ -81,9 +81,16 @@ def train_until_killed(rank: int, layout: Layout, store: str, pipe: Connection) 
         process = Process.start(device="cpu", timeout_seconds=60)
         with tempfile.TemporaryDirectory(dir=layout.folder, prefix="offload-") as scratch:
             engine = build_engine(process, layout=layout, scratch=scratch)
+        saver = Saver(
+            engine,
+            folder=layout.folder,
+            retention=Retention(keep=2),
+            asynchronous=layout.asynchronous,
+            timeout_seconds=60,
+        )
         resume(engine, layout=layout, pipe=pipe)
         slow_down(layout.slow_seconds, seed=rank)
-        train(engine, layout=layout, pipe=pipe)
+        train(engine, saver=saver, pipe=pipe)
     except BaseException as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
     os._exit(1)
@@ -121,18 +128,15 @@ def resume(engine: Engine, *, layout: Layout, pipe: Connection) -> None:
     pipe.send(("ready", report.step))
 
 
-def train(engine: Engine, *, layout: Layout, pipe: Connection) -> None:
+def train(engine: Engine, *, saver: Saver, pipe: Connection) -> None:
     process = engine.process
     share = Share(micro_batch=1, rank=process.rank, world_size=process.world_size)
     stream = SyntheticStream(vocab_size=MODEL.vocab_size, seq_len=16, share=share, seed=0)
-    saver = Saver(
-        engine, folder=layout.folder, retention=Retention(keep=2), asynchronous=layout.asynchronous, timeout_seconds=60
-    )
     while True:
         batch = stream.next_batch()
         engine.backward(engine(batch.tokens, batch.targets))
         engine.step()
-        done = saver.wait() if layout.asynchronous else None
+        done = saver.wait()  # the report of the last background save, if there was one
         done = saver.save(extra={"hash": state_hash(engine)}) or done
         if done is not None:
             pipe.send(("saved", done.step))
@@ -148,18 +152,18 @@ def state_hash(engine: Engine) -> str:
 
 
 def slow_down(seconds: float, *, seed: int) -> None:
-    """Every disk call of this process takes up to `seconds` longer."""
+    """Every disk call of this process takes up to `seconds` longer, the many writes of values a twentieth of that."""
     chance = random.Random(seed)
 
-    def slowed(call):
+    def slowed(call, *, most: float):
         def run(*args, **kwargs):
-            time.sleep(chance.uniform(0, seconds))
+            time.sleep(chance.uniform(0, most))
             return call(*args, **kwargs)
 
         return run
 
     for name in DISK_CALLS:
-        setattr(os, name, slowed(getattr(os, name)))
+        setattr(os, name, slowed(getattr(os, name), most=seconds / 20 if name == "pwrite" else seconds))
 
 
 # What the parent does
@@ -190,7 +194,7 @@ def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
             pipes.append(mine)
         ready = [_hear(pipe, run=run, until="ready", seconds=START_SECONDS) for pipe in pipes]
         if all(ready):
-            span = 0.25 + 40 * layout.slow_seconds
+            span = 0.4 + 100 * layout.slow_seconds
             time.sleep(chance.uniform(0, span))
             processes[chance.randrange(layout.ranks)].kill()
         else:
@@ -232,21 +236,23 @@ def _await_end(processes: list, *, run: Run) -> None:
         process.join()
 
 
-def moment_of_kill(folder: Path, *, saved: int) -> str:
-    """What the folder's leftovers say about when the kill came."""
-    leftovers = [path for path in folder.iterdir() if ".tmp-" in path.name]
-    complete = {path.name for path in checkpoints(folder)}
-    newest = max((read_manifest(path).step for path in checkpoints(folder)), default=0)
+def moment_of_kill(folder: Path, *, before: set[str], run: Run) -> str:
+    """What the folder's new leftovers say about when the kill came. `before`: the names that were there before the run."""
+    complete = {path.name: read_manifest(path).step for path in checkpoints(folder)}
+    newest = max(complete.values(), default=0)
+    fresh = [path for path in folder.iterdir() if path.name not in before]
+    leftovers = [path for path in fresh if ".tmp-" in path.name]
     pointed = (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
-    if any(path.name.startswith("latest") for path in leftovers) or (complete and pointed is None):
-        return "between rename and pointer"
-    if pointed is not None and read_manifest(folder / pointed).step < newest:
+    unpointed = (
+        complete and complete.get(pointed, 0) < newest and any(complete.get(path.name) == newest for path in fresh)
+    )
+    if unpointed or any(path.name.startswith("latest") for path in leftovers):
         return "between rename and pointer"
     for path in leftovers:
-        if int(path.name[5:11]) < newest:
+        if int(path.name[5:11]) <= newest:
             return "while an old checkpoint was removed"
         return "with the manifest written" if (path / "manifest.json").exists() else "while rank files were written"
-    return "after a save, before its report" if newest > saved else "between saves"
+    return "after a save, before its report" if newest > max(run.saved, run.loaded) else "between saves"
 
 
 def judge(folder: Path, *, run: Run) -> list[str]:
@@ -277,8 +283,9 @@ def main() -> int:
     slowest, num_faulty, start = 0.0, 0, time.perf_counter()
     for number in range(options.runs):
         layout = Layout.draw(number, chance=chance, folder=folder)
+        before = {path.name for path in folder.iterdir()}
         run = run_and_kill(layout, chance=chance, context=context)
-        moment = moment_of_kill(folder, saved=run.saved)
+        moment = moment_of_kill(folder, before=before, run=run)
         faults = judge(folder, run=run)
         moments["async" if layout.asynchronous else "sync", moment] += 1
         slowest, num_faulty = max(slowest, run.survivors_seconds), num_faulty + bool(faults)

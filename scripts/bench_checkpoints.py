@@ -1,0 +1,229 @@
+"""What a checkpoint costs: seconds that training stands still, bytes, load time and peak memory, beside torch.distributed.checkpoint.
+
+    python scripts/bench_checkpoints.py [FOLDER] [--ranks 2] [--rounds 5] [--layers 10]
+
+The same decoder in fp32 with AdamW on the same ranks: ztk stage 3, saved synchronously and asynchronously, and FSDP2 with
+torch's `save`, `async_save` and `load` on its sharded state_dict. Contenders take turns, round after round; each saves the same
+bytes (12 a parameter) into FOLDER, files are synced, and the previous checkpoint is removed outside the measurement.
+"stand-still" is the time until training may go on, "done" until the checkpoint is complete on the disk. Peak memory is the
+growth of the process's resident set during a load.
+"""
+
+import argparse
+import ctypes
+import gc
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ztk.checkpoint import Saver, load, save
+from ztk.nn import Decoder, DecoderConfig
+from ztk.optim import OptimizerPolicy
+from ztk.parallelize import parallelize
+from ztk.runtime import Process
+from ztk.zero import ZeroPolicy
+
+SAMPLE_SECONDS = 0.002
+
+
+def config_of(layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=256,
+        dim=512,
+        layers=layers,
+        heads=8,
+        kv_heads=4,
+        hidden_dim=1408,
+        max_seq_len=128,
+        tie_embeddings=True,
+    )
+
+
+class Ztk:
+    """Stage 3, saved by `ztk.checkpoint`."""
+
+    def __init__(self, process: Process, *, layers: int, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.engine = parallelize(
+            Decoder(config_of(layers)), process=process, optimizer=OptimizerPolicy(lr=1e-3), zero=ZeroPolicy(stage=3)
+        )
+        self.folder = folder
+        self.saver = Saver(self.engine, folder=folder, asynchronous=True)
+
+    def save(self) -> None:
+        save(self.engine, folder=self.folder)
+
+    def start_save(self) -> None:
+        self.saver.save()
+
+    def finish_save(self) -> None:
+        self.saver.wait()
+
+    def load(self) -> None:
+        load(self.engine, path=self.folder)
+
+
+class Torch:
+    """FSDP2, saved by torch.distributed.checkpoint."""
+
+    def __init__(self, process: Process, *, layers: int, folder: Path) -> None:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (process.world_size,))
+        self.model = Decoder(config_of(layers))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        self.model(tokens, tokens).backward()
+        self.optimizer.step()  # the moments exist from the first step on
+        self.optimizer.zero_grad()
+        self.folder, self.group, self.pending = folder, dist.new_group(backend="gloo"), None
+
+    def _state(self) -> dict:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def _writer(self) -> dcp.FileSystemWriter:
+        return dcp.FileSystemWriter(self.folder / "dcp", sync_files=True)
+
+    def save(self) -> None:
+        dcp.save(self._state(), storage_writer=self._writer())
+
+    def start_save(self) -> None:
+        self.pending = dcp.async_save(self._state(), storage_writer=self._writer(), process_group=self.group)
+
+    def finish_save(self) -> None:
+        self.pending.result()
+
+    def load(self) -> None:
+        state = self._state()
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.folder / "dcp"))
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+@contextmanager
+def peak_growth(found: list[float]):
+    """Appends by how many MB the resident set grew at most inside."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide what the load takes
+    before = peak = resident()
+    over = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.is_set():
+            peak = max(peak, resident())
+            time.sleep(SAMPLE_SECONDS)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        found.append((max(peak, resident()) - before) / 1e6)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pipe) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), ZTK_STORE=store)
+    torch.set_num_threads(1)
+    process = Process.start(device="cpu")
+    contenders = {
+        name: kind(process, layers=options.layers, folder=folder / name)
+        for name, kind in (("ztk", Ztk), ("torch", Torch))
+    }
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def timed(name: str, what: str, call: Callable[[], None]) -> None:
+        process.comm.barrier()
+        start = time.perf_counter()
+        call()
+        found[name, what].append(time.perf_counter() - start)
+
+    def empty(path: Path) -> None:
+        process.comm.barrier()
+        if rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        process.comm.barrier()
+
+    for round_number in range(options.rounds + 1):
+        names = list(contenders)
+        random.Random(round_number).shuffle(names)
+        for name in names:
+            contender = contenders[name]
+            empty(contender.folder)
+            timed(name, "save, stand-still and done", contender.save)
+            process.comm.barrier()
+            found[name, "bytes on disk (MB)"].append(_size(contender.folder) / 1e6)
+            with peak_growth(found[name, "load, peak memory (MB)"]):
+                timed(name, "load", contender.load)
+            empty(contender.folder)
+            process.comm.barrier()
+            start = time.perf_counter()
+            timed(name, "async save, stand-still", contender.start_save)
+            contender.finish_save()
+            found[name, "async save, done"].append(time.perf_counter() - start)
+        if round_number == 0:
+            found.clear()  # first touches of memory and files
+    for contender in contenders.values():
+        empty(contender.folder)
+    parameters = contenders["ztk"].engine.zero.num_parameters
+    pipe.send(({key: statistics.median(values) for key, values in found.items()}, parameters))
+    os._exit(0)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=10, help="2.9M parameters each")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ztk-bench-", dir=options.folder) as place:
+        pipes = []
+        for rank in range(options.ranks):
+            mine, theirs = context.Pipe()
+            args = (rank, options, Path(place), os.path.join(place, "store"), theirs)
+            context.Process(target=measure, args=args, daemon=True).start()
+            theirs.close()
+            pipes.append(mine)
+        results = [pipe.recv() for pipe in pipes]
+    parameters = results[0][1]
+    print(
+        f"{parameters:,} parameters, 12 bytes of state each: {12 * parameters / 1e6:.1f} MB, {options.ranks} ranks, medians"
+    )
+    print(f"{'':32}{'ztk':>10}{'torch':>10}   torch / ztk")
+    for what in dict.fromkeys(what for _, what in results[0][0]):
+        ztk, torch_ = (max(result[0][name, what] for result in results) for name in ("ztk", "torch"))
+        print(f"{what:32}{ztk:10.3f}{torch_:10.3f}{torch_ / max(ztk, 1e-9):11.2f}")
+
+
+if __name__ == "__main__":
+    main()
