@@ -123,6 +123,8 @@ class Session:
         except (KeyboardInterrupt, SystemExit):
             write_failed_summary(folder, error="interrupted")
             raise
+        finally:
+            _remove_if_empty(folder / "nvme")  # offload files have no name, their folder holds nothing any more
         return Outcome.done
 
     def _be_rank(self, config: Config) -> Outcome:
