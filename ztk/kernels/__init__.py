@@ -4,13 +4,18 @@
 """
 
 from ztk.kernels import adamw as _adamw
+from ztk.kernels import adamw_8bit as _adamw_8bit
 from ztk.kernels import adamw_bf16 as _adamw_bf16
+from ztk.kernels import adamw_stochastic as _adamw_stochastic
+from ztk.kernels import attention as _attention
 from ztk.kernels import cast_copy as _cast_copy
 from ztk.kernels import cross_entropy as _cross_entropy
 from ztk.kernels import flat as _flat_ops
 from ztk.kernels import geglu as _geglu
+from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import lion as _lion
+from ztk.kernels import moe_routing as _moe_routing
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import rms_norm as _rms_norm
 from ztk.kernels import rope as _rope
@@ -28,19 +33,21 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
-from ztk.kernels import adamw_8bit as _adamw_8bit
-from ztk.kernels import adamw_stochastic as _adamw_stochastic
-from ztk.kernels import attention as _attention
 from ztk.kernels._library import Backend, get_backend, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.adamw import adamw
+from ztk.kernels.adamw_8bit import adamw_8bit
 from ztk.kernels.adamw_bf16 import adamw_bf16
+from ztk.kernels.adamw_stochastic import adamw_stochastic
+from ztk.kernels.attention import attention, attention_varlen
 from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.cross_entropy import cross_entropy
 from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.geglu import geglu
+from ztk.kernels.grouped_gemm import grouped_matmul, moe_combine
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.lion import lion
+from ztk.kernels.moe_routing import Routing, moe_route
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
@@ -48,9 +55,6 @@ from ztk.kernels.sgd import sgd
 from ztk.kernels.step_control import step_control
 from ztk.kernels.sum_of_squares import sum_of_squares
 from ztk.kernels.swiglu import swiglu
-from ztk.kernels.adamw_8bit import adamw_8bit
-from ztk.kernels.adamw_stochastic import adamw_stochastic
-from ztk.kernels.attention import attention, attention_varlen
 
 ALL_OPS: tuple[OpSpec, ...] = (
     _step_control.SPEC,
@@ -75,6 +79,9 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _adamw_stochastic.SPEC,
     _attention.SPEC,
     _attention.VARLEN_SPEC,
+    _moe_routing.SPEC,
+    _grouped_gemm.SPEC,
+    _grouped_gemm.COMBINE_SPEC,
 )
 
 __all__ = [
@@ -88,6 +95,7 @@ __all__ = [
     "Control",
     "Hyper",
     "OpSpec",
+    "Routing",
     "Setting",
     "State",
     "adamw",
@@ -103,8 +111,11 @@ __all__ = [
     "flatten_into",
     "geglu",
     "get_backend",
+    "grouped_matmul",
     "layer_norm",
     "lion",
+    "moe_combine",
+    "moe_route",
     "quantize",
     "quantized_bytes",
     "rms_norm",

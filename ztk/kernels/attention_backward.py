@@ -362,8 +362,9 @@ def _backward_aot(*, head_dim: int, window: bool = False) -> tuple[AotCase, ...]
         cases.append(
             aot_case(
                 _attention_bwd_keys, blocks={"BLOCK_N": keys.held, "BLOCK_M": keys.step}, num_warps=keys.num_warps,
-                num_stages=keys.num_stages, **options, max_stack_bytes=96,
-                stack_reason="wgmma keeps the score tile of both products and two accumulators live; 18 words spill",
+                num_stages=keys.num_stages, **options, max_stack_bytes=256 if kind is Machine.hopper else 0,
+                stack_reason="two accumulators stay in registers beside both score tiles: 18 words of a thread spill on sm_90, 60 "
+                "on sm_100",
             )
         )  # fmt: skip
         cases.append(

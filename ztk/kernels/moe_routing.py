@@ -1,0 +1,357 @@
+"""Top-k routing of tokens to experts, with counts, offsets and both permutations on the device.
+
+    p = softmax(logits),   experts = indices of the k largest,   weights = p[experts]   (divided by their sum if normalised)
+
+An assignment is a pair (token, choice). `order` lists assignments sorted by expert and, within an expert, by token: slot s
+holds assignment order[s] = token * k + choice; `position` is its inverse. Grouped products gather by `order` and combine by
+`position`, so tokens are never copied, padded or scattered with atomics, and the same input gives the same slots.
+
+Three kernels: choose and count per block of tokens; scan the counts (one program); place. The host never learns a count.
+Backward of the weights, with g_j = d_weights_j: normalised, d_logits[e_j] = w_j * (g_j - sum_i w_i g_i) and 0 elsewhere;
+otherwise d_logits = p * (g at the chosen - sum_i w_i g_i).
+
+Shazeer et al., https://arxiv.org/abs/1701.06538
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._math import cast
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+
+MAX_EXPERTS = 1024
+TILE = 4096  # scores per program
+SCAN_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Where T tokens go, k choices each, among E experts."""
+
+    weights: Tensor  # float32 [T, k], differentiable
+    experts: Tensor  # int32 [T, k], best first
+    counts: Tensor  # int32 [E], assignments per expert
+    offsets: Tensor  # int32 [E + 1], first slot of each expert; the last is T * k
+    order: Tensor  # int32 [T * k], slot -> token * k + choice
+    position: Tensor  # int32 [T, k], (token, choice) -> slot
+
+
+@triton.jit
+def _moe_choose(
+    logits_ptr, weights_ptr, experts_ptr, partial_ptr, T, E,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """weights and experts of a block of tokens, and how often the block chose each expert"""
+    i_b = tl.program_id(0).to(tl.int64)
+    o_t = i_b * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_e = tl.arange(0, BLOCK_E)
+    o_k = tl.arange(0, BLOCK_K)
+    m_t = o_t < T
+    m_te = m_t[:, None] & (o_e < E)[None, :]
+    b_logits = tl.load(logits_ptr + o_t[:, None] * E + o_e[None, :], mask=m_te, other=float("-inf")).to(tl.float32)
+    # Real experts never tie with padding or with one already taken, whatever the logits: both are -inf, these are not.
+    b_rest = tl.where((o_e < E)[None, :], tl.maximum(b_logits, -3e38), float("-inf"))
+    b_rest = tl.where((b_logits == b_logits) | ((o_e >= E)[None, :]), b_rest, -3e38)
+    b_bad = tl.sum(tl.where(b_logits == b_logits, 0, 1), axis=1)
+    b_top = tl.max(b_rest, axis=1)
+    b_exp = tl.exp(b_rest - b_top[:, None])
+    b_value = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    b_expert = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
+    b_chosen = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.int32)
+    for k in tl.static_range(K):
+        b_best = tl.max(b_rest, axis=1)
+        b_index = tl.min(tl.where(b_rest == b_best[:, None], o_e[None, :], BLOCK_E), axis=1)  # the first of equals
+        b_hit = o_e[None, :] == b_index[:, None]
+        b_value = tl.where(o_k[None, :] == k, tl.exp(b_best - b_top)[:, None], b_value)
+        b_expert = tl.where(o_k[None, :] == k, b_index[:, None], b_expert)
+        b_chosen = tl.where(b_hit, 1, b_chosen)
+        b_rest = tl.where(b_hit, float("-inf"), b_rest)
+    if NORMALISE:
+        b_sum = tl.sum(b_value, axis=1)
+    else:
+        b_sum = tl.sum(b_exp, axis=1)
+    b_weight = tl.where(b_bad[:, None] > 0, float("nan"), b_value / b_sum[:, None])  # an overflow must stay visible
+    o_tk = o_t[:, None] * K + o_k[None, :]
+    m_tk = m_t[:, None] & (o_k < K)[None, :]
+    tl.store(weights_ptr + o_tk, b_weight, mask=m_tk)
+    tl.store(experts_ptr + o_tk, b_expert, mask=m_tk)
+    b_count = tl.sum(tl.where(m_t[:, None], b_chosen, 0), axis=0)
+    tl.store(partial_ptr + i_b * E + o_e, b_count, mask=o_e < E)
+
+
+@triton.jit
+def _moe_scan(
+    partial_ptr, base_ptr, counts_ptr, offsets_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """counts, offsets, and the first slot of each (block of tokens, expert)"""
+    o_e = tl.arange(0, BLOCK_E)
+    o_b = tl.arange(0, BLOCK_B)
+    m_e = o_e < E
+    b_count = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for i_b in range(0, num_blocks, BLOCK_B):
+        m_be = (i_b + o_b < num_blocks)[:, None] & m_e[None, :]
+        b_count += tl.sum(tl.load(partial_ptr + (i_b + o_b)[:, None] * E + o_e[None, :], mask=m_be, other=0), axis=0)
+    b_end = tl.cumsum(b_count, axis=0)
+    tl.store(counts_ptr + o_e, b_count, mask=m_e)
+    tl.store(offsets_ptr + o_e + 1, b_end, mask=m_e)
+    tl.store(offsets_ptr + o_e, tl.zeros([BLOCK_E], dtype=tl.int32), mask=o_e == 0)
+    b_next = b_end - b_count
+    for i_b in range(0, num_blocks, BLOCK_B):
+        m_be = (i_b + o_b < num_blocks)[:, None] & m_e[None, :]
+        o_be = (i_b + o_b)[:, None] * E + o_e[None, :]
+        b_partial = tl.load(partial_ptr + o_be, mask=m_be, other=0)
+        b_base = b_next[None, :] + tl.cumsum(b_partial, axis=0) - b_partial
+        tl.store(base_ptr + o_be, b_base, mask=m_be)
+        b_next += tl.sum(b_partial, axis=0)
+
+
+@triton.jit
+def _moe_place(
+    experts_ptr, base_ptr, order_ptr, position_ptr, T, E,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """slots of a block of tokens: the block's base plus the rank of the token among those that chose the expert"""
+    i_b = tl.program_id(0).to(tl.int64)
+    o_t = i_b * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_e = tl.arange(0, BLOCK_E)
+    m_t = o_t < T
+    b_chosen = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.int32)
+    for k in tl.static_range(K):
+        b_expert = tl.load(experts_ptr + o_t * K + k, mask=m_t, other=-1)
+        b_chosen += tl.where(o_e[None, :] == b_expert[:, None], 1, 0)
+    b_base = tl.load(base_ptr + i_b * E + o_e, mask=o_e < E, other=0)
+    b_slot = b_base[None, :] + tl.cumsum(b_chosen, axis=0) - b_chosen
+    for k in tl.static_range(K):
+        b_expert = tl.load(experts_ptr + o_t * K + k, mask=m_t, other=-1)
+        b_position = tl.sum(tl.where(o_e[None, :] == b_expert[:, None], b_slot, 0), axis=1)
+        tl.store(position_ptr + o_t * K + k, b_position, mask=m_t)
+        tl.store(order_ptr + b_position, (o_t * K + k).to(tl.int32), mask=m_t)
+
+
+@triton.jit
+def _moe_route_bwd(
+    d_weights_ptr, weights_ptr, experts_ptr, logits_ptr, d_logits_ptr, T, E,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """d_logits of a block of tokens from d_weights"""
+    o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_e = tl.arange(0, BLOCK_E)
+    m_t = o_t < T
+    o_te = o_t[:, None] * E + o_e[None, :]
+    m_te = m_t[:, None] & (o_e < E)[None, :]
+    b_mean = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for k in tl.static_range(K):
+        b_weight = tl.load(weights_ptr + o_t * K + k, mask=m_t, other=0.0)
+        b_mean += b_weight * tl.load(d_weights_ptr + o_t * K + k, mask=m_t, other=0.0)
+    b_d = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
+    if not NORMALISE:
+        b_logits = tl.load(logits_ptr + o_te, mask=m_te, other=float("-inf")).to(tl.float32)
+        b_logits = tl.where(m_t[:, None], b_logits, 0.0)
+        b_exp = tl.exp(b_logits - tl.max(b_logits, axis=1)[:, None])
+        b_d -= b_exp / tl.sum(b_exp, axis=1)[:, None] * b_mean[:, None]
+        b_mean = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for k in tl.static_range(K):
+        b_expert = tl.load(experts_ptr + o_t * K + k, mask=m_t, other=-1)
+        b_weight = tl.load(weights_ptr + o_t * K + k, mask=m_t, other=0.0)
+        b_term = b_weight * (tl.load(d_weights_ptr + o_t * K + k, mask=m_t, other=0.0) - b_mean)
+        b_d += tl.where(o_e[None, :] == b_expert[:, None], b_term[:, None], 0.0)
+    tl.store(d_logits_ptr + o_te, cast(b_d, d_logits_ptr.dtype.element_ty), mask=m_te)
+
+
+def _blocks(E: int) -> tuple[int, int]:
+    """(tokens, padded experts) per program."""
+    block_e = max(16, triton.next_power_of_2(E))
+    return min(128, max(4, TILE // block_e)), block_e
+
+
+def _empty(logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    """weights, experts, counts, offsets, order, position: uninitialised."""
+    T, E = logits.shape
+    int32 = {"dtype": torch.int32, "device": logits.device}
+    return (
+        torch.empty(T, top_k, dtype=torch.float32, device=logits.device),
+        torch.empty(T, top_k, **int32),
+        torch.empty(E, **int32),
+        torch.empty(E + 1, **int32),
+        torch.empty(T * top_k, **int32),
+        torch.empty(T, top_k, **int32),
+    )
+
+
+def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ...]:
+    (T, E), outputs = logits.shape, _empty(logits, top_k)
+    weights, experts, counts, offsets, order, position = outputs
+    block_t, block_e = _blocks(E)
+    num_blocks = triton.cdiv(T, block_t)
+    partial, base = torch.empty(2, num_blocks, E, dtype=torch.int32, device=logits.device)
+    sizes = {"K": top_k, "BLOCK_T": block_t, "BLOCK_E": block_e}
+    if num_blocks:
+        _moe_choose[(num_blocks,)](
+            logits, weights, experts, partial, T, E, **sizes, BLOCK_K=triton.next_power_of_2(top_k), NORMALISE=normalise,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    _moe_scan[(1,)](partial, base, counts, offsets, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=block_e, num_warps=8)
+    if num_blocks:
+        _moe_place[(num_blocks,)](experts, base, order, position, T, E, **sizes, num_warps=4)
+    return outputs
+
+
+def _launch_bwd(d_weights: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, normalise: bool) -> Tensor:
+    (T, E), d_logits = logits.shape, torch.empty_like(logits)
+    block_t, block_e = _blocks(E)
+    if T:
+        _moe_route_bwd[(triton.cdiv(T, block_t),)](
+            d_weights, weights, experts, logits, d_logits, T, E, K=weights.shape[1], BLOCK_T=block_t, BLOCK_E=block_e,
+            NORMALISE=normalise, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return d_logits
+
+
+def _weights(logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(weights, experts int64) in plain torch; equal logits are taken in index order."""
+    logits = logits.to(compute_dtype(logits))
+    best, experts = logits.sort(dim=1, descending=True, stable=True)
+    experts = experts[:, :top_k]
+    weights = best[:, :top_k].softmax(dim=1) if normalise else logits.softmax(dim=1).gather(1, experts)
+    return weights, experts
+
+
+def _slots(experts: Tensor, *, num_experts: int) -> tuple[Tensor, ...]:
+    """counts, offsets, order, position of chosen experts [T, k]."""
+    flat = experts.flatten()
+    order = flat.sort(stable=True).indices
+    counts = torch.bincount(flat, minlength=num_experts)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return counts.int(), offsets.int(), order.int(), position.view(experts.shape).int()
+
+
+def _cpu_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ...]:
+    weights, experts = _weights(logits, top_k=top_k, normalise=normalise)
+    return weights.float(), experts.int(), *_slots(experts, num_experts=logits.shape[1])
+
+
+def _cpu_bwd(d_weights: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, normalise: bool) -> Tensor:
+    mean = (weights * d_weights).sum(dim=1, keepdim=True)
+    if normalise:
+        d_logits = torch.zeros(logits.shape).scatter_(1, experts.long(), weights * (d_weights - mean))
+    else:
+        d_logits = (logits.float().softmax(dim=1) * -mean).scatter_add_(1, experts.long(), weights * d_weights)
+    return d_logits.to(logits.dtype)
+
+
+_forward = register(
+    "moe_route(Tensor logits, int top_k, bool normalise) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    triton=_launch_fwd,
+    cpu=_cpu_fwd,
+    fake=lambda logits, top_k, normalise: _empty(logits, top_k),
+)
+_backward = register(
+    "moe_route_backward(Tensor d_weights, Tensor weights, Tensor experts, Tensor logits, bool normalise) -> Tensor",
+    triton=_launch_bwd,
+    cpu=_cpu_bwd,
+    fake=lambda d_weights, weights, experts, logits, normalise: torch.empty_like(logits),
+)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, top_k, normalise):
+        weights, experts, *slots = _forward(logits, top_k, normalise)
+        ctx.save_for_backward(weights, experts, logits)
+        ctx.normalise = normalise
+        ctx.mark_non_differentiable(experts, *slots)
+        return weights, experts, *slots
+
+    @staticmethod
+    def backward(ctx, d_weights, *_):
+        return _backward(d_weights.contiguous(), *ctx.saved_tensors, ctx.normalise), None, None
+
+
+def moe_route(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
+    """Choose `top_k` of the E experts for each token from `logits` [T, E] (float32, float16 or bfloat16).
+
+    Ties go to the lower index. With `normalise` the weights of a token sum to one. Everything stays on the device; the
+    gradient flows to logits through the weights. E is at most 1024 and top_k at most E.
+    """
+    if logits.dim() != 2 or not 0 < top_k <= logits.shape[1] <= MAX_EXPERTS:
+        raise ValueError(
+            f"moe_route: logits {tuple(logits.shape)} must be [T, E] with top_k={top_k} <= E <= {MAX_EXPERTS}"
+        )
+    if use_reference():
+        return moe_route_reference(logits, top_k=top_k, normalise=normalise)
+    weights, experts, counts, offsets, order, position = _Route.apply(logits.contiguous(), top_k, normalise)
+    return Routing(weights=weights, experts=experts, counts=counts, offsets=offsets, order=order, position=position)
+
+
+def moe_route_reference(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
+    """The same with a stable sort, softmax and bincount."""
+    weights, experts = _weights(logits, top_k=top_k, normalise=normalise)
+    counts, offsets, order, position = _slots(experts, num_experts=logits.shape[1])
+    return Routing(
+        weights=weights, experts=experts.int(), counts=counts, offsets=offsets, order=order, position=position
+    )
+
+
+def _compared(route):
+    """The routing as a tuple of float tensors, the integers exact in them."""
+
+    def run(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ...]:
+        r = route(logits, top_k=top_k, normalise=normalise)
+        return r.weights, *(x.to(torch.float64) for x in (r.experts, r.counts, r.offsets, r.order, r.position))
+
+    return run
+
+
+def _make_inputs(shape, *, dtype, device, top_k=2, normalise=True) -> dict[str, object]:
+    return {
+        "logits": torch.randn(shape, device=device).to(dtype),
+        "top_k": min(top_k, shape[1]),
+        "normalise": normalise,
+    }
+
+
+def _aot(kernel, *, E: int, K: int, **budget) -> AotCase:
+    block_t, block_e = _blocks(E)
+    types = {"logits_ptr": "*bf16", "d_logits_ptr": "*bf16", "T": "i32", "E": "i32", "num_blocks": "i32"}
+    types |= {"weights_ptr": "*fp32", "d_weights_ptr": "*fp32"}
+    values = {
+        "K": K, "BLOCK_K": triton.next_power_of_2(K), "BLOCK_T": block_t, "BLOCK_E": block_e, "NORMALISE": True,
+        "BLOCK_B": SCAN_ROWS,
+    }  # fmt: skip
+    names = [name for name in kernel.arg_names if name not in values]
+    return AotCase(
+        kernel=kernel,
+        variant=f"E={E},K={K}",
+        signature={name: types.get(name, "*i32") for name in names},
+        constexprs={name: values[name] for name in kernel.arg_names if name in values},
+        divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or name == "E"),
+        num_warps=8 if kernel is _moe_scan else 4,
+        **budget,
+    )
+
+
+SPEC = OpSpec(
+    name="moe_route",
+    op=_compared(moe_route),
+    reference=_compared(moe_route_reference),
+    make_inputs=_make_inputs,
+    differentiable=("logits",),
+    small_shapes=((1, 3), (37, 5), (300, 17)),
+    bench_shapes=((32768, 128),),
+    variants=({}, {"top_k": 1, "normalise": False}, {"top_k": 4, "normalise": False}),
+    num_bytes=lambda shape, itemsize: shape[0] * (shape[1] * itemsize + 2 * 16),  # logits in; four words per choice out
+    num_flops=lambda shape: 5 * shape[0] * shape[1],
+    aot=(
+        _aot(_moe_choose, E=128, K=8, max_registers=255, vector_store_bytes=0),
+        _aot(_moe_scan, E=128, K=8, max_registers=128),
+        # Choices are read and slots written token by token: the traffic is K words per token, not a row.
+        _aot(_moe_place, E=128, K=8, max_registers=255, vector_load_bytes=0, vector_store_bytes=0),
+        _aot(_moe_route_bwd, E=128, K=8, max_registers=255, vector_load_bytes=0),
+    ),
+)
