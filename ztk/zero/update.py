@@ -100,8 +100,9 @@ class ShardUpdate:
             self._update_all(control, clock=PhaseClock())
         except BaseException as error:
             for bucket in self._buckets:
-                if not bucket.updated.done():
-                    bucket.updated.set_exception(error)
+                updated = bucket.updated  # None: done and already waited for
+                if updated is not None and not updated.done():
+                    updated.set_exception(error)
             raise
 
     def _update_all(self, control: Tensor, *, clock: PhaseClock) -> None:

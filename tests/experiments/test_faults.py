@@ -1,0 +1,123 @@
+"""Faults in the real main job: the first cause is shown, the others stop within seconds, nothing saved is lost."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+SMALL = ("model.layers=2", "model.dim=64", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=128")
+QUICK = (*SMALL, "train.micro_batch_size=2", "data.seq_len=32", "train.eval_every=0", "train.eval_batches=1")
+PLAIN = (*QUICK, "scheduler=constant", "scheduler.warmup_steps=0", "logger=disabled")
+NVME = ("zero=stage3", "offload=nvme", "offload.buffer_bytes=1048576")
+
+
+def command(*arguments: str, fault: dict | None) -> list[str]:
+    planted = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=faulty") if fault else ()
+    return [sys.executable, str(CHECKOUT / "run.py"), *planted, *PLAIN, *arguments]
+
+
+def run(*arguments: str, cwd: Path, fault: dict | None = None) -> subprocess.CompletedProcess:
+    environment = os.environ | {"FAULT": json.dumps(fault), "PYTHONPATH": str(CHECKOUT)}
+    return subprocess.run(
+        command(*arguments, fault=fault), cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def folder_of(cwd: Path) -> Path:
+    return sorted(file.parent for file in cwd.rglob("overrides.json"))[-1]
+
+
+def summary_of(cwd: Path) -> dict:
+    return json.loads((folder_of(cwd) / "summary.json").read_text())
+
+
+def assert_all_stopped(folder: Path) -> None:
+    for file in folder.glob("pid*"):
+        assert not Path("/proc", file.read_text()).exists(), f"{file.name} still runs"
+
+
+@pytest.mark.parametrize(
+    "where, count", [("forward", 4), ("backward", 9), ("optimizer", 9), ("checkpoint", 3)], ids=lambda value: str(value)
+)
+def test_a_killed_rank_stops_the_run_and_is_named(tmp_path, where, count):
+    fault = {"rank": 1, "where": where, "count": count, "how": "kill"}
+    done = run(*NVME, "train.steps=500", "checkpoint.every=2", cwd=tmp_path, fault=fault)
+    ended = time.time()
+    folder = folder_of(tmp_path)
+    assert done.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+    assert ended - float((folder / "struck").read_text()) < 5 + 2  # 5 s to stop the others, the rest to tear down and print
+    assert summary_of(tmp_path)["status"] == "failed" and "SIGKILL" in summary_of(tmp_path)["error"]
+    assert_all_stopped(folder)
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_what_was_saved_before_a_kill_continues_to_the_same_bits(tmp_path):
+    whole, broken, resumed = tmp_path / "whole", tmp_path / "broken", tmp_path / "resumed"
+    for folder in (whole, broken, resumed):
+        folder.mkdir()
+    assert run(*NVME, "train.steps=8", cwd=whole).returncode == 0
+    fault = {"rank": 0, "where": "checkpoint", "count": 9, "how": "kill"}
+    assert run(*NVME, "train.steps=500", "checkpoint.every=2", cwd=broken, fault=fault).returncode == 1
+    done = run(*NVME, "train.steps=8", f"checkpoint.resume={folder_of(broken)}", cwd=resumed)
+    assert done.returncode == 0, done.stderr
+    expected, found = rows(whole), rows(resumed)
+    assert 0 < len(found) < len(expected)
+    for step, row in found.items():
+        assert (row["loss"], row["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"])
+
+
+def rows(cwd: Path) -> dict[int, dict]:
+    lines = (folder_of(cwd) / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def test_an_exception_is_shown_as_itself(tmp_path):
+    """The optimizer runs in a thread behind the forward here; its error ends the run all the same."""
+    fault = {"rank": 1, "where": "optimizer", "count": 9, "how": "raise"}
+    done = run(*NVME, "train.steps=500", cwd=tmp_path, fault=fault)
+    assert done.returncode == 1 and "rank 1: ArithmeticError: planted" in done.stderr
+    assert_all_stopped(folder_of(tmp_path))
+
+
+def test_nan_on_one_rank_ends_all_ranks_and_names_a_parameter(tmp_path):
+    done = run("train.steps=500", cwd=tmp_path, fault={"rank": 1, "where": "forward", "count": 3, "how": "nan"})
+    assert done.returncode == 1
+    assert re.search(r"FloatingPointError: step 2: the gradient of [\w.]+ is not finite", done.stderr), done.stderr
+
+
+def test_an_offload_folder_that_cannot_be_written_is_named_with_a_mend(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    done = run(*NVME, f"offload.nvme_path={tmp_path}/file", "train.steps=2", cwd=tmp_path)
+    assert done.returncode in (1, 2) and "offload.nvme_path" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
+def test_an_interrupt_leaves_no_process_and_a_record(tmp_path, how):
+    environment = os.environ | {"FAULT": json.dumps({"rank": -1}), "PYTHONPATH": str(CHECKOUT)}
+    running = subprocess.Popen(
+        command(*NVME, "train.steps=100000", fault={"rank": -1}),
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    while not any(file.stat().st_size for file in tmp_path.rglob("metrics.jsonl")):
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.1)
+    running.send_signal(how)
+    start = time.monotonic()
+    running.communicate(timeout=60)
+    assert time.monotonic() - start < 7
+    assert running.returncode == (130 if how == signal.SIGINT else 143)
+    assert_all_stopped(folder_of(tmp_path))
+    assert summary_of(tmp_path)["status"] == "failed"
