@@ -87,7 +87,9 @@ def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
     if difference.numel() == 0:
         return 0.0, 0.0
     rms_scale = scale.square().mean().sqrt().clamp_min(1e-30)
-    return (difference.square().mean().sqrt() / rms_scale).item(), (difference.abs().max() / scale.abs().max().clamp_min(1e-30)).item()
+    return (difference.square().mean().sqrt() / rms_scale).item(), (
+        difference.abs().max() / scale.abs().max().clamp_min(1e-30)
+    ).item()
 
 
 def assert_close(name: str, actual: Tensor, expected: Tensor, *, ulps: float) -> None:
@@ -101,7 +103,9 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, *, ulps: float) ->
     assert torch.equal(actual.isinf(), expected.isinf()), f"{name}: infinities differ"
     rms, worst = errors(actual, expected)
     eps = torch.finfo(expected.dtype).eps
-    assert rms <= ulps * eps and worst <= WORST_OVER_RMS * ulps * eps, f"{name}: rms {rms / eps:.2f} eps, worst {worst / eps:.2f} eps"
+    assert rms <= ulps * eps and worst <= WORST_OVER_RMS * ulps * eps, (
+        f"{name}: rms {rms / eps:.2f} eps, worst {worst / eps:.2f} eps"
+    )
 
 
 def check_against_reference(spec, shape, variant, dtype) -> None:
@@ -137,10 +141,14 @@ def check_error_ratio(spec, shape, variant, dtype) -> None:
         ours, theirs = errors(actual[name], value), errors(eager[name], value)
         floors = (eps / 4, eps / 2)  # rounding the output once does no better
         for kind, mine, other, floor in zip(("rms", "worst"), ours, theirs, floors, strict=True):
-            assert mine <= spec.error_ratio * max(other, floor), f"{name}: {kind} {mine / eps:.2f} eps, eager {other / eps:.2f}"
+            assert mine <= spec.error_ratio * max(other, floor), (
+                f"{name}: {kind} {mine / eps:.2f} eps, eager {other / eps:.2f}"
+            )
 
 
-WITH_EAGER = [c for c in cases(lambda s: tuple(d for d in s.dtypes if d != torch.float32)) if c.values[0].eager is not None]
+WITH_EAGER = [
+    c for c in cases(lambda s: tuple(d for d in s.dtypes if d != torch.float32)) if c.values[0].eager is not None
+]
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

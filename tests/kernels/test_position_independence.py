@@ -23,7 +23,14 @@ def threads(request):
 
 
 def adamw_step(tensors, control):
-    adamw(tensors["p"], grad=tensors["g"], exp_avg=tensors["m"], exp_avg_sq=tensors["v"], control=control, out=tensors["out"])
+    adamw(
+        tensors["p"],
+        grad=tensors["g"],
+        exp_avg=tensors["m"],
+        exp_avg_sq=tensors["v"],
+        control=control,
+        out=tensors["out"],
+    )
 
 
 def adam_step(tensors, control):
@@ -33,7 +40,14 @@ def adam_step(tensors, control):
 
 
 def sgd_step(tensors, control):
-    sgd(tensors["p"], grad=tensors["g"], momentum_buffer=tensors["m"], control=control, out=tensors["out"], nesterov=True)
+    sgd(
+        tensors["p"],
+        grad=tensors["g"],
+        momentum_buffer=tensors["m"],
+        control=control,
+        out=tensors["out"],
+        nesterov=True,
+    )
 
 
 def lion_step(tensors, control):

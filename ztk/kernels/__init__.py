@@ -14,6 +14,7 @@ from ztk.kernels import flat as _flat_ops
 from ztk.kernels import geglu as _geglu
 from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
+from ztk.kernels import linear_cross_entropy as _linear_cross_entropy
 from ztk.kernels import lion as _lion
 from ztk.kernels import moe_routing as _moe_routing
 from ztk.kernels import quantize as _quantize
@@ -46,6 +47,7 @@ from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.geglu import geglu
 from ztk.kernels.grouped_gemm import grouped_matmul, moe_combine
 from ztk.kernels.layer_norm import layer_norm
+from ztk.kernels.linear_cross_entropy import linear_cross_entropy
 from ztk.kernels.lion import lion
 from ztk.kernels.moe_routing import Routing, moe_route
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
@@ -82,6 +84,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _moe_routing.SPEC,
     _grouped_gemm.SPEC,
     _grouped_gemm.COMBINE_SPEC,
+    _linear_cross_entropy.SPEC,
 )
 
 __all__ = [
@@ -113,6 +116,7 @@ __all__ = [
     "get_backend",
     "grouped_matmul",
     "layer_norm",
+    "linear_cross_entropy",
     "lion",
     "moe_combine",
     "moe_route",

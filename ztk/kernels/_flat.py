@@ -36,7 +36,9 @@ def check_flat(
         if tensor.device != master.device:
             raise ValueError(f"{op}: {name} is on {tensor.device} and master on {master.device}; move one of them")
     if control.shape != (CONTROL_COLUMNS,) or control.dtype != torch.float32:
-        raise ValueError(f"{op}: control is {tuple(control.shape)} {control.dtype}; pass one row float32 [{CONTROL_COLUMNS}]")
+        raise ValueError(
+            f"{op}: control is {tuple(control.shape)} {control.dtype}; pass one row float32 [{CONTROL_COLUMNS}]"
+        )
 
 
 def control_row(

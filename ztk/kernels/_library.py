@@ -15,7 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-LIBRARY = torch.library.Library("ztk", "DEF")
+NAMESPACE = "ztk"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 WARP_SIZE = 64 if torch.version.hip else 32
 
 
@@ -72,8 +73,8 @@ def register(schema: str, *, triton: Callable, cpu: Callable, fake: Callable) ->
     LIBRARY.define(schema)
     LIBRARY.impl(name, _cpu_entry(name, triton=triton, cpu=cpu), "CPU")
     LIBRARY.impl(name, _cuda_entry(triton), "CUDA")
-    torch.library.register_fake(f"ztk::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.ztk, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _cpu_entry(name: str, *, triton: Callable, cpu: Callable) -> Callable:

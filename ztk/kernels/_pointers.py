@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # elements of one tensor that one program copies
-MAX_VECTOR = 8  # elements of a 16-byte access of 16-bit values; offsets and sizes of this multiple vectorise for any dtype
+MAX_VECTOR = (
+    8  # elements of a 16-byte access of 16-bit values; offsets and sizes of this multiple vectorise for any dtype
+)
 CACHED_TABLES = 64
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -80,7 +80,9 @@ class OpSpec:
     aot: tuple[AotCase, ...]
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     interpreted_dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES  # without bfloat16 when the kernel uses tl.dot
-    tolerance_ulps: float = 2.0  # root mean square error in eps of the output dtype; the worst element may be 32 times that
+    tolerance_ulps: float = (
+        2.0  # root mean square error in eps of the output dtype; the worst element may be 32 times that
+    )
     error_ratio: float = 1.5
 
 

@@ -78,7 +78,13 @@ def _adamw(
 
 
 def _launch(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, control: Tensor, out: Tensor | None, decoupled: bool
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    control: Tensor,
+    out: Tensor | None,
+    decoupled: bool,
 ) -> None:
     N = master.numel()
     if N:
@@ -92,7 +98,13 @@ _NEVER = torch.tensor(1e30, device="cpu")  # a step count at which beta^step is 
 
 
 def _cpu(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, control: Tensor, out: Tensor | None, decoupled: bool
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    control: Tensor,
+    out: Tensor | None,
+    decoupled: bool,
 ) -> None:
     # torch's fused kernel works in 16-element units, so on partitions of whole units it is a function of the element
     # alone. Its bias corrections are folded into lr, eps and weight_decay instead of a step count.
@@ -145,7 +157,9 @@ def adamw(
     16. The result for an element depends on that element and `control` alone, so any partition of a buffer into
     multiples of 16 gives the same bits as the whole. With control.skip nothing is written.
     """
-    check_flat("adamw", master, grad=grad, states={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, control=control, out=out)
+    check_flat(
+        "adamw", master, grad=grad, states={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, control=control, out=out
+    )
     if use_reference():
         adamw_reference(
             master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control, out=out, decoupled=decoupled
@@ -198,7 +212,9 @@ def _make_inputs(
         "exp_avg": torch.randn(n, device=device) * 0.1,
         "exp_avg_sq": torch.rand(n, device=device) * 0.01,
         "control": control_row(skip=skip, step=step, device=device),
-        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device) if with_out else None,
+        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device)
+        if with_out
+        else None,
         "decoupled": decoupled,
     }
 
@@ -209,7 +225,7 @@ def _aot_case(*, grad: str, out: bool) -> AotCase:
     return AotCase(
         kernel=_adamw,
         variant=f"{grad} grad{', out' if out else ''}",
-        signature={name: "*fp32" for name in pointers} | {"grad_ptr": f"*{grad}", "out_ptr": "*bf16", "N": "i64"},
+        signature=dict.fromkeys(pointers, "*fp32") | {"grad_ptr": f"*{grad}", "out_ptr": "*bf16", "N": "i64"},
         constexprs=constexprs | {"BLOCK": 4 * 32 * NUM_WARPS},
         hip_constexprs={"BLOCK": 4 * 64 * NUM_WARPS},
         divisible_by_16=(*pointers, "N"),

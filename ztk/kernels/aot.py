@@ -230,9 +230,7 @@ def _failed(case: AotCase, *, op: str, arch: str, error: Exception) -> AotRow:
     )  # fmt: skip
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     reason = " ".join(line.strip() for line in text[:4])[:400]
-    return AotRow(
-        op=op, kernel=case.name, arch=arch, **numbers, instructions_per_element=None, ok=False, reason=reason
-    )
+    return AotRow(op=op, kernel=case.name, arch=arch, **numbers, instructions_per_element=None, ok=False, reason=reason)
 
 
 def _compile_index(job: tuple[int, int, str]) -> AotRow:
@@ -258,7 +256,21 @@ def report(*, ops: str = "", archs: tuple[str, ...] = TARGETS, jobs: int | None 
 
 def table(rows: list[AotRow]) -> str:
     """The report as text for people."""
-    header = ("kernel", "arch", "regs", "stack", "spills", "shared", "ld16", "st16", "bar", "mma", "instr", "/elem", "verdict")
+    header = (
+        "kernel",
+        "arch",
+        "regs",
+        "stack",
+        "spills",
+        "shared",
+        "ld16",
+        "st16",
+        "bar",
+        "mma",
+        "instr",
+        "/elem",
+        "verdict",
+    )
     lines = [header]
     for r in rows:
         per_element = "" if r.instructions_per_element is None else f"{r.instructions_per_element:g}"
@@ -269,7 +281,13 @@ def table(rows: list[AotRow]) -> str:
         )  # fmt: skip
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(header) - 1)]
     return "\n".join(
-        "  ".join([str(line[0]).ljust(widths[0]), *(str(c).rjust(w) for c, w in zip(line[1:-1], widths[1:], strict=True)), line[-1]])
+        "  ".join(
+            [
+                str(line[0]).ljust(widths[0]),
+                *(str(c).rjust(w) for c, w in zip(line[1:-1], widths[1:], strict=True)),
+                line[-1],
+            ]
+        )
         for line in lines
     )
 

@@ -60,13 +60,17 @@ _op = register(
     cpu=copy_scaled,
     fake=lambda src, out, scale: None,
 )
+
+
 def cast_copy(src: Tensor, *, out: Tensor, scale: Tensor | None = None) -> None:
     """out = src, cast to the dtype of out; times the float32 device scalar `scale` [1] in float32 when given.
 
     src and out: flat, contiguous, equally long, on one device.
     """
     if src.dim() != 1 or out.shape != src.shape or not (src.is_contiguous() and out.is_contiguous()):
-        raise ValueError(f"cast_copy: src {tuple(src.shape)} and out {tuple(out.shape)} must be flat, contiguous, same length")
+        raise ValueError(
+            f"cast_copy: src {tuple(src.shape)} and out {tuple(out.shape)} must be flat, contiguous, same length"
+        )
     if use_reference():
         cast_copy_reference(src, out=out, scale=scale)
     else:
@@ -80,7 +84,12 @@ def cast_copy_reference(src: Tensor, *, out: Tensor, scale: Tensor | None = None
 
 
 def _make_inputs(
-    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, out_dtype: torch.dtype | None = None, scaled: bool = False
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    out_dtype: torch.dtype | None = None,
+    scaled: bool = False,
 ) -> dict[str, object]:
     return {
         "src": torch.randn(shape, device=device).to(dtype),

@@ -17,14 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
+from ztk.kernels import _cross_entropy_cpu
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 ELEMENTS_PER_WARP = 1024  # four 16-byte loads of a 16-bit type in flight per thread
 LONG_ROW = 65536
-SMALLEST_PROBABILITY = 1e-30  # CPU: far above float32's subnormals, whose logarithms are coarse
 REDUCTIONS = ("mean", "sum", "none")
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit, yet finite: differences of maxima stay free of NaN
@@ -128,7 +127,13 @@ def _block(V: int, *, smoothing: bool = False) -> tuple[int, int]:
 
 
 def _launch_fwd_into(
-    grad: Tensor | None, logits: Tensor, target: Tensor, weight: Tensor, ignore_index: int, z_loss: float, smoothing: float
+    grad: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     M, V = logits.shape
     loss, lse = (torch.empty(M, dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -177,103 +182,32 @@ def _launch_scale(x: Tensor, scale: Tensor) -> None:
         )
 
 
-def _cpu_rows(
-    logits: Tensor, target: Tensor, *, ignore_index: int, z_loss: float, smoothing: float, grad: Tensor | None,
-    weight: float | Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """loss and lse per row, and weight * d_x into `grad` when given, in pieces of whole rows.
-
-    torch's softmax is 2.5 times as fast as its exp, so the row's lse is found from the target's probability:
-    lse = x[target] - log(p[target]), unless that probability is too small to carry it.
-    """
-    M, V = logits.shape
-    loss, lse = (torch.empty(M, dtype=torch.float32, device="cpu") for _ in range(2))
-    is_target = target != ignore_index
-    index = torch.where(is_target, target, 0)
-    rows = 4 * rows_per_piece(V)
-    for start in range(0, M, rows):
-        cut = slice(start, start + rows)
-        x = scaled_float32(logits[cut].view(-1), scale=1.0, slot=0).view(-1, V)
-        p = torch._softmax(x, 1, False, out=scratch(x.numel(), slot=1).view(-1, V))
-        column = index[cut, None]
-        x_target, p_target = x.gather(1, column)[:, 0], p.gather(1, column)[:, 0]
-        if p_target.min() > SMALLEST_PROBABILITY:
-            row_lse = torch.sub(x_target, p_target.log_(), out=lse[cut])
-        else:
-            row_lse = lse[cut].copy_(torch.logsumexp(x, dim=1))
-        row_loss = torch.sub(row_lse, x_target, alpha=1 - smoothing, out=loss[cut])
-        if smoothing:
-            row_loss.sub_(x.mean(dim=1), alpha=smoothing)
-        if z_loss:
-            row_loss.addcmul_(row_lse, row_lse, value=z_loss)
-        if grad is None:
-            continue
-        w = is_target[cut] * (weight if isinstance(weight, float) else weight[cut])
-        scale = w * (1 + 2 * z_loss * row_lse) if z_loss else w
-        target_grad = grad[cut] if grad.dtype == torch.float32 else p
-        torch.mul(p, scale[:, None], out=target_grad)
-        if smoothing:
-            target_grad.sub_((w * (smoothing / V))[:, None])
-        target_grad.scatter_add_(1, column, (w * (smoothing - 1))[:, None])
-        if target_grad is p:
-            grad[cut].copy_(p)
-    loss.mul_(is_target)
-    return loss, lse
-
-
-def _cpu_fwd(logits: Tensor, target: Tensor, ignore_index: int, z_loss: float, smoothing: float) -> tuple[Tensor, Tensor]:
-    return _cpu_rows(
-        logits, target, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, grad=None, weight=1.0
-    )
-
-
-def _cpu_fwd_in_place(
-    logits: Tensor, target: Tensor, weight: Tensor, ignore_index: int, z_loss: float, smoothing: float
-) -> Tensor:
-    return _cpu_rows(
-        logits, target, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, grad=logits, weight=weight.item()
-    )[0]
-
-
-def _cpu_bwd(
-    logits: Tensor, target: Tensor, lse: Tensor, d_loss: Tensor, ignore_index: int, z_loss: float, smoothing: float
-) -> Tensor:
-    grad = torch.empty_like(logits)
-    weight = d_loss if d_loss.numel() > 1 else d_loss.item()
-    _cpu_rows(
-        logits, target, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, grad=grad, weight=weight
-    )
-    return grad
-
-
-def _cpu_scale(x: Tensor, scale: Tensor) -> None:
-    if scale.numel() > 1:
-        x.copy_(x.float() * scale[:, None])
-    elif scale.item() != 1.0:
-        x.mul_(scale.item())
-
-
 _OPTIONS = "int ignore_index, float z_loss, float smoothing"
 _forward = register(
     f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) -> (Tensor, Tensor)",
     triton=_launch_fwd,
-    cpu=_cpu_fwd,
-    fake=lambda logits, target, *options: tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2)),
+    cpu=_cross_entropy_cpu.fwd,
+    fake=lambda logits, target, *options: tuple(
+        logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2)
+    ),
 )
 _forward_in_place = register(
     f"cross_entropy_in_place(Tensor(a!) logits, Tensor target, Tensor weight, {_OPTIONS}) -> Tensor",
     triton=_launch_fwd_in_place,
-    cpu=_cpu_fwd_in_place,
+    cpu=_cross_entropy_cpu.fwd_in_place,
     fake=lambda logits, target, weight, *options: logits.new_empty(logits.shape[0], dtype=torch.float32),
 )
 _backward = register(
     f"cross_entropy_backward(Tensor logits, Tensor target, Tensor lse, Tensor d_loss, {_OPTIONS}) -> Tensor",
     triton=_launch_bwd,
-    cpu=_cpu_bwd,
+    cpu=_cross_entropy_cpu.bwd,
     fake=lambda logits, target, lse, d_loss, *options: torch.empty_like(logits),
 )
 _scale = register(
-    "scale_rows(Tensor(a!) x, Tensor scale) -> ()", triton=_launch_scale, cpu=_cpu_scale, fake=lambda x, scale: None
+    "scale_rows(Tensor(a!) x, Tensor scale) -> ()",
+    triton=_launch_scale,
+    cpu=_cross_entropy_cpu.scale,
+    fake=lambda x, scale: None,
 )
 
 
@@ -339,7 +273,12 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if use_reference():
         return cross_entropy_reference(
-            logits, target, ignore_index=ignore_index, z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction
+            logits,
+            target,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
         )
     rows, flat_target = logits.reshape(-1, logits.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     options = (ignore_index, z_loss, label_smoothing)
@@ -410,8 +349,8 @@ def _make_inputs(
 
 
 def _aot_case(kernel: object, *, V: int, **flags: bool) -> AotCase:
-    types = {name: "*fp32" for name in ("weight_ptr", "loss_ptr", "lse_ptr", "d_loss_ptr", "scale_ptr")}
-    types |= {name: "*bf16" for name in ("logits_ptr", "grad_ptr", "x_ptr")} | {"target_ptr": "*i64", "V": "i32"}
+    types = dict.fromkeys(("weight_ptr", "loss_ptr", "lse_ptr", "d_loss_ptr", "scale_ptr"), "*fp32")
+    types |= dict.fromkeys(("logits_ptr", "grad_ptr", "x_ptr"), "*bf16") | {"target_ptr": "*i64", "V": "i32"}
     types |= {"stride_d": "i32", "stride_s": "i32", "ignore_index": "i32", "z_loss": "fp32", "smoothing": "fp32"}
     block, num_warps = _block(V, smoothing=flags.get("HAS_SMOOTHING", False))
     signature = {name: types[name] for name in kernel.arg_names if name in types}

@@ -21,7 +21,6 @@ from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec
 from ztk.kernels.cast_copy import cast_copy_reference, copy_scaled
 
 
-
 def _num_warps(*tensors: Tensor) -> int:
     """Warps for which a thread copies one 16-byte access of the wider dtype, twice where the dtypes are the same."""
     narrow = tensors[0].dtype == tensors[1].dtype
@@ -187,7 +186,12 @@ def _make_inputs(shape: tuple[int, ...], *, dtype: torch.dtype, device: str) -> 
 
 
 def _gather_inputs(
-    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, scaled: bool = False, flat_dtype: torch.dtype | None = None
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    scaled: bool = False,
+    flat_dtype: torch.dtype | None = None,
 ) -> dict[str, object]:
     tensors, offsets, length = _make_inputs(shape, dtype=dtype, device=device)
     return {

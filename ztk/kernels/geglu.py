@@ -74,9 +74,7 @@ def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
     N = gate.numel()
     if N:
         grid = (triton.cdiv(N, BLOCK),)
-        _geglu_bwd[grid](
-            d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
-        )
+        _geglu_bwd[grid](d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
     return d_gate, d_up
 
 
@@ -94,9 +92,7 @@ def _cpu_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     for cut in pieces(d_out.numel()):
         torch.ops.aten.gelu.out(gate[cut], approximate="tanh", out=d_up[cut]).mul_(d_out[cut])
         torch.mul(d_out[cut], up[cut], out=d_gate[cut])
-        torch.ops.aten.gelu_backward.grad_input(
-            d_gate[cut], gate[cut], approximate="tanh", grad_input=d_gate[cut]
-        )
+        torch.ops.aten.gelu_backward.grad_input(d_gate[cut], gate[cut], approximate="tanh", grad_input=d_gate[cut])
     return results
 
 
@@ -182,7 +178,11 @@ SPEC = OpSpec(
         AotCase(
             kernel=_geglu_bwd,
             signature={
-                "d_out_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16",
+                "d_out_ptr": "*bf16",
+                "gate_ptr": "*bf16",
+                "up_ptr": "*bf16",
+                "d_gate_ptr": "*bf16",
+                "d_up_ptr": "*bf16",
                 "N": "i64",
             },  # fmt: skip
             constexprs={"BLOCK": 8 * 32 * NUM_WARPS},

@@ -34,9 +34,7 @@ _WEIGHT_DECAY = tl.constexpr(int(Control.weight_decay))
 
 
 @triton.jit
-def _lion(
-    master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr):
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + _SKIP) == 0.0:
         i_n = tl.program_id(0).to(tl.int64)
@@ -101,9 +99,7 @@ _op = register(
 )
 
 
-def lion(
-    master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None = None
-) -> None:
+def lion(master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None = None) -> None:
     """One Lion step in place.
 
     Shapes, dtypes, skipping and the independence of an element from its place are those of `adamw`.
@@ -140,7 +136,9 @@ def _make_inputs(
         "grad": torch.randn(n, device=device).to(dtype),
         "exp_avg": torch.randn(n, device=device),
         "control": control_row(skip=skip, device=device),
-        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device) if with_out else None,
+        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device)
+        if with_out
+        else None,
     }
 
 
@@ -160,7 +158,7 @@ SPEC = OpSpec(
     aot=(
         AotCase(
             kernel=_lion,
-            signature={name: "*fp32" for name in _POINTERS} | {"grad_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
+            signature=dict.fromkeys(_POINTERS, "*fp32") | {"grad_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
             constexprs={"HAS_OUT": True, "BLOCK": 4 * 32 * NUM_WARPS},
             hip_constexprs={"BLOCK": 4 * 64 * NUM_WARPS},
             divisible_by_16=(*_POINTERS, "N"),

@@ -99,9 +99,7 @@ def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
     return y, total, rstd
 
 
-def _launch_bwd(
-    d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
+def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     d_x = torch.empty_like(x)
     if M == 0:
@@ -267,7 +265,7 @@ def _aot_cases(kernel: object, pointers: tuple[str, ...], *, N: int, **flags: bo
         case = AotCase(
             kernel=kernel,
             variant=f"N={N}" + "".join(f", {name.lower()}" for name, on in flags.items() if on),
-            signature={name: "*bf16" for name in pointers} | float32 | sizes,
+            signature=dict.fromkeys(pointers, "*bf16") | float32 | sizes,
             constexprs=flags | {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n},
             divisible_by_16=(*pointers, "N"),
             targets=targets,

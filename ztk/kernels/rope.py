@@ -194,7 +194,11 @@ def _aot_case(*, interleaved: bool) -> AotCase:
         signature={"x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*bf16"}
         | dict.fromkeys(strides + sizes, "i32"),
         constexprs={
-            "INTERLEAVED": interleaved, "INVERSE": False, "HAS_TAIL": False, "BLOCK_M": 16 * 32 * NUM_WARPS // 128, "BLOCK_HALF": 64,
+            "INTERLEAVED": interleaved,
+            "INVERSE": False,
+            "HAS_TAIL": False,
+            "BLOCK_M": 16 * 32 * NUM_WARPS // 128,
+            "BLOCK_HALF": 64,
             "BLOCK_TAIL": 1,
         },  # fmt: skip
         hip_constexprs={"BLOCK_M": 16 * 64 * NUM_WARPS // 128},

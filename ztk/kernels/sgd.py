@@ -125,9 +125,7 @@ def sgd(
     if nesterov and momentum_buffer is None:
         raise ValueError("sgd: nesterov=True needs a momentum_buffer; pass one, or nesterov=False")
     if use_reference():
-        sgd_reference(
-            master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out, nesterov=nesterov
-        )
+        sgd_reference(master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out, nesterov=nesterov)
     else:
         _op(master, grad, momentum_buffer, control, out, nesterov)
 
@@ -171,7 +169,9 @@ def _make_inputs(
         "grad": torch.randn(n, device=device).to(dtype),
         "momentum_buffer": torch.randn(n, device=device) if momentum else None,
         "control": control_row(skip=skip, device=device),
-        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device) if with_out else None,
+        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device)
+        if with_out
+        else None,
         "nesterov": nesterov,
     }
 
@@ -192,7 +192,7 @@ SPEC = OpSpec(
     aot=(
         AotCase(
             kernel=_sgd,
-            signature={name: "*fp32" for name in _POINTERS} | {"grad_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
+            signature=dict.fromkeys(_POINTERS, "*fp32") | {"grad_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
             constexprs={"HAS_MOMENTUM": True, "NESTEROV": False, "HAS_OUT": True, "BLOCK": 4 * 32 * NUM_WARPS},
             hip_constexprs={"BLOCK": 4 * 64 * NUM_WARPS},
             divisible_by_16=(*_POINTERS, "N"),

@@ -25,7 +25,6 @@ from ztk.kernels._control import (
     SETTINGS_SIZE,
     STATE_SIZE,
     Control,
-    Hyper,
     Setting,
     State,
 )
@@ -138,9 +137,7 @@ def _step_control(
     tl.store(state_ptr + _GRAD_NORM, norm)
 
 
-def _launch(
-    state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, control: Tensor, settings: Tensor
-) -> None:
+def _launch(state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, control: Tensor, settings: Tensor) -> None:
     G = hyper.shape[0]
     _step_control[(1,)](
         state, sumsq, hyper, lr_table, control, settings, G, lr_table.numel(),
@@ -212,9 +209,7 @@ def _update_loss_scale(state: list[float], *, settings: list[float], found_inf: 
 
 
 def _cpu(state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, control: Tensor, settings: Tensor) -> None:
-    step_control_reference(
-        state, sumsq=sumsq, hyper=hyper, lr_table=lr_table, control=control, settings=settings
-    )
+    step_control_reference(state, sumsq=sumsq, hyper=hyper, lr_table=lr_table, control=control, settings=settings)
 
 
 _op = register(
@@ -251,9 +246,7 @@ def step_control(
     if lr_table.numel() == 0 or groups == 0:
         raise ValueError("step_control: lr_table and hyper need at least one row")
     if use_reference():
-        step_control_reference(
-            state, sumsq=sumsq, hyper=hyper, lr_table=lr_table, control=control, settings=settings
-        )
+        step_control_reference(state, sumsq=sumsq, hyper=hyper, lr_table=lr_table, control=control, settings=settings)
     else:
         _op(state, sumsq, hyper, lr_table, control, settings)
 
@@ -292,8 +285,14 @@ SPEC = OpSpec(
         AotCase(
             kernel=_step_control,
             signature={
-                "state_ptr": "*fp32", "sumsq_ptr": "*fp32", "hyper_ptr": "*fp32", "lr_table_ptr": "*fp32",
-                "control_ptr": "*fp32", "settings_ptr": "*fp32", "G": "i32", "table_size": "i32",
+                "state_ptr": "*fp32",
+                "sumsq_ptr": "*fp32",
+                "hyper_ptr": "*fp32",
+                "lr_table_ptr": "*fp32",
+                "control_ptr": "*fp32",
+                "settings_ptr": "*fp32",
+                "G": "i32",
+                "table_size": "i32",
             },  # fmt: skip
             constexprs={"BLOCK_G": 2},
             divisible_by_16=("state_ptr", "hyper_ptr", "control_ptr", "settings_ptr"),

@@ -15,7 +15,9 @@ from ztk.kernels._cpu import PIECE, UPDATE_PIECE, scaled_float32
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
-MAX_PROGRAMS = 512  # about four per multiprocessor of today's devices; a constant, so that results do not follow the device
+MAX_PROGRAMS = (
+    512  # about four per multiprocessor of today's devices; a constant, so that results do not follow the device
+)
 NUM_WARPS = 8
 BLOCK = 8192  # 32 elements per thread: four 16-byte loads of a 16-bit gradient in flight
 ROW = 1024  # CPU: elements summed by one thread in a fixed order
@@ -52,9 +54,7 @@ def _launch(grad: Tensor) -> Tensor:
     if programs == 0:
         return out.zero_()
     partial = torch.empty(MAX_PROGRAMS, dtype=torch.float32, device=grad.device)
-    _partial_sums[(programs,)](
-        grad, partial, N, num_tiles, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
-    )
+    _partial_sums[(programs,)](grad, partial, N, num_tiles, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
     _total[(1,)](partial, out, programs, BLOCK_P=MAX_PROGRAMS, num_warps=4, enable_fp_fusion=True)
     return out
 

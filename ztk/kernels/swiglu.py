@@ -65,9 +65,7 @@ def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
     N = gate.numel()
     if N:
         grid = (triton.cdiv(N, BLOCK),)
-        _swiglu_bwd[grid](
-            d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
-        )
+        _swiglu_bwd[grid](d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
     return d_gate, d_up
 
 
@@ -171,7 +169,11 @@ SPEC = OpSpec(
         AotCase(
             kernel=_swiglu_bwd,
             signature={
-                "d_out_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16",
+                "d_out_ptr": "*bf16",
+                "gate_ptr": "*bf16",
+                "up_ptr": "*bf16",
+                "d_gate_ptr": "*bf16",
+                "d_up_ptr": "*bf16",
                 "N": "i64",
             },  # fmt: skip
             constexprs={"BLOCK": 8 * 32 * NUM_WARPS},

@@ -1,0 +1,78 @@
+"""The static budgets: every kernel compiled for every target, in a process that does not interpret."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ztk.kernels import ALL_OPS
+from ztk.kernels._spec import TARGETS
+from ztk.kernels.aot import dissect_sass
+
+COLUMNS = {
+    "kernel", "arch", "registers", "stack_bytes", "shared_bytes", "vector_loads", "vector_stores", "barriers",
+    "instructions_per_element", "spills", "ok", "reason",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def rows():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "ztk.kernels.aot", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_every_budget_holds(rows):
+    broken = [f"{row['kernel']} {row['arch']}: {row['reason']}" for row in rows if not row["ok"]]
+    assert not broken, "\n".join(broken)
+
+
+def test_every_case_is_reported(rows):
+    expected = sorted((case.name, arch) for spec in ALL_OPS for case in spec.aot for arch in case.targets)
+    assert sorted((row["kernel"], row["arch"]) for row in rows) == expected
+    assert {row["arch"] for row in rows} == set(TARGETS)
+    assert all(row.keys() >= COLUMNS for row in rows)
+
+
+def test_fused_adamw_stays_small(rows):
+    """The budget that makes it memory-bound: written here too, so that loosening the spec does not go unseen."""
+    adamw = [row for row in rows if row["kernel"].startswith("_adamw[") and row["arch"].startswith("sm_")]
+    assert len(adamw) >= 6
+    for row in adamw:
+        assert row["registers"] <= 40 and row["instructions_per_element"] <= 64, row
+        assert row["barriers"] == row["spills"] == row["stack_bytes"] == 0, row
+        assert row["vector_loads"] >= 3 and row["vector_stores"] >= 3, row
+
+
+def test_spills_have_a_reason(rows):
+    assert all(row["reason"] for row in rows if row["spills"] or row["stack_bytes"])
+
+
+def test_interpreter_is_refused():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "ztk.kernels.aot"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
+
+
+def test_sass_is_read_right():
+    """A fragment with known counts: predicates, widths, spills, barriers, padding after the end."""
+    sass = """
+        /*0000*/                   LDC R1, c[0x0][0x37c] ;              /* 0x0000df00ff017b82 */
+        /*0010*/              @!P0 LDG.E.EL.128 R4, desc[UR4][R2.64] ;  /* 0x0 */
+        /*0020*/                   LDG.E R8, desc[UR4][R2.64] ;         /* 0x0 */
+        /*0030*/             @!UP1 LDG.E.U16.CONSTANT R9, desc[UR4][R2.64] ;
+        /*0040*/               @P1 STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0050*/                   STL [R1], R4 ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   NOP ;
+    """
+    anatomy = dissect_sass(sass, arch="sm_90", registers=32, stack_bytes=8, shared_bytes=0)
+    assert anatomy.load_bytes == (16, 4, 2) and anatomy.store_bytes == (8,)
+    assert (anatomy.spills, anatomy.barriers, anatomy.matrix_instructions, anatomy.instructions) == (1, 1, 1, 9)
