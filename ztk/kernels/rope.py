@@ -80,15 +80,17 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: boo
 
 
 def _cpu(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    # Three passes: everything times cos, then each half plus or minus the other times sin.
     half = cos.shape[-1]
-    cos, sin = cos.to(torch.float32).unsqueeze(-2), sin.to(torch.float32).unsqueeze(-2)
+    x32, cos32, sin32 = x.float(), cos.float(), sin.float().unsqueeze(-2)
+    wide = cos32.repeat_interleave(2, dim=-1) if interleaved else torch.cat([cos32, cos32], dim=-1)
     out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
-    x32 = x.float()
+    torch.mul(x32[..., : 2 * half], wide.unsqueeze(-2), out=out[..., : 2 * half])
     first, second = _halves(x32, half=half, interleaved=interleaved)
     out_first, out_second = _halves(out, half=half, interleaved=interleaved)
     sign = -1 if inverse else 1
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    out_first.addcmul_(second, sin32, value=-sign)
+    out_second.addcmul_(first, sin32, value=sign)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x32[..., 2 * half :]
     return out.to(x.dtype)
