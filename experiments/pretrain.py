@@ -18,7 +18,7 @@ from ztk.config import Config
 from ztk.data import Batch, ByteCorpus, ByteTokenizer, SyntheticStream, TokenStream
 from ztk.engine import Engine
 from ztk.nn import Decoder, initial_values, sample_text
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
 
@@ -44,23 +44,21 @@ def main(config: Config) -> None:
 
 def build_engine(config: Config, *, process: Process) -> Engine:
     """The model is planned on the meta device; every rank then fills only the part that it keeps."""
-    if config.zero.engine != "ztk":
-        from experiments.peers import PeerEngine  # here: FSDP2's imports take a second; it has what is called below
-
-        return PeerEngine(config, process=process)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
-    return parallelize(
-        model,
-        process=process,
-        optimizer=policies.optimizer_policy(config),
-        lr_table=policies.learning_rates(config),
-        precision=policies.precision_policy(config),
-        zero=policies.zero_policy(config),
-        offload=policies.offload_policy(config),
-        accumulation_steps=config.train.accumulation_steps,
-        initial_values=partial(initial_values, model, seed=config.train.seed),
-    )
+    common = {
+        "process": process,
+        "optimizer": policies.optimizer_policy(config),
+        "lr_table": policies.learning_rates(config),
+        "precision": policies.precision_policy(config),
+        "accumulation_steps": config.train.accumulation_steps,
+        "initial_values": partial(initial_values, model, seed=config.train.seed),
+    }
+    if config.zero.engine != "ztk":
+        from ztk.engine.peers import parallelize_peer  # here: FSDP2's imports take a second
+
+        return parallelize_peer(model, kind=config.zero.engine, **common)
+    return parallelize(model, zero=policies.zero_policy(config), offload=policies.offload_policy(config), **common)
 
 
 def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:

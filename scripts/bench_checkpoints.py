@@ -35,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from ztk.checkpoint import Saver, load, save
 from ztk.nn import Decoder, DecoderConfig
 from ztk.optim import OptimizerPolicy
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.runtime import Process
 from ztk.zero import ZeroPolicy
 

@@ -26,7 +26,7 @@ from tests.ranks import RankPool
 from ztk.nn import Decoder, DecoderConfig, initial_values
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import Process
 from ztk.zero import ZeroPolicy

@@ -27,7 +27,7 @@ from ztk.engine.peers import parallelize_peer
 from ztk.nn import Decoder, DecoderConfig, initial_values, initialise
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.precision import PrecisionPolicy
 from ztk.precision.policy import DTYPES
 from ztk.runtime import Process
@@ -250,7 +250,9 @@ def fork(task: Task, *, rank: int, store: str):
 def serve(task: Task, *, rank: int, store: str) -> Measurement:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ZTK_STORE=store)
     os.environ.update(WORLD_SIZE=str(task.ranks), LOCAL_WORLD_SIZE=str(task.ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", DS_ACCELERATOR="cpu")  # for DeepSpeed
+    # For DeepSpeed, as its launcher says it. The port names its shared memory, so an old one's remains must not be met.
+    os.environ.update(LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(10000 + os.getppid() % 50000))
+    os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     process = Process.start(device="cpu", timeout_seconds=180)
     return measure(build(task, process=process), task=task, process=process)

@@ -38,7 +38,7 @@ from ztk.engine import Engine
 from ztk.nn import Decoder, DecoderConfig
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.runtime import Process
 from ztk.zero import ZeroPolicy
 
@@ -278,7 +278,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kill-", dir=options.folder))
     chance = random.Random(options.seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallelize", "ztk.checkpoint"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel", "ztk.checkpoint"])
     moments: Counter[tuple[str, str]] = Counter()
     slowest, num_faulty, start = 0.0, 0, time.perf_counter()
     for number in range(options.runs):

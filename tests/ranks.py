@@ -57,7 +57,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallelize"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel"])
         store = os.path.join(tempfile.mkdtemp(prefix="ztk-ranks-"), "store")
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ztk.engine.peers import parallelize_peer
 from ztk.optim import OptimizerPolicy
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.runtime import Process, Tier
 from ztk.runtime.seed import generator

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallelize import parallelize
+from ztk.parallel import parallelize
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.runtime import Process, Tier
 from ztk.runtime.seed import generator

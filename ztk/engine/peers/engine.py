@@ -151,6 +151,9 @@ class PeerEngine:
         finally:
             self.module.train(training)
 
+    def close(self) -> None:
+        """As of `Engine.close`: nothing of a peer runs on."""
+
     @property
     def num_parameters(self) -> int:
         """Elements of the model, frozen ones included."""

@@ -1,0 +1,55 @@
+"""ztk: train models larger than one device. The library door.
+
+    engine = ztk.parallelize(model, process=ztk.Process.start(), optimizer=ztk.OptimizerPolicy(lr=3e-4),
+                             zero=ztk.ZeroPolicy(stage=3), offload=ztk.OffloadPolicy(optimizer="cpu"))
+    for tokens, targets in batches:
+        engine.backward(engine(tokens, targets))
+        engine.step()
+
+Names are imported when they are first used: `import ztk` alone loads neither torch nor anything else, and the process that starts the ranks
+stays small.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ztk.engine import Engine as Engine
+    from ztk.offload import OffloadPolicy as OffloadPolicy
+    from ztk.optim import OptimizerPolicy as OptimizerPolicy
+    from ztk.optim import ParameterGroup as ParameterGroup
+    from ztk.optim import SchedulePolicy as SchedulePolicy
+    from ztk.optim import lr_table as lr_table
+    from ztk.parallel import parallelize as parallelize
+    from ztk.precision import LossScalePolicy as LossScalePolicy
+    from ztk.precision import PrecisionPolicy as PrecisionPolicy
+    from ztk.runtime import Process as Process
+    from ztk.zero import ZeroPolicy as ZeroPolicy
+
+_HOMES = {
+    "Engine": "ztk.engine",
+    "LossScalePolicy": "ztk.precision",
+    "OffloadPolicy": "ztk.offload",
+    "OptimizerPolicy": "ztk.optim",
+    "ParameterGroup": "ztk.optim",
+    "PrecisionPolicy": "ztk.precision",
+    "Process": "ztk.runtime",
+    "SchedulePolicy": "ztk.optim",
+    "ZeroPolicy": "ztk.zero",
+    "lr_table": "ztk.optim",
+    "parallelize": "ztk.parallel",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ztk' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
