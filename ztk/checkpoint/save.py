@@ -142,7 +142,12 @@ class Saver:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and then: {failure}")  # the first cause stays the one that is shown
 
     # Phases
 

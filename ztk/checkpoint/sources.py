@@ -15,50 +15,43 @@ from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import STRETCH
 
-MASTER = "master"
+MASTER, FROZEN = "master", "parameter"
+Key = tuple[str, str]
 _OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer|optimizer_state)\.state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
 
 
 class Source(Protocol):
-    """Named tensors. Keys are (kind, parameter's name); kind is "master" or a state of the optimizer."""
+    """Named tensors. A key is (kind, name), its kind "master", a state of the optimizer, "parameter" (frozen) or "buffer".
+
+    control: scalars of the step control that the source knows.
+    """
 
     step: int
+    control: dict[str, float]
+    dynamic_loss_scale: bool
+    tied: dict[str, str]
 
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]: ...
+    def shapes(self) -> dict[Key, tuple[int, ...]]: ...
 
-    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]: ...  # flat, in order
-
-
-def open_source(path: str | os.PathLike) -> Source:
-    """Recognises what `path` is: a safetensors file or folder, a torch.save file, a torch.distributed.checkpoint folder.
-
-    Raises CheckpointError for anything else.
-    """
-    path = Path(path)
-    if path.is_file() and path.suffix == ".safetensors":
-        return SafetensorsSource([path])
-    if path.is_file():
-        return StateDictSource(path)
-    if (path / ".metadata").is_file():
-        return TorchDistributedSource(path)
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return SafetensorsSource([path / name for name in names])
-    if single.is_file():
-        return SafetensorsSource([single])
-    raise CheckpointError(
-        f"{path} is nothing that can be imported: neither a .safetensors file, a folder with model.safetensors or its index, a "
-        "file of torch.save, nor a folder of torch.distributed.checkpoint"
-    )
+    def stretches(self, key: Key) -> Iterator[Tensor]: ...  # flat, in order
 
 
-class SafetensorsSource:
-    """Weights in safetensors files."""
+class _Weights:
+    """A source that knows nothing of a training run."""
 
     step = 0
+    dynamic_loss_scale = False
+
+    def __init__(self) -> None:
+        self.control: dict[str, float] = {}
+        self.tied: dict[str, str] = {}
+
+
+class SafetensorsSource(_Weights):
+    """Weights in safetensors files."""
 
     def __init__(self, paths: list[Path]) -> None:
+        super().__init__()
         self._places: dict[str, tuple[Path, int, dict]] = {}
         for path in paths:
             self._read_header(path)
@@ -78,10 +71,10 @@ class SafetensorsSource:
         for name, entry in entries.items():
             self._places[name] = (path, 8 + length, entry)
 
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {(MASTER, name): tuple(entry["shape"]) for name, (_, _, entry) in self._places.items()}
 
-    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]:
+    def stretches(self, key: Key) -> Iterator[Tensor]:
         path, base, entry = self._places[key[1]]
         dtype = DTYPES[entry["dtype"]]
         start, stop = entry["data_offsets"]
@@ -94,12 +87,11 @@ class SafetensorsSource:
                 start += len(data)
 
 
-class StateDictSource:
+class StateDictSource(_Weights):
     """Weights in a file of `torch.save`: a state_dict, or a dict with one under "model" or "state_dict"."""
 
-    step = 0
-
     def __init__(self, path: Path) -> None:
+        super().__init__()
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # zip, pickle and value errors: all mean the same here
@@ -111,15 +103,15 @@ class StateDictSource:
             raise CheckpointError(f"{path} holds no state_dict")
         self._tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {(MASTER, name): tuple(value.shape) for name, value in self._tensors.items()}
 
-    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]:
+    def stretches(self, key: Key) -> Iterator[Tensor]:
         flat = self._tensors[key[1]].contiguous().view(-1)
         yield from (flat[start : start + STRETCH] for start in range(0, flat.numel(), STRETCH))
 
 
-class TorchDistributedSource:
+class TorchDistributedSource(_Weights):
     """A folder of torch.distributed.checkpoint, as FSDP2 and torchtitan write it: "model.NAME" or "NAME", and the optimizer
     states under "optim.state.NAME.KIND". One tensor is in memory at a time.
     """
@@ -128,13 +120,14 @@ class TorchDistributedSource:
         from torch.distributed.checkpoint import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+        super().__init__()
         self._path = path
         try:
             metadata = FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:  # a pickle: whatever it raises
             raise CheckpointError(f"{path / '.metadata'} cannot be read: {error}") from error
         self._tensors = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
-        self._keys: dict[tuple[str, str], str] = {}
+        self._keys: dict[Key, str] = {}
         for key in self._tensors:
             if match := _OPTIMIZER_KEY.fullmatch(key):
                 self._keys[match["kind"], match["name"]] = key
@@ -152,8 +145,8 @@ class TorchDistributedSource:
         load(state, storage_reader=FileSystemReader(self._path), no_dist=True)
         return state[key]
 
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {key: tuple(self._tensors[name].size) for key, name in self._keys.items()}
 
-    def stretches(self, key: tuple[str, str]) -> Iterator[Tensor]:
+    def stretches(self, key: Key) -> Iterator[Tensor]:
         yield self._load(self._keys[key]).contiguous().view(-1)

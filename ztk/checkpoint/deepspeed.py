@@ -1,0 +1,215 @@
+"""Reads what DeepSpeed's `save_checkpoint` wrote at ZeRO stages 1 to 3, without DeepSpeed.
+
+Layout of a folder `global_stepN` (as of 0.19, unchanged for years; see DeepSpeed's own utils/zero_to_fp32.py):
+    *_model_states.pt   names and shapes of the parameters per group, frozen parameters, buffers, counters
+    *_optim_states.pt   one per rank: fp32 master weights and moments, flat
+Stages 1 and 2 lay the parameters of a group one after the other and cut the whole into one partition per rank. Stage 3 cuts every
+parameter into equal parts, the last one padded, and each rank's file has its parts one after the other.
+"""
+
+import pickle
+import re
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.manifest import BUFFER
+from ztk.checkpoint.sources import FROZEN, MASTER, STRETCH, Key
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class DeepSpeedSource:
+    """Master weights, moments, frozen parameters and buffers of one `global_stepN` folder. Files stay memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        """path: the folder, or the one with `latest` in it. Raises CheckpointError for one that is not whole or unknown."""
+        self._path = _step_folder(path)
+        models = [_load(file) for file in _files(self._path, suffix="_model_states.pt")]
+        optims = [_load(file)["optimizer_state_dict"] for file in _files(self._path, suffix="_optim_states.pt")]
+        self._model, first = models[0], optims[0]
+        if "zero_stage" not in first:
+            raise CheckpointError(
+                f"{self._path} was saved without ZeRO; import its mp_rank_00_model_states.pt as a state_dict"
+            )
+        self._stage = int(first["zero_stage"])
+        world = first["partition_count"]
+        world = max(world) if isinstance(world, (list, tuple)) else world
+        if world != len(optims):
+            raise CheckpointError(
+                f"{self._path} was saved by {world} ranks and has {len(optims)} *_optim_states.pt files"
+            )
+        self._parts: dict[Key, list[Tensor]] = {}
+        self._shapes: dict[Key, tuple[int, ...]] = {}
+        for kind, flats in _flat_states(optims, stage=self._stage).items():
+            (self._add_whole_parameters if self._stage == 3 else self._add_groups)(kind, flats=flats, optim=first)
+        for name in self._model.get("buffer_names") or ():
+            self._add(BUFFER, name=name, shape=self._model["module"][name].shape, parts=[self._model["module"][name]])
+        self.tied = {str(name): str(other) for name, other in dict(self._model.get("shared_params") or {}).items()}
+        self._add_frozen(models)
+        self.step = int(self._model["global_steps"])
+        self.control = self._control(first)
+        self.dynamic_loss_scale = bool(first.get("dynamic_loss_scale", False))
+
+    def shapes(self) -> dict[Key, tuple[int, ...]]:
+        return self._shapes
+
+    def stretches(self, key: Key) -> Iterator[Tensor]:
+        for part in self._parts[key]:
+            yield from (part[start : start + STRETCH] for start in range(0, part.numel(), STRETCH))
+
+    def _add(self, kind: str, *, name: str, shape, parts: list[Tensor]) -> None:
+        left, cut = prod(shape), []
+        for part in parts:  # the end is padding
+            cut.append(part.reshape(-1)[:left])
+            left -= cut[-1].numel()
+        if left:
+            raise CheckpointError(f"{self._path}: {left} elements of {kind} of {name} are in no file")
+        self._shapes[kind, name], self._parts[kind, name] = tuple(shape), cut
+
+    def _add_groups(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
+        """Stages 1 and 2. flats[r][g]: rank r's partition of group g."""
+        paddings = optim.get("param_alignment_paddings")
+        for number, shapes in enumerate(self._model["param_shapes"]):
+            partitions, offset = [rank[number] for rank in flats], 0
+            for index, (name, shape) in enumerate(shapes.items()):
+                stretch = range(offset, offset + prod(shape))
+                self._add(kind, name=name, shape=shape, parts=list(_cut(partitions, stretch=stretch)))
+                offset = stretch.stop + (paddings[number][index] if paddings else 0)
+
+    def _add_whole_parameters(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
+        """Stage 3. flats[r][g]: rank r's sub-group g; a parameter's part may lie in two of them."""
+        offset = 0
+        for name, shape in ((name, shape) for shapes in self._model["param_shapes"] for name, shape in shapes.items()):
+            stretch = range(offset, offset - (-prod(shape) // len(flats)))
+            parts = [part for groups in flats for part in _cut(groups, stretch=stretch)]
+            self._add(kind, name=name, shape=shape, parts=parts)
+            offset = stretch.stop
+
+    def _add_frozen(self, models: list[dict]) -> None:
+        fragments = [model.get("frozen_param_fragments") or {} for model in models]
+        for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
+            self._add(FROZEN, name=name, shape=shape, parts=[found[name] for found in fragments])
+        if self._stage < 3:  # stage 1 lists no frozen parameters, but the module has every parameter whole
+            known = {name for _, name in self._shapes} | set(self.tied)
+            for name, value in self._model["module"].items():
+                if name not in known and isinstance(value, Tensor):
+                    self._add(FROZEN, name=name, shape=value.shape, parts=[value])
+
+    def _control(self, optim: dict) -> dict[str, float]:
+        """The step control's scalars, as far as DeepSpeed has them."""
+        scaler, skipped = optim.get("loss_scaler"), int(self._model.get("skipped_steps") or 0)
+        return {
+            "step": float(self.step - skipped),
+            "skipped_steps": float(skipped),
+            "loss_scale": float(getattr(scaler, "cur_scale", 1.0)),
+            "hysteresis_left": float(getattr(scaler, "cur_hysteresis", 1)),
+        }
+
+
+def _step_folder(path: Path) -> Path:
+    pointer = path / "latest"
+    if not pointer.is_file():
+        return path
+    folder = path / pointer.read_text().strip()
+    if not folder.is_dir():
+        raise CheckpointError(f"{pointer} names {folder.name!r}, which is not there")
+    return folder
+
+
+def _files(folder: Path, *, suffix: str) -> list[Path]:
+    """By rank. Raises CheckpointError if there is none, or for tensor and pipeline parallelism."""
+    found = [file for file in folder.iterdir() if file.name.endswith(suffix)]
+    if not found:
+        raise CheckpointError(f"{folder} has no *{suffix} file")
+    others = [file.name for file in found if "mp_rank_00" not in file.name or file.name.startswith("layer_")]
+    if others:
+        raise CheckpointError(
+            f"{folder} was saved with tensor, pipeline or expert parallelism ({others[0]}), which is not read"
+        )
+    return sorted(found, key=lambda file: [int(digits) for digits in re.findall(r"\d+", file.name)])
+
+
+def _flat_states(optims: list[dict], *, stage: int) -> dict[str, list[list[Tensor]]]:
+    """By kind, then rank, then group."""
+    if stage not in (1, 2, 3):
+        raise CheckpointError(f"ZeRO stage {stage} of DeepSpeed is not known here")
+    master, states = (
+        ("fp32_flat_groups", "optimizer_state_dict")
+        if stage == 3
+        else ("single_partition_of_fp32_groups", "base_optimizer_state")
+    )
+    found = {MASTER: [optim[master] for optim in optims]}
+    by_rank = [optim.get(states) for optim in optims]
+    if all(isinstance(state, dict) and "state" in state for state in by_rank):
+        for kind in _MOMENTS:
+            groups = [[state["state"][g] for g in sorted(state["state"])] for state in by_rank]
+            if all(isinstance(group.get(kind), Tensor) for rank in groups for group in rank):
+                found[kind] = [[group[kind] for group in rank] for rank in groups]
+    return found
+
+
+def _cut(tensors: list[Tensor], *, stretch: range) -> Iterator[Tensor]:
+    """Elements `stretch` of the tensors laid one after the other."""
+    start = 0
+    for tensor in tensors:
+        first, last = max(stretch.start, start), min(stretch.stop, start + tensor.numel())
+        if first < last:
+            yield tensor.reshape(-1)[first - start : last - start]
+        start += tensor.numel()
+
+
+# Reading pickles that name classes of DeepSpeed
+
+
+class _Opaque:
+    """Stands for any class that is not torch's: keeps what the pickle sets, runs nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def __int__(self) -> int:
+        return int(self.args[0])  # an enum is pickled as its class called with its value
+
+
+_ALLOWED = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch", "Tensor"),
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_parameter_with_state"),
+    ("torch.serialization", "_get_layout"),
+    ("builtins", "set"),
+}
+
+
+class _SafePickle:
+    """What `torch.load` needs of a pickle module. Only tensors and containers are made; nothing of a file is ever run."""
+
+    __name__ = "ztk.checkpoint.deepspeed"
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            storage = module == "torch" and name.endswith("Storage")
+            dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            if storage or dtype or (module, name) in _ALLOWED:
+                return super().find_class(module, name)
+            return _Opaque
+
+
+def _load(file: Path) -> dict:
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_SafePickle)
+    except Exception as error:  # zip, pickle and value errors: all mean the same here
+        raise CheckpointError(f"{file} is damaged or not a file of torch.save: {error}") from error
