@@ -72,9 +72,9 @@ def run(function, inputs: dict, *, spec, d_outs: list[Tensor] | None = None) -> 
     return named
 
 
-def make(spec, shape, variant, dtype):
+def make(spec, shape, variant, dtype, device="cpu"):
     torch.manual_seed(0)
-    inputs = spec.make_inputs(shape, dtype=dtype, device="cpu", **variant)
+    inputs = spec.make_inputs(shape, dtype=dtype, device=device, **variant)
     outputs = list(each_tensor(spec.reference(**convert(inputs, spec=spec))))
     return inputs, [torch.randn_like(out) for out in outputs]
 
@@ -108,8 +108,8 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, *, ulps: float) ->
     )
 
 
-def check_against_reference(spec, shape, variant, dtype) -> None:
-    inputs, d_outs = make(spec, shape, variant, dtype)
+def check_against_reference(spec, shape, variant, dtype, device="cpu") -> None:
+    inputs, d_outs = make(spec, shape, variant, dtype, device)
     actual = run(spec.op, convert(inputs, spec=spec), spec=spec, d_outs=d_outs)
     expected = run(spec.reference, convert(inputs, spec=spec), spec=spec, d_outs=d_outs)
     assert actual.keys() == expected.keys()
