@@ -392,7 +392,6 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,
     num_flops=lambda shape: 4 * _visible_pairs(shape) * shape[3],
     aot=(
-        *_forward_aot(64),
         *_forward_aot(128),
         *_forward_aot(128, window=True),
         *BACKWARD_AOT,

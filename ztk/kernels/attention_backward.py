@@ -380,7 +380,6 @@ AOT = (
     aot_case(
         _attention_delta, head_dim=128, blocks={"BLOCK_M": DELTA_ROWS}, num_warps=4, num_stages=1, vector_store_bytes=0
     ),
-    *_backward_aot(head_dim=64),
     *_backward_aot(head_dim=128),
     *_backward_aot(head_dim=128, window=True),
 )

@@ -336,8 +336,7 @@ def _make_inputs(shape, *, dtype, device, bits=8, group=32) -> dict[str, object]
 
 
 def _make_packed_inputs(shape, *, dtype, device, bits=8, group=32) -> dict[str, object]:
-    x = torch.randn(shape, dtype=torch.float32)
-    packed = _cpu_quantize(x, bits, group).to(device)
+    packed = quantize(torch.randn(shape, dtype=torch.float32, device=device), bits=bits, group=group)
     return {"packed": packed, "numel": shape[1], "bits": bits, "group": group, "dtype": dtype}
 
 

@@ -1,0 +1,276 @@
+"""Measure every kernel on the GPU at hand: `python scripts/bench_kernels.py [--ops NAME] [--minutes 8.5]`.
+
+Phases: the machine's own limits (copy bandwidth, bfloat16 matrix product rate); then per op a correctness gate against its
+reference, and only behind it p20, p50 and p80 of forward and of forward with backward, as share of the limit and as ratio to
+each peer present (torch eager, torch.compile, torch's fused forms, SDPA, liger-kernel). Rows go to
+experiments/results/<gpu>/kernels-<date>-<commit>.json, and docs/kernels.md is written again.
+
+Without a GPU nothing is timed: the ahead-of-time figures and the page are refreshed. `--dry-run` walks the same code over
+small shapes on the CPU and writes nothing.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import kernels_page
+import torch
+import triton
+from kernel_peers import all_peers
+from torch import Tensor
+
+from ztk.kernels import ALL_OPS, OpSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+QUANTILES = (0.2, 0.5, 0.8)
+GATE_ULPS = 4  # times the spec's tolerance: tensor cores sum in another order than the reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measurement; milliseconds, bytes and floating point operations are of one call."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    direction: str  # forward, or forward+backward
+    provider: str  # ztk or the peer's name
+    p20: float
+    p50: float
+    p80: float
+    floor_bytes: int
+    floor_flops: int
+    gb_per_s: float  # floor_bytes / p50
+    tflop_per_s: float
+    share: float  # of the limit that binds, measured in this run
+    limit: str  # memory or matmul
+    speedup: float | None  # ztk's p50 into this provider's; None for ztk itself
+    gpu: str
+    date: str
+    commit: str
+    torch: str
+    triton: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the machine reaches in this run on the simplest work."""
+
+    copy_gb_per_s: float
+    matmul_tflop_per_s: float
+
+
+class Clock:
+    """Quantiles of a function's time in milliseconds: CUDA events with a cold second-level cache, or the CPU's clock."""
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def __call__(self, function: Callable[[], object]) -> tuple[float, float, float]:
+        if self.device == "cuda":
+            return tuple(triton.testing.do_bench(function, warmup=25, rep=100, quantiles=list(QUANTILES)))
+        samples = []
+        for _ in range(3):
+            start = time.perf_counter()
+            function()
+            samples.append(1e3 * (time.perf_counter() - start))
+        return tuple(sorted(samples))
+
+
+def measure_limits(clock: Clock) -> Limits:
+    n, m = (1 << 30, 8192) if clock.device == "cuda" else (1 << 20, 256)
+    return Limits(
+        copy_gb_per_s=4 * n / _copy_ms(clock, n) / 1e6, matmul_tflop_per_s=2 * m**3 / _matmul_ms(clock, m) / 1e9
+    )
+
+
+def _copy_ms(clock: Clock, n: int) -> float:
+    src, dst = (torch.randn(n, device=clock.device).bfloat16() for _ in range(2))
+    return clock(lambda: dst.copy_(src))[1]
+
+
+def _matmul_ms(clock: Clock, m: int) -> float:
+    a, b = (torch.randn(m, m, device=clock.device).bfloat16() for _ in range(2))
+    return clock(lambda: torch.mm(a, b))[1]
+
+
+def tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def prepared(spec: OpSpec, inputs: dict) -> dict:
+    """A copy of the inputs in which the differentiable ones are leaves."""
+
+    def copied(value: object) -> object:
+        if isinstance(value, list):
+            return [copied(item) for item in value]
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    copy = {name: copied(value) for name, value in inputs.items()}
+    for name in spec.differentiable:
+        if isinstance(copy[name], Tensor):
+            copy[name].requires_grad_()
+    return copy
+
+
+def gate(spec: OpSpec, *, dtype: torch.dtype, device: str) -> str:
+    """Why the op may not be timed here: its outputs and gradients on small shapes are off; empty when they are right."""
+    for shape in spec.small_shapes[1:]:
+        torch.manual_seed(0)
+        inputs = spec.make_inputs(shape, dtype=dtype, device=device)
+        results = []
+        for function in (spec.op, spec.reference):
+            copy = prepared(spec, inputs)
+            outs = tensors(function(**copy))
+            live = [o for o in outs if o.requires_grad]
+            torch.manual_seed(1)
+            if live:
+                torch.autograd.backward(live, [torch.randn(o.shape, device=device).to(o.dtype) for o in live])
+            named = outs + [t for name in spec.mutated for t in tensors(copy[name])]
+            results.append(named + [copy[n].grad for n in spec.differentiable if isinstance(copy[n], Tensor)])
+        for mine, theirs in zip(*results, strict=True):
+            if not theirs.is_floating_point() or not theirs.numel():
+                continue
+            eps = torch.finfo(theirs.dtype).eps
+            error = (mine.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)
+            if not error <= GATE_ULPS * spec.tolerance_ulps * eps:
+                return f"{spec.name} {shape}: error {error / eps:.1f} eps"
+    return ""
+
+
+def call(function: Callable, spec: OpSpec, inputs: dict, *, backward: bool) -> Callable[[], object]:
+    """One call to time; with backward, gradients of all differentiable inputs from a fixed d_out."""
+    if not backward:
+        return lambda: function(**inputs)
+    leaves = [inputs[n] for n in spec.differentiable if isinstance(inputs[n], Tensor)]
+    out = next(o for o in tensors(function(**inputs)) if o.requires_grad)
+    d_out = torch.ones_like(out) if out.dim() == 0 else torch.randn(out.shape, device=out.device).to(out.dtype)
+
+    def run():
+        fresh = next(o for o in tensors(function(**inputs)) if o.requires_grad)
+        return torch.autograd.grad(fresh, leaves, d_out, allow_unused=True)
+
+    return run
+
+
+def bench_op(spec: OpSpec, *, clock: Clock, limits: Limits, peers: dict, stamp: dict, deadline: float) -> list[Row]:
+    dtype = torch.bfloat16 if torch.bfloat16 in spec.dtypes else spec.dtypes[0]
+    problem = gate(spec, dtype=dtype, device=clock.device)
+    if problem:
+        print(f"  NOT TIMED, wrong: {problem}")
+        return []
+    providers = {"ztk": spec.op}
+    if spec.eager is not None:
+        providers["torch eager"] = spec.eager
+        if clock.device == "cuda":
+            providers["torch.compile"] = torch.compile(spec.eager)
+    providers |= peers.get(spec.name, {})
+    rows = []
+    for shape in spec.bench_shapes if clock.device == "cuda" else spec.small_shapes[1:2]:
+        for backward in (False, True) if spec.differentiable else (False,):
+            mine = None
+            for name, function in providers.items():
+                if time.monotonic() > deadline:
+                    print("  out of time; the rest is not measured")
+                    return rows
+                row = bench_one(spec, name, function, shape=shape, dtype=dtype, backward=backward, clock=clock,
+                                limits=limits, mine=mine, stamp=stamp)  # fmt: skip
+                if row is None:
+                    continue
+                mine = row if name == "ztk" else mine
+                rows.append(row)
+                print(f"  {name:42s} {'x'.join(map(str, shape)):24s} {row.direction:17s} {row.p50:9.3f} ms "
+                      f"{row.share:6.1%} of {row.limit}" + (f"  ztk is {row.speedup:.2f}x" if row.speedup else ""))  # fmt: skip
+    return rows
+
+
+def bench_one(
+    spec: OpSpec, name: str, function: Callable, *, shape: tuple[int, ...], dtype: torch.dtype, backward: bool,
+    clock: Clock, limits: Limits, mine: Row | None, stamp: dict,
+) -> Row | None:  # fmt: skip
+    """A row, or None when this provider cannot run here (a peer out of memory, or not built for the machine)."""
+    itemsize = torch.finfo(dtype).bits // 8
+    floor_bytes, flops = spec.num_bytes(shape, itemsize), spec.num_flops(shape)
+    if backward:
+        floor_bytes += spec.num_bytes_backward(shape, itemsize) if spec.num_bytes_backward else 2 * floor_bytes
+        # linear_cross_entropy counts both directions at once; a product's backward is two products, attention's 2.5
+        flops = {"linear_cross_entropy": flops, "attention": 7 * flops // 2}.get(spec.name, 3 * flops)
+    elif spec.name == "linear_cross_entropy":
+        flops //= 3
+    try:
+        inputs = prepared(spec, spec.make_inputs(shape, dtype=dtype, device=clock.device))
+        if not backward:
+            inputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        p20, p50, p80 = clock(call(function, spec, inputs, backward=backward))
+    except Exception as error:
+        if name == "ztk":
+            raise
+        print(f"  {name}: not available ({type(error).__name__}: {str(error).splitlines()[0][:90]})")
+        return None
+    finally:
+        if clock.device == "cuda":
+            torch.cuda.empty_cache()
+    memory, matmul = floor_bytes / p50 / 1e6, flops / p50 / 1e9
+    shares = {"memory": memory / limits.copy_gb_per_s}
+    if any(case.matrix_instructions for case in spec.aot) or spec.name == "linear_cross_entropy":
+        shares["matmul"] = matmul / limits.matmul_tflop_per_s
+    limit = max(shares, key=shares.get)
+    return Row(
+        op=spec.name, shape=shape, dtype=str(dtype)[6:], direction="forward+backward" if backward else "forward",
+        provider=name, p20=p20, p50=p50, p80=p80, floor_bytes=floor_bytes, floor_flops=flops, gb_per_s=memory,
+        tflop_per_s=matmul, share=shares[limit], limit=limit, speedup=p50 / mine.p50 if mine else None, **stamp,
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default="", help="only ops whose name contains this")
+    parser.add_argument("--minutes", type=float, default=8.5, help="stop measuring after this long")
+    parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU, nothing written")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() and not options.dry_run else "cpu"
+    if device == "cpu" and not options.dry_run:
+        print("no GPU here: speed stays unmeasured; refreshing the ahead-of-time figures and docs/kernels.md")
+        kernels_page.refresh_aot()
+        kernels_page.write()
+        return 0
+
+    deadline = time.monotonic() + 60 * options.minutes
+    clock = Clock(device)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    stamp = {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.strip() or "unknown",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    limits = measure_limits(clock)
+    print(f"{stamp['gpu']}: copy {limits.copy_gb_per_s:.0f} GB/s, matmul {limits.matmul_tflop_per_s:.1f} TFLOP/s")
+    peers, rows = all_peers(), []
+    path = ROOT / "experiments" / "results" / stamp["gpu"].replace(" ", "-").lower()
+    for spec in ALL_OPS:
+        if options.ops in spec.name and time.monotonic() < deadline:
+            print(spec.name)
+            rows += bench_op(spec, clock=clock, limits=limits, peers=peers, stamp=stamp, deadline=deadline)
+            if device == "cuda":  # after every op, so that a crash keeps what was measured
+                path.mkdir(parents=True, exist_ok=True)
+                file = path / f"kernels-{stamp['date']}-{stamp['commit']}.json"
+                document = {"limits": asdict(limits), "rows": [asdict(row) for row in rows]}
+                file.write_text(json.dumps(document, indent=1) + "\n")
+    if device == "cuda":
+        kernels_page.write()
+        print(f"{len(rows)} rows in {file.relative_to(ROOT)}; docs/kernels.md written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The other implementations of each op that a benchmark can find: torch's own fused forms and liger-kernel."""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+Peer = Callable[..., object]  # takes the op's keyword arguments
+
+
+def _sdpa(backend) -> Peer:
+    def run(q, k, v, *, causal=True, window=0, scale=None):
+        if window:
+            raise NotImplementedError("SDPA has no window")
+        with torch.nn.attention.sdpa_kernel(backend):
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(
+                *heads, is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+            )
+        return out.transpose(1, 2)
+
+    return run
+
+
+def _layer_norm(x, weight, bias=None, *, eps=1e-5, residual=None):
+    s = x if residual is None else x + residual
+    return F.layer_norm(s, s.shape[-1:], weight, bias, eps)
+
+
+def _rms_norm(x, weight, *, eps=1e-6, residual=None):
+    s = x if residual is None else x + residual
+    return F.rms_norm(s, s.shape[-1:], weight, eps)
+
+
+def _cross_entropy(logits, target, *, ignore_index=-100, **_):
+    flat = logits.reshape(-1, logits.shape[-1])
+    return F.cross_entropy(flat, target.reshape(-1), ignore_index=ignore_index)
+
+
+def _linear_cross_entropy(x, weight, target, *, ignore_index=-100, **_):
+    return F.cross_entropy(F.linear(x, weight), target, ignore_index=ignore_index)
+
+
+def _sum_of_squares(grad):
+    return torch._foreach_norm([grad])[0].square()
+
+
+class _TorchAdamW:
+    """What a training loop runs today: norm, unscale, fused AdamW on float32 states, cast."""
+
+    def __call__(self, master, *, grad, exp_avg, exp_avg_sq, control, out=None, decoupled=True):
+        wide = grad.float()
+        torch._foreach_norm([wide])
+        torch._foreach_mul_([wide], 0.5)
+        step = getattr(self, "step", None)
+        if step is None or step.device != master.device:
+            self.step = step = torch.ones((), device=master.device)
+        torch._fused_adamw_(
+            [master], [wide], [exp_avg], [exp_avg_sq], [], [step], lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1,
+            eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if out is not None:
+            out.copy_(master)
+
+
+def _grouped_mm(x, weight, *, offsets, order=None, position=None):
+    rows = x if order is None else x.index_select(0, order // position.shape[1])
+    return torch._grouped_mm(rows, weight, offs=offsets[1:])
+
+
+def torch_peers() -> dict[str, dict[str, Peer]]:
+    """Fused forms in torch, by op and name."""
+    backend = torch.nn.attention.SDPBackend
+    peers: dict[str, dict[str, Peer]] = {
+        "attention": {"sdpa flash": _sdpa(backend.FLASH_ATTENTION), "sdpa cudnn": _sdpa(backend.CUDNN_ATTENTION)},
+        "layer_norm": {"F.layer_norm": _layer_norm},
+        "rms_norm": {"F.rms_norm": _rms_norm},
+        "cross_entropy": {"F.cross_entropy": _cross_entropy},
+        "linear_cross_entropy": {"F.linear + F.cross_entropy": _linear_cross_entropy},
+        "sum_of_squares": {"torch._foreach_norm": _sum_of_squares},
+        "adamw": {"norm + mul + torch._fused_adamw_ + cast": _TorchAdamW()},
+    }
+    if hasattr(torch, "_grouped_mm"):
+        peers["grouped_matmul"] = {"torch._grouped_mm": _grouped_mm}
+    return peers
+
+
+def liger_peers() -> dict[str, dict[str, Peer]]:
+    """liger-kernel's forms, when it is installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return {}
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def cross_entropy(logits, target, **_):
+        return LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, "mean", None, False)[0]
+
+    return {
+        "swiglu": {"liger": lambda gate, up: LigerSiLUMulFunction.apply(gate, up)},
+        "rms_norm": {"liger": lambda x, weight, *, eps=1e-6, residual=None: LigerRMSNormFunction.apply(x, weight, eps)},
+        "layer_norm": {
+            "liger": lambda x, weight, bias=None, *, eps=1e-5, residual=None: LigerLayerNormFunction.apply(
+                x, weight, bias, eps
+            )
+        },
+        "cross_entropy": {"liger": cross_entropy},
+    }
+
+
+def all_peers() -> dict[str, dict[str, Peer]]:
+    """Every peer present, by op and name."""
+    peers = torch_peers()
+    for op, named in liger_peers().items():
+        peers.setdefault(op, {}).update(named)
+    return peers

@@ -1,0 +1,192 @@
+"""Write docs/kernels.md from data: the ops' counted floors, the newest measured rows per GPU, the ahead-of-time figures.
+
+`python scripts/kernels_page.py [--aot]` regenerates the page, with `--aot` after compiling every kernel again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ztk.kernels import ALL_OPS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+AOT_FILE = RESULTS / "aot" / "kernels.json"
+PAGE = ROOT / "docs" / "kernels.md"
+COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, for floors in milliseconds
+ITEMSIZE = 2
+
+# (share of the limit, ratio to the best peer) to reach on an H200.
+GOALS = {
+    "adamw": ("90 %", "1.7x norm + mul + torch._fused_adamw_ + cast"),
+    "adamw_bf16": ("90 %", "1.4x"),
+    "adamw_stochastic": ("90 %", ""),
+    "adamw_8bit": ("80 %", "1.5 to 2x flashoptim"),
+    "sum_of_squares": ("90 %", "1.1x torch._foreach_norm"),
+    "flatten_into": ("92 %", "1.2x torch._foreach_copy_"),
+    "unflatten_from": ("92 %", "1.2x torch._foreach_copy_"),
+    "quantize": ("85 %", "1.1x torch.compile"),
+    "dequantize": ("85 %", "1.1x torch.compile"),
+    "dequantize_reduce": ("85 %", "1.1x torch.compile"),
+    "cross_entropy": ("80 %", "1.7x liger"),
+    "linear_cross_entropy": ("88 %", "1.3x"),
+    "rms_norm": ("88 % forward, 80 % backward", "1.05x, 2.2x liger backward"),
+    "layer_norm": ("88 % forward, 80 % backward", "1.05x, 1.5x aten backward"),
+    "swiglu": ("93 %", "1.03x"),
+    "rope": ("88 %", "1.1x"),
+    "attention": ("70 % forward", "1.4x SDPA flash forward, 1.3x backward"),
+    "grouped_matmul": ("78 %", "1.08x torch._grouped_mm"),
+}
+
+
+def refresh_aot() -> None:
+    """Compile every kernel for every target and keep the figures."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ztk.kernels.aot", "--json"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    if not done.stdout.strip():
+        raise RuntimeError(f"the ahead-of-time report failed:\n{done.stderr[-2000:]}")
+    AOT_FILE.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(done.stdout)
+    AOT_FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def newest_measurements() -> dict[str, dict]:
+    """GPU folder -> the document of its newest file."""
+    found = {}
+    for file in sorted(RESULTS.glob("*/kernels-*.json"), key=lambda f: (f.name, f.stat().st_mtime)):
+        found[file.parent.name] = json.loads(file.read_text())
+    return found
+
+
+def quantity(value: float, unit: str) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def floors() -> str:
+    rows = []
+    for spec in ALL_OPS:
+        for shape in spec.bench_shapes:
+            moved, flops = spec.num_bytes(shape, ITEMSIZE), spec.num_flops(shape)
+            by_memory = moved / COPY_GB_PER_S / 1e6
+            is_product = spec.name == "linear_cross_entropy" or any(case.matrix_instructions for case in spec.aot)
+            by_flops = flops / MATMUL_TFLOP_PER_S / 1e9 if is_product else 0.0
+            backward = spec.num_bytes_backward(shape, ITEMSIZE) if spec.num_bytes_backward else 0
+            bound = "matmul" if by_flops > by_memory else "memory"
+            rows.append([
+                spec.name, "x".join(map(str, shape)), quantity(moved, "B"), quantity(backward, "B") if backward else "-",
+                quantity(flops, "FLOP"), f"{max(by_memory, by_flops):.3g} ms, {bound}", *GOALS.get(spec.name, ("-", "-")),
+            ])  # fmt: skip
+    header = ["op", "shape", "bytes", "bytes of backward", "FLOPs", "floor", "share to reach", "against the best peer"]
+    return table(header, rows)
+
+
+def measured() -> str:
+    documents = newest_measurements()
+    if not documents:
+        return (
+            "**Speed is unmeasured.** No row from a GPU exists in `experiments/results/`: nothing on this page says how fast "
+            "a kernel runs. The floors above are counted, the figures below come from the compiler."
+        )
+    parts = []
+    for gpu, document in documents.items():
+        rows, limits = document["rows"], document["limits"]
+        if not rows:
+            continue
+        first = rows[0]
+        parts.append(
+            f"### {first['gpu']}\n\n{first['date']}, commit {first['commit']}, torch {first['torch']}, triton "
+            f"{first['triton']} (folder `{gpu}`). Limits in the same run: copy {limits['copy_gb_per_s']:.0f} GB/s, matmul "
+            f"{limits['matmul_tflop_per_s']:.0f} TFLOP/s.\n"
+        )
+        lines = []
+        for mine in (row for row in rows if row["provider"] == "ztk"):
+            same = [
+                r
+                for r in rows
+                if (r["op"], r["shape"], r["direction"]) == (mine["op"], mine["shape"], mine["direction"])
+            ]
+            peers = [f"{r['provider']} {r['speedup']:.2f}x" for r in same if r["speedup"]]
+            rate = f"{mine['gb_per_s']:.0f} GB/s" if mine["limit"] == "memory" else f"{mine['tflop_per_s']:.0f} TFLOP/s"
+            goal = GOALS.get(mine["op"], ("-", "-"))[0]
+            lines.append([
+                mine["op"], "x".join(map(str, mine["shape"])), mine["direction"], f"{mine['p20']:.3g}",
+                f"{mine['p50']:.3g}", f"{mine['p80']:.3g}", rate, f"{mine['share']:.0%}", goal, "; ".join(peers) or "-",
+            ])  # fmt: skip
+        header = ["op", "shape", "direction", "p20 ms", "p50 ms", "p80 ms", "rate", "share", "goal", "ztk faster than"]
+        parts.append(table(header, lines))
+        unmeasured = sorted({spec.name for spec in ALL_OPS} - {row["op"] for row in rows})
+        if unmeasured:
+            parts.append(f"\nNot measured in that run: {', '.join(unmeasured)}.")
+    return "\n".join(parts)
+
+
+def ahead_of_time() -> str:
+    if not AOT_FILE.exists():
+        return "No figures yet: run `python scripts/kernels_page.py --aot`."
+    rows = json.loads(AOT_FILE.read_text())
+    lines = [
+        [
+            row["op"], f"`{row['kernel']}`", row["arch"], str(row["registers"]), str(row["stack_bytes"]),
+            str(row["shared_bytes"]), f"{row['widest_load']} / {row['widest_store']}", str(row["barriers"]),
+            str(row["matrix_instructions"]),
+            "-" if row["instructions_per_element"] is None else f"{row['instructions_per_element']:.1f}",
+            "kept" if row["ok"] and not row["reason"] else f"{'kept' if row['ok'] else '**broken**'}: {row['reason']}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = [
+        "op", "kernel", "target", "registers", "stack bytes", "shared bytes", "widest load / store", "barriers",
+        "matrix instructions", "instructions per element", "budget",
+    ]  # fmt: skip
+    kept = sum(row["ok"] for row in rows)
+    return f"{kept} of {len(rows)} compilations keep their budget.\n\n" + table(header, lines)
+
+
+def write() -> None:
+    """Write the page."""
+    PAGE.write_text(f"""# Kernels
+
+This page is generated by `python scripts/kernels_page.py`; `python scripts/bench_kernels.py` measures on the GPU at hand
+(under nine minutes) and writes it again. Both read the ops from `ztk.kernels.ALL_OPS`.
+
+## Counted floors
+
+What a perfect kernel moves and computes for 16-bit tensors, counted from the op's definition. The floor in milliseconds is
+that count over the ceilings of one H200 as measured elsewhere: {COPY_GB_PER_S} GB/s of copy, {MATMUL_TFLOP_PER_S} TFLOP/s of
+bfloat16 products. Reading {COPY_GB_PER_S} as a share of the data sheet is not possible here; shares are always of what the
+same machine reaches in the same run.
+
+{floors()}
+
+## Measured
+
+{measured()}
+
+## Ahead-of-time figures
+
+What the compilers make of every kernel, on any machine: `python -m ztk.kernels.aot`. A budget is registers, stack (zero
+unless the spec gives a reason), the widest global load and store, barriers, the target's matrix instructions and
+instructions per element. gfx942 reports vector registers.
+
+{ahead_of_time()}
+""")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--aot", action="store_true", help="compile every kernel first")
+    if parser.parse_args().aot:
+        refresh_aot()
+    write()
