@@ -145,11 +145,11 @@ def save_with_fault(
 
 
 class _faulty:
-    """write: the second write to rank 1's file fails as on a full disk. sync: rank 1's fsync fails. commit: rank 0's rename does."""
+    """write: the second write to rank 1's file fails as on a full disk. sync: rank 1's fsync fails. commit, pointer: rank 0's renames do."""
 
     def __init__(self, fault: str, *, rank: int) -> None:
         self._fault, self._rank, self._calls = fault, rank, 0
-        self._saved = (os.pwrite, os.fsync, os.rename)
+        self._saved = (os.pwrite, os.fsync, os.rename, os.replace)
 
     def __enter__(self) -> None:
         match self._fault, self._rank:
@@ -159,6 +159,8 @@ class _faulty:
                 os.fsync = self._failing(os.fsync, after=0, code=errno.EIO)
             case "commit", 0:
                 os.rename = self._failing(os.rename, after=0, code=errno.EROFS)
+            case "pointer", 0:
+                os.replace = self._failing(os.replace, after=0, code=errno.EDQUOT)
 
     def _failing(self, call, *, after: int, code: int):
         def failing(*args):
@@ -170,16 +172,17 @@ class _faulty:
         return failing
 
     def __exit__(self, *exception) -> None:
-        os.pwrite, os.fsync, os.rename = self._saved
+        os.pwrite, os.fsync, os.rename, os.replace = self._saved
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("fault", ["write", "sync", "commit"])
+@pytest.mark.parametrize("fault", ["write", "sync", "commit", "pointer"])
 @pytest.mark.parametrize("offload", ["none", "nvme"])
 def test_a_failed_save_is_told_on_all_ranks_and_harms_nothing(ranks, tmp_path, fault, asynchronous, offload):
     setup = Setup(layout=Layout(stage=3, offload=offload))
     results = ranks(2).run(save_with_fault, setup=setup, folder=str(tmp_path), fault=fault, asynchronous=asynchronous)
-    expected = {"write": "No space left", "sync": "Input/output error", "commit": "Read-only"}[fault]
+    words = {"write": "No space left", "sync": "Input/output error", "commit": "Read-only", "pointer": "quota"}
+    expected = words[fault]
     for text, seconds, left in results:
         assert expected in text and "step 2 was not saved" in text and "step-000001" in text, text
         assert seconds < 5 and left == ["latest", "step-000001"]

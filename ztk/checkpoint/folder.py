@@ -127,12 +127,24 @@ def commit(temporary: Path) -> Path:
     sync_folder(temporary)
     os.rename(temporary, final)
     sync_folder(final.parent)
-    token = temporary.name.rpartition(".tmp-")[2]
-    pointer = final.parent / f"{LATEST}.tmp-{token}"
-    write_file(pointer, data=f"{final.name}\n".encode())
-    os.replace(pointer, final.parent / LATEST)
-    sync_folder(final.parent)
+    try:
+        _point_to(final, token=temporary.name.rpartition(".tmp-")[2])
+    except OSError:
+        final.rename(temporary)  # all or nothing: a save that is reported as failed leaves no checkpoint
+        raise
     return final
+
+
+def _point_to(final: Path, *, token: str) -> None:
+    """Replaces `latest`."""
+    pointer = final.parent / f"{LATEST}.tmp-{token}"
+    try:
+        write_file(pointer, data=f"{final.name}\n".encode())
+        os.replace(pointer, final.parent / LATEST)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
+    sync_folder(final.parent)
 
 
 def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
