@@ -4,8 +4,9 @@ P is the number of elements of all buckets, padding included. ZeRO paper, sectio
 """
 
 import pytest
+from torch import nn
 
-from tests.zero.models import DTYPES, Layout, train
+from tests.zero.models import DTYPES, Block, Layout, build, train
 
 PAGE = 4096
 
@@ -93,3 +94,17 @@ def test_live_parameters_are_bounded(ranks):
     eager = ranks(2).run(train, layout=Layout(stage=3), steps=3, plain=True)[0]
     assert lean.digest == eager.digest
     assert lean.memory["device"]["gathered"] < eager.memory["device"]["gathered"] / 2
+
+
+def passing_bytes(process, *, layers: int) -> int:
+    """Bytes of whole gradients that stage 2 holds at one time, after a few steps of a deep model."""
+    model = build()
+    model.blocks = nn.ModuleList(Block(odd=0) for _ in range(layers))
+    run = train(process, layout=Layout(stage=2, zero={"bucket_size": 10**6}), steps=3, plain=True, model=model)
+    return run.memory["device"]["gradients in flight"]
+
+
+def test_gradients_in_flight_do_not_grow_with_depth(ranks):
+    """They are reduced as the backward goes, also those of the embedding, which complete last."""
+    shallow, deep = (ranks(2).run(passing_bytes, layers=layers)[0] for layers in (6, 12))
+    assert shallow == deep

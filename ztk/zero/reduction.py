@@ -14,6 +14,7 @@ from ztk.zero.buffers import BufferPool
 from ztk.zero.gathering import Gathering
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.store import Pending, Store
+from ztk.zero.units import ROOT
 
 MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one travels while the next fills
 
@@ -29,9 +30,10 @@ class _InFlight:
 class GradientReduction:
     """Reduces each bucket once per synchronised backward, in one fixed order on all ranks.
 
-    The order is that of definition, backwards. A bucket is reduced when it and all before it in this order are complete;
-    what is incomplete at the end of the backward (modules that were not used) is reduced then, with zeros for what is missing.
-    So ranks that used different modules still meet in the same collectives.
+    A bucket is reduced when it and all before it in the order are complete; what is incomplete at the end of the backward (modules that
+    were not used) is reduced then, with zeros for what is missing. So ranks that used different modules still meet in the same
+    collectives. The order is that of definition backwards, the root last, and after the first backward the order in which
+    rank 0's buckets became complete: a bucket early in the order that completes late would hold up all others.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class GradientReduction:
         self.synchronise = True  # False: gradients add up locally (`no_sync`)
         self.is_boundary = True  # the optimizer steps after this backward
         self.squares: dict[Bucket, Tensor] = {}  # per bucket: sum of squares of the reduced shard, fp32 [1]
-        self._order = list(reversed(buckets))
+        self._buckets = buckets
+        root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
+        self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
         self._position = {bucket: position for position, bucket in enumerate(self._order)}
+        self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
         self._policy, self._store, self._gathering = policy, store, gathering
         self._comm, self._dtype, self._pool, self._ledger, self._clock = comm, dtype, pool, ledger, clock
         self._resident: dict[Bucket, Tensor] = {}  # stages 0 and 1: gradient buffers that stay
@@ -79,9 +84,11 @@ class GradientReduction:
                 "activation checkpointing over tied parameters does this; use checkpoint(..., use_reentrant=False)"
             )
         bucket.accept_gradient(index, acquire=functools.partial(self._acquire, bucket))
-        if self.synchronise and bucket.is_complete:
-            self._launch_complete()
         if bucket.is_complete:
+            if self._completed is not None:
+                self._completed.append(bucket)
+            if self.synchronise:
+                self._launch_complete()
             self._gathering.release(bucket)
 
     def open_backward(self) -> None:
@@ -105,7 +112,19 @@ class GradientReduction:
                 self._launch(self._order[self._launched])
         self._gathering.release_all()
         self._backward_open = False
+        if self.synchronise and self._completed is not None:
+            self._settle_order(self._completed)
+            self._completed = None
         self._reduced = self.synchronise and not self._policy.shards_gradients
+
+    def _settle_order(self, completed: list[Bucket]) -> None:
+        """Rank 0's order of completion becomes everybody's; what it did not use comes last."""
+        wanted = list(dict.fromkeys([*completed, *self._order]))
+        number = {bucket: index for index, bucket in enumerate(self._buckets)}
+        order = torch.tensor([number[bucket] for bucket in wanted], dtype=torch.float32, device=self._comm.device)
+        agreed = self._comm.gather_scalars(order, label="order of reduction")[0].tolist()
+        self._order = [self._buckets[int(index)] for index in agreed]
+        self._position = {bucket: position for position, bucket in enumerate(self._order)}
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and self._order[self._launched].is_complete:

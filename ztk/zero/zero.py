@@ -132,7 +132,9 @@ class Zero:
     def close(self) -> None:
         """Ends the last update and gives all stores back; raises what went wrong in them. The model is unusable after it."""
         self._update.finish()
-        for store in {id(s): s for s in (self._stores.optimizer, self._stores.gradients, self._stores.parameters)}.values():
+        for store in {
+            id(s): s for s in (self._stores.optimizer, self._stores.gradients, self._stores.parameters)
+        }.values():
             store.flush()
             store.close()
 
