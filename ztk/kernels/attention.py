@@ -23,19 +23,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._attention_tiles import (
-    TARGETS_OF,
-    Machine,
     batch_view,
     cpu_mask,
     cpu_sequences,
     key_range,
     load_tile,
-    machine,
     sequence_bounds,
     visible,
 )
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import TARGETS_OF, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, compute_dtype
 from ztk.kernels.attention_backward import AOT as BACKWARD_AOT
@@ -385,7 +383,7 @@ SPEC = OpSpec(
     eager=_eager,
     make_inputs=_make_inputs,
     differentiable=("q", "k", "v"),
-    small_shapes=((1, 9, 2, 16), (2, 35, 2, 24)),
+    small_shapes=((2, 17, 2, 16), (1, 35, 2, 24)),
     bench_shapes=((4, 8192, 32, 128), (16, 2048, 32, 128), (4, 8192, 32, 64)),
     variants=({}, {"group": 2}, {"window": 9, "group": 2}, {"causal": False}),
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,

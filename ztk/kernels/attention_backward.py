@@ -16,19 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._attention_tiles import (
-    TARGETS_OF,
-    Machine,
     batch_view,
     cpu_mask,
     cpu_sequences,
     key_range,
     load_tile,
-    machine,
     sequence_bounds,
     visible,
 )
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register
+from ztk.kernels._machine import TARGETS_OF, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase
 

@@ -23,13 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_tiles import TARGETS_OF, Machine, machine
 from ztk.kernels._dot import dot
-from ztk.kernels._library import register, use_reference
+from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._machine import TARGETS_OF, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, compute_dtype
 
-COMBINE_BLOCK = 1024
+COMBINE_WARPS = 4
+COMBINE_BLOCK = 8 * WARP_SIZE * COMBINE_WARPS  # eight 16-bit elements per thread: one 16-byte access per choice
 MAX_COMBINE_COLUMNS = 16384
 
 
@@ -199,7 +200,15 @@ def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tens
     out = torch.empty(T, N, dtype=y.dtype, device=y.device)
     if out.numel():
         _combine_fwd[(T, triton.cdiv(N, COMBINE_BLOCK))](
-            y, weights, position, out, N, TOP_K=top_k, BLOCK_N=COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
+            y,
+            weights,
+            position,
+            out,
+            N,
+            TOP_K=top_k,
+            BLOCK_N=COMBINE_BLOCK,
+            num_warps=COMBINE_WARPS,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -211,7 +220,7 @@ def _launch_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Ten
         block = triton.next_power_of_2(N)
         _combine_bwd[(T,)](
             d_out, y, weights, position, d_y, d_weights, N, TOP_K=top_k, BLOCK_N=block,
-            num_warps=min(16, max(1, block // 256)), enable_fp_fusion=True,
+            num_warps=min(512 // WARP_SIZE, max(1, block // (8 * WARP_SIZE))), enable_fp_fusion=True,
         )  # fmt: skip
     return d_y, d_weights
 
@@ -483,10 +492,14 @@ COMBINE_SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: shape[0] * (2 * shape[1] + 1) * shape[2] * itemsize,
     num_flops=lambda shape: 2 * shape[0] * shape[1] * shape[2],
     aot=(
-        _case(_combine_fwd, variant="k=8", constexprs={"TOP_K": 8, "BLOCK_N": COMBINE_BLOCK}, max_registers=64,
-              targets=("sm_80", "sm_90", "sm_100")),
-        _case(_combine_bwd, variant="k=8,N=2048", constexprs={"TOP_K": 8, "BLOCK_N": 2048}, num_warps=8,
-              max_registers=64, targets=("sm_80", "sm_90", "sm_100")),
+        _case(
+            _combine_fwd, variant="k=8", constexprs={"TOP_K": 8, "BLOCK_N": 1024}, hip_constexprs={"BLOCK_N": 2048},
+            num_warps=COMBINE_WARPS, max_registers=64,
+        ),
+        _case(
+            _combine_bwd, variant="k=8,N=2048", constexprs={"TOP_K": 8, "BLOCK_N": 2048},
+            hip_constexprs={"BLOCK_N": 4096}, num_warps=8, max_registers=64,
+        ),
     ),
     tolerance_ulps=16.0,  # d_weights sums N products: sqrt(1030) roundings of half an eps
 )  # fmt: skip
