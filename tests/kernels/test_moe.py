@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels.grouped_gemm import grouped_matmul, moe_combine
+from ztk.kernels.grouped_gemm import grouped_matmul
+from ztk.kernels.moe_combine import moe_combine
 from ztk.kernels.moe_routing import moe_route
 
 

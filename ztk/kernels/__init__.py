@@ -16,6 +16,7 @@ from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import linear_cross_entropy as _linear_cross_entropy
 from ztk.kernels import lion as _lion
+from ztk.kernels import moe_combine as _moe_combine
 from ztk.kernels import moe_routing as _moe_routing
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import rms_norm as _rms_norm
@@ -45,10 +46,11 @@ from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.cross_entropy import cross_entropy
 from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.geglu import geglu
-from ztk.kernels.grouped_gemm import grouped_matmul, moe_combine
+from ztk.kernels.grouped_gemm import grouped_matmul
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.linear_cross_entropy import linear_cross_entropy
 from ztk.kernels.lion import lion
+from ztk.kernels.moe_combine import moe_combine
 from ztk.kernels.moe_routing import Routing, moe_route
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
@@ -83,8 +85,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _attention.VARLEN_SPEC,
     _moe_routing.SPEC,
     _grouped_gemm.SPEC,
-    _grouped_gemm.COMBINE_SPEC,
     _linear_cross_entropy.SPEC,
+    _moe_combine.SPEC,
 )
 
 __all__ = [

@@ -296,7 +296,7 @@ def _cpu_bwd(
         d_out_b, q_b, k_b, v_b, out_b = (batch_view(x, **cut) for x in (d_out, q, k, v, out))
         mask = cpu_mask(length, window=window, dtype=q.dtype)
         lse_b = lse[:, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1)
-        wide = (x.repeat_interleave(H // H_kv, dim=1) if H != H_kv else x for x in (k_b, v_b))
+        wide = (x.repeat_interleave(H // H_kv, dim=1) if H_kv != H else x for x in (k_b, v_b))
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out_b, q_b, *wide, out_b, lse_b, 0.0, causal and mask is None, attn_mask=mask, scale=scale
         )

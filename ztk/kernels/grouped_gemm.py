@@ -1,17 +1,15 @@
-"""Matrix products of tokens with the weights of the experts they were routed to, and the weighted combine.
+"""Matrix products of tokens with the weights of the experts they were routed to.
 
-    grouped_matmul:  out[s] = x[order[s] // k] @ weight[e(s)]       slots s are sorted by expert (see `moe_routing`)
-    moe_combine:     out[t] = sum over choices of w[t, j] * y[position[t, j]]
+    out[s] = x[order[s] // k] @ weight[e(s)]       slots s are sorted by expert (see `moe_routing`)
 
-The gather happens in the load of the product and the combine reads by position, so no padded or permuted copy of the tokens
-exists. A program finds its expert from the offsets on the device; the grid is the worst case, ceil(S / BLOCK_M) + E tiles,
-and surplus programs return at once: no synchronisation with the host.
+The gather happens in the load of the product, so no padded or permuted copy of the tokens exists. A program finds its expert
+from the offsets on the device; the grid is the worst case, ceil(S / BLOCK_M) + E tiles, and surplus programs return at once:
+no synchronisation with the host.
 
 Backward, without atomics:
     d_slots  = d_out @ weight^T (the same kernel, strides exchanged),  d_x[t] = sum over choices of d_slots[position[t, j]]
     d_weight[e] = sum over its slots of x^T d_out: one program per tile walks the expert's slots in order
-    d_y[s] = w * d_out[t],  d_w[t, j] = <d_out[t], y[s]>: one read of both
-FLOPs: 2 S D N forward, 4 S D N backward. Combine reads S N and writes T N elements.
+FLOPs: 2 S D N forward, 4 S D N backward.
 
 Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
@@ -24,14 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dot import dot
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import TARGETS_OF, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, compute_dtype
-
-COMBINE_WARPS = 4
-COMBINE_BLOCK = 8 * WARP_SIZE * COMBINE_WARPS  # eight 16-bit elements per thread: one 16-byte access per choice
-MAX_COMBINE_COLUMNS = 16384
+from ztk.kernels.moe_combine import combine, random_routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,41 +120,6 @@ def _grouped_bwd_weight(
     tl.store(p_d_weight, cast(b_acc, d_weight_ptr.dtype.element_ty), mask=m_d[:, None] & m_n[None, :])
 
 
-@triton.jit
-def _combine_fwd(
-    y_ptr, weights_ptr, position_ptr, out_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """out[t] = sum over choices, in order, of w[t, j] * y[position[t, j]]; plain sum without weights"""
-    i_t = tl.program_id(0).to(tl.int64)
-    o_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_n = o_n < N
-    b_out = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for j in tl.static_range(TOP_K):
-        i_s = tl.load(position_ptr + i_t * TOP_K + j).to(tl.int64)
-        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_n, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            b_y *= tl.load(weights_ptr + i_t * TOP_K + j)
-        b_out += b_y
-    tl.store(out_ptr + i_t * N + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
-
-
-@triton.jit
-def _combine_bwd(
-    d_out_ptr, y_ptr, weights_ptr, position_ptr, d_y_ptr, d_weights_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """d_y[s] = w * d_out[t] and d_w[t, j] = <d_out[t], y[s]> for the choices of one token"""
-    i_t = tl.program_id(0).to(tl.int64)
-    o_n = tl.arange(0, BLOCK_N)
-    m_n = o_n < N
-    b_d_out = tl.load(d_out_ptr + i_t * N + o_n, mask=m_n, other=0.0).to(tl.float32)
-    for j in tl.static_range(TOP_K):
-        i_s = tl.load(position_ptr + i_t * TOP_K + j).to(tl.int64)
-        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_d_y = b_d_out * tl.load(weights_ptr + i_t * TOP_K + j)
-        tl.store(d_y_ptr + i_s * N + o_n, cast(b_d_y, d_y_ptr.dtype.element_ty), mask=m_n)
-        tl.store(d_weights_ptr + i_t * TOP_K + j, tl.sum(b_d_out * b_y, axis=0))
-
-
 def _launch_fwd(
     x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool
 ) -> Tensor:
@@ -195,36 +155,6 @@ def _launch_bwd_weight(
     return d_weight
 
 
-def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tensor:
-    (T, top_k), N = position.shape, y.shape[1]
-    out = torch.empty(T, N, dtype=y.dtype, device=y.device)
-    if out.numel():
-        _combine_fwd[(T, triton.cdiv(N, COMBINE_BLOCK))](
-            y,
-            weights,
-            position,
-            out,
-            N,
-            TOP_K=top_k,
-            BLOCK_N=COMBINE_BLOCK,
-            num_warps=COMBINE_WARPS,
-            enable_fp_fusion=True,
-        )
-    return out
-
-
-def _launch_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    (T, top_k), N = position.shape, y.shape[1]
-    d_y, d_weights = torch.empty_like(y), torch.empty_like(weights)
-    if T:
-        block = triton.next_power_of_2(N)
-        _combine_bwd[(T,)](
-            d_out, y, weights, position, d_y, d_weights, N, TOP_K=top_k, BLOCK_N=block,
-            num_warps=min(512 // WARP_SIZE, max(1, block // (8 * WARP_SIZE))), enable_fp_fusion=True,
-        )  # fmt: skip
-    return d_y, d_weights
-
-
 def _groups(offsets: Tensor):
     """(expert, slots) of every expert that has any."""
     borders = offsets.tolist()
@@ -252,23 +182,6 @@ def _cpu_bwd_weight(
     return d_weight
 
 
-def _cpu_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tensor:
-    out = torch.zeros(position.shape[0], y.shape[1])
-    for j in range(position.shape[1]):
-        rows = y.index_select(0, position[:, j]).float()
-        out.add_(rows if weights is None else rows.mul_(weights[:, j, None]))
-    return out.to(y.dtype)
-
-
-def _cpu_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    d_y, d_weights, wide = torch.empty_like(y), torch.empty_like(weights), d_out.float()
-    for j in range(position.shape[1]):
-        index = position[:, j].long()
-        d_y[index] = (wide * weights[:, j, None]).to(y.dtype)
-        d_weights[:, j] = torch.einsum("tn,tn->t", wide, y[index].float())
-    return d_y, d_weights
-
-
 _product = register(
     "grouped_matmul(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int top_k, bool transposed) -> Tensor",
     triton=_launch_fwd,
@@ -284,18 +197,6 @@ _weight_gradient = register(
     fake=lambda x, d_out, offsets, order, top_k, dtype: x.new_empty(
         offsets.numel() - 1, x.shape[1], d_out.shape[1], dtype=dtype
     ),
-)
-_combine = register(
-    "moe_combine(Tensor y, Tensor? weights, Tensor position) -> Tensor",
-    triton=_launch_combine,
-    cpu=_cpu_combine,
-    fake=lambda y, weights, position: y.new_empty(position.shape[0], y.shape[1]),
-)
-_combine_backward = register(
-    "moe_combine_backward(Tensor d_out, Tensor y, Tensor weights, Tensor position) -> (Tensor, Tensor)",
-    triton=_launch_combine_bwd,
-    cpu=_cpu_combine_bwd,
-    fake=lambda d_out, y, weights, position: (torch.empty_like(y), torch.empty_like(weights)),
 )
 
 
@@ -313,21 +214,10 @@ class _GroupedMatmul(torch.autograd.Function):
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
             d_x = _product(d_out, weight, offsets, None, 1, True)
-            d_x = d_x if position is None else _combine(d_x, None, position)
+            d_x = d_x if position is None else combine(d_x, None, position)
         if ctx.needs_input_grad[1]:
             d_weight = _weight_gradient(x, d_out, offsets, order, ctx.top_k, weight.dtype)
         return d_x, d_weight, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, weights, position):
-        ctx.save_for_backward(y, weights, position)
-        return _combine(y, weights, position)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        return *_combine_backward(d_out.contiguous(), *ctx.saved_tensors), None
 
 
 def grouped_matmul(
@@ -355,23 +245,6 @@ def grouped_matmul(
     return _GroupedMatmul.apply(x.contiguous(), weight.contiguous(), offsets, order, position)
 
 
-def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
-    """Each token's weighted sum of its slots: y [S, N], weights float32 [T, k], position int32 [T, k] -> [T, N].
-
-    Gradients for y and weights. N is at most 16384.
-    """
-    if y.dim() != 2 or weights.shape != position.shape or y.shape[0] != position.numel():
-        raise ValueError(
-            f"moe_combine: y {tuple(y.shape)} must be [T * k, N] for weights {tuple(weights.shape)} and position "
-            f"{tuple(position.shape)} [T, k]"
-        )
-    if y.shape[1] > MAX_COMBINE_COLUMNS:
-        raise ValueError(f"moe_combine: {y.shape[1]} columns are above {MAX_COMBINE_COLUMNS}")
-    if use_reference():
-        return moe_combine_reference(y, weights=weights, position=position)
-    return _Combine.apply(y.contiguous(), weights.contiguous(), position)
-
-
 def grouped_matmul_reference(
     x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None = None, position: Tensor | None = None
 ) -> Tensor:
@@ -382,12 +255,6 @@ def grouped_matmul_reference(
     return torch.cat([part @ w for part, w in zip(parts, weight.to(dtype), strict=True)]).to(x.dtype)
 
 
-def moe_combine_reference(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
-    """sum over choices of weight times row, in float32, rounded once."""
-    dtype = compute_dtype(y)
-    return torch.einsum("tk,tkn->tn", weights.to(dtype), y.to(dtype)[position]).to(y.dtype)
-
-
 def _eager_product(
     x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None = None, position: Tensor | None = None
 ) -> Tensor:
@@ -395,24 +262,10 @@ def _eager_product(
     return torch.cat([part @ w for part, w in zip(rows.split(offsets.diff().tolist()), weight, strict=True)])
 
 
-def _eager_combine(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
-    return (weights[:, :, None].to(y.dtype) * y[position]).sum(dim=1)
-
-
-def _routing(T: int, E: int, k: int, device: str):
-    from ztk.kernels.moe_routing import moe_route_reference
-
-    logits = torch.randn(T, E)
-    if E > 2:
-        logits[:, 1] = -100.0  # an expert without tokens
-    routing = moe_route_reference(logits, top_k=k)
-    return {name: getattr(routing, name).to(device) for name in ("offsets", "order", "position", "weights")}
-
-
 def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
     T, E, D, N = shape
     k = min(2, E)
-    routing = _routing(T, E, k, device)
+    routing = random_routing(T, E, k, device)
     routing.pop("weights")
     if not gather:
         routing |= {"order": None, "position": None}
@@ -420,15 +273,8 @@ def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
     return {"x": x, "weight": (torch.randn(E, D, N, device=device) * D**-0.5).to(dtype), **routing}
 
 
-def _make_combine_inputs(shape, *, dtype, device) -> dict[str, object]:
-    T, k, N = shape
-    routing = _routing(T, k + 2, k, device)
-    y = torch.randn(T * k, N, device=device).to(dtype)
-    return {"y": y, "weights": routing["weights"], "position": routing["position"]}
-
-
 _TYPES = {
-    "order_ptr": "*i32", "offsets_ptr": "*i32", "position_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32",
+    "order_ptr": "*i32", "offsets_ptr": "*i32",
     "N": "i32", "D": "i32", "stride_x": "i64", "stride_e": "i64", "stride_d": "i64",
 }  # fmt: skip
 
@@ -479,27 +325,3 @@ SPEC = OpSpec(
     aot=_product_aot(),
     tolerance_ulps=3.0,
 )
-COMBINE_SPEC = OpSpec(
-    name="moe_combine",
-    op=moe_combine,
-    reference=moe_combine_reference,
-    eager=_eager_combine,
-    make_inputs=_make_combine_inputs,
-    differentiable=("y", "weights"),
-    small_shapes=((3, 1, 24), (13, 2, 41), (5, 3, 1030)),
-    bench_shapes=((32768, 8, 2048),),
-    num_bytes=lambda shape, itemsize: shape[0] * (shape[1] + 1) * shape[2] * itemsize,
-    num_bytes_backward=lambda shape, itemsize: shape[0] * (2 * shape[1] + 1) * shape[2] * itemsize,
-    num_flops=lambda shape: 2 * shape[0] * shape[1] * shape[2],
-    aot=(
-        _case(
-            _combine_fwd, variant="k=8", constexprs={"TOP_K": 8, "BLOCK_N": 1024}, hip_constexprs={"BLOCK_N": 2048},
-            num_warps=COMBINE_WARPS, max_registers=64,
-        ),
-        _case(
-            _combine_bwd, variant="k=8,N=2048", constexprs={"TOP_K": 8, "BLOCK_N": 2048},
-            hip_constexprs={"BLOCK_N": 4096}, num_warps=8, max_registers=64,
-        ),
-    ),
-    tolerance_ulps=16.0,  # d_weights sums N products: sqrt(1030) roundings of half an eps
-)  # fmt: skip

@@ -1,0 +1,214 @@
+"""Each token's weighted sum of what its experts made of it, by position: no atomics, no scatter.
+
+    out[t] = sum over choices j, in order, of w[t, j] * y[position[t, j]]
+    d_y[s] = w * d_out[t],   d_w[t, j] = <d_out[t], y[s]>
+
+Forward reads T k N and writes T N elements. Backward reads d_out and y once and writes d_y: T N (2 k + 1). Without weights it
+is the plain sum that turns a gradient by slot into a gradient by token (see `grouped_gemm`). Positions come from
+`moe_routing`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._math import cast
+from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels.moe_routing import moe_route_reference
+
+COMBINE_WARPS = 4
+COMBINE_BLOCK = 8 * WARP_SIZE * COMBINE_WARPS  # eight 16-bit elements per thread: one 16-byte access per choice
+MAX_COMBINE_COLUMNS = 16384
+
+
+@triton.jit
+def _combine_fwd(
+    y_ptr, weights_ptr, position_ptr, out_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """out[t] = sum over choices, in order, of w[t, j] * y[position[t, j]]; plain sum without weights"""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_out = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        i_s = tl.load(position_ptr + i_t * TOP_K + j).to(tl.int64)
+        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_n, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            b_y *= tl.load(weights_ptr + i_t * TOP_K + j)
+        b_out += b_y
+    tl.store(out_ptr + i_t * N + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _combine_bwd(
+    d_out_ptr, y_ptr, weights_ptr, position_ptr, d_y_ptr, d_weights_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """d_y[s] = w * d_out[t] and d_w[t, j] = <d_out[t], y[s]> for the choices of one token"""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_d_out = tl.load(d_out_ptr + i_t * N + o_n, mask=m_n, other=0.0).to(tl.float32)
+    for j in tl.static_range(TOP_K):
+        i_s = tl.load(position_ptr + i_t * TOP_K + j).to(tl.int64)
+        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_d_y = b_d_out * tl.load(weights_ptr + i_t * TOP_K + j)
+        tl.store(d_y_ptr + i_s * N + o_n, cast(b_d_y, d_y_ptr.dtype.element_ty), mask=m_n)
+        tl.store(d_weights_ptr + i_t * TOP_K + j, tl.sum(b_d_out * b_y, axis=0))
+
+
+def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tensor:
+    (T, top_k), N = position.shape, y.shape[1]
+    out = torch.empty(T, N, dtype=y.dtype, device=y.device)
+    if out.numel():
+        _combine_fwd[(T, triton.cdiv(N, COMBINE_BLOCK))](
+            y,
+            weights,
+            position,
+            out,
+            N,
+            TOP_K=top_k,
+            BLOCK_N=COMBINE_BLOCK,
+            num_warps=COMBINE_WARPS,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _launch_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    (T, top_k), N = position.shape, y.shape[1]
+    d_y, d_weights = torch.empty_like(y), torch.empty_like(weights)
+    if T:
+        block = triton.next_power_of_2(N)
+        _combine_bwd[(T,)](
+            d_out, y, weights, position, d_y, d_weights, N, TOP_K=top_k, BLOCK_N=block,
+            num_warps=min(512 // WARP_SIZE, max(1, block // (8 * WARP_SIZE))), enable_fp_fusion=True,
+        )  # fmt: skip
+    return d_y, d_weights
+
+
+def _cpu_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tensor:
+    out = torch.zeros(position.shape[0], y.shape[1])
+    for j in range(position.shape[1]):
+        rows = y.index_select(0, position[:, j]).float()
+        out.add_(rows if weights is None else rows.mul_(weights[:, j, None]))
+    return out.to(y.dtype)
+
+
+def _cpu_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    d_y, d_weights, wide = torch.empty_like(y), torch.empty_like(weights), d_out.float()
+    for j in range(position.shape[1]):
+        index = position[:, j].long()
+        d_y[index] = (wide * weights[:, j, None]).to(y.dtype)
+        d_weights[:, j] = torch.einsum("tn,tn->t", wide, y[index].float())
+    return d_y, d_weights
+
+
+combine = register(
+    "moe_combine(Tensor y, Tensor? weights, Tensor position) -> Tensor",
+    triton=_launch_combine,
+    cpu=_cpu_combine,
+    fake=lambda y, weights, position: y.new_empty(position.shape[0], y.shape[1]),
+)
+_combine_backward = register(
+    "moe_combine_backward(Tensor d_out, Tensor y, Tensor weights, Tensor position) -> (Tensor, Tensor)",
+    triton=_launch_combine_bwd,
+    cpu=_cpu_combine_bwd,
+    fake=lambda d_out, y, weights, position: (torch.empty_like(y), torch.empty_like(weights)),
+)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, weights, position):
+        ctx.save_for_backward(y, weights, position)
+        return combine(y, weights, position)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return *_combine_backward(d_out.contiguous(), *ctx.saved_tensors), None
+
+
+def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
+    """Each token's weighted sum of its slots: y [S, N], weights float32 [T, k], position int32 [T, k] -> [T, N].
+
+    Gradients for y and weights. N is at most 16384.
+    """
+    if y.dim() != 2 or weights.shape != position.shape or y.shape[0] != position.numel():
+        raise ValueError(
+            f"moe_combine: y {tuple(y.shape)} must be [T * k, N] for weights {tuple(weights.shape)} and position "
+            f"{tuple(position.shape)} [T, k]"
+        )
+    if y.shape[1] > MAX_COMBINE_COLUMNS:
+        raise ValueError(f"moe_combine: {y.shape[1]} columns are above {MAX_COMBINE_COLUMNS}")
+    if use_reference():
+        return moe_combine_reference(y, weights=weights, position=position)
+    return _Combine.apply(y.contiguous(), weights.contiguous(), position)
+
+
+def moe_combine_reference(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
+    """sum over choices of weight times row, in float32, rounded once."""
+    dtype = compute_dtype(y)
+    return torch.einsum("tk,tkn->tn", weights.to(dtype), y.to(dtype)[position]).to(y.dtype)
+
+
+def _eager(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
+    return (weights[:, :, None].to(y.dtype) * y[position]).sum(dim=1)
+
+
+def random_routing(T: int, E: int, k: int, device: str) -> dict[str, Tensor]:
+    """A routing of random tokens, one expert left without any: offsets, order, position, weights."""
+    logits = torch.randn(T, E)
+    if E > 2:
+        logits[:, 1] = -100.0  # an expert without tokens
+    routing = moe_route_reference(logits, top_k=k)
+    return {name: getattr(routing, name).to(device) for name in ("offsets", "order", "position", "weights")}
+
+
+def _make_inputs(shape, *, dtype, device) -> dict[str, object]:
+    T, k, N = shape
+    routing = random_routing(T, k + 2, k, device)
+    y = torch.randn(T * k, N, device=device).to(dtype)
+    return {"y": y, "weights": routing["weights"], "position": routing["position"]}
+
+
+_TYPES = {"position_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32", "N": "i32"}
+
+
+def _case(kernel, *, variant: str, constexprs: dict[str, object], **options) -> AotCase:
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    return AotCase(
+        kernel=kernel,
+        variant=variant,
+        signature={name: _TYPES.get(name, "*bf16") for name in names},
+        constexprs=constexprs,
+        divisible_by_16=tuple(names),
+        **options,
+    )
+
+
+SPEC = OpSpec(
+    name="moe_combine",
+    op=moe_combine,
+    reference=moe_combine_reference,
+    eager=_eager,
+    make_inputs=_make_inputs,
+    differentiable=("y", "weights"),
+    small_shapes=((3, 1, 24), (13, 2, 41), (5, 3, 1030)),
+    bench_shapes=((32768, 8, 2048),),
+    num_bytes=lambda shape, itemsize: shape[0] * (shape[1] + 1) * shape[2] * itemsize,
+    num_bytes_backward=lambda shape, itemsize: shape[0] * (2 * shape[1] + 1) * shape[2] * itemsize,
+    num_flops=lambda shape: 2 * shape[0] * shape[1] * shape[2],
+    aot=(
+        _case(
+            _combine_fwd, variant="k=8", constexprs={"TOP_K": 8, "BLOCK_N": 1024}, hip_constexprs={"BLOCK_N": 2048},
+            num_warps=COMBINE_WARPS, max_registers=64,
+        ),
+        _case(
+            _combine_bwd, variant="k=8,N=2048", constexprs={"TOP_K": 8, "BLOCK_N": 2048},
+            hip_constexprs={"BLOCK_N": 4096}, num_warps=8, max_registers=64,
+        ),
+    ),
+    tolerance_ulps=16.0,  # d_weights sums N products: sqrt(1030) roundings of half an eps
+)  # fmt: skip
