@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.runs import Setup, canonical, digest, reload, save_some, try_load
@@ -117,9 +118,18 @@ def test_torch_distributed_checkpoint_resumes_with_its_optimizer(ranks, tmp_path
         assert ranks(world).run(reload, setup=Setup(layout=layout), folder=str(tmp_path / "in"))[0].states == state
 
 
-def write_dcp(process, *, folder: str) -> str:
-    import torch.distributed.checkpoint as dcp
+def test_torch_distributed_out_and_in_again(ranks, saved, tmp_path):
+    expected = ranks(2).run(reload, setup=SETUP, folder=str(saved))[0].states
+    assert main(["export", str(saved), str(tmp_path / "dcp"), "--torch-distributed"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
+    state = {"model.blocks.0.up.weight": torch.empty(96, 24)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert torch.equal(state["model.blocks.0.up.weight"].view(-1), masters(ranks, saved)["blocks.0.up.weight"])
+    import_checkpoint(tmp_path / "dcp", to=tmp_path / "back")
+    assert ranks(2).run(reload, setup=SETUP, folder=str(tmp_path / "back"))[0].states == expected
 
+
+def write_dcp(process, *, folder: str) -> str:
     model = build(2)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):

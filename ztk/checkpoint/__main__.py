@@ -6,7 +6,7 @@ import sys
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.export import SHARD_BYTES, export_safetensors, export_state_dict
+from ztk.checkpoint.export import SHARD_BYTES, export_safetensors, export_state_dict, export_torch_distributed
 from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.manifest import read_manifest
 from ztk.checkpoint.verify import describe, verify_all
@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write the weights in another format")
     export.add_argument("dir", help=_DIR)
     export.add_argument("to", help="a new folder for safetensors files, or a new file ending in .pt for a state_dict")
+    export.add_argument(
+        "--torch-distributed", action="store_true", help="a torch.distributed.checkpoint folder, optimizer states too"
+    )
     export.add_argument("--dtype", choices=_DTYPES, help="of the weights; else the one that the model computed in")
     export.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one safetensors file (%(default)s)")
     export.set_defaults(command=_export)
@@ -78,7 +81,11 @@ def _show(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     dtype = DTYPES[_DTYPES[options.dtype]] if options.dtype else None
-    if options.to.endswith((".pt", ".bin")):
+    if options.torch_distributed:
+        if options.dtype:
+            raise ValueError("--dtype has no effect with --torch-distributed, which keeps fp32: leave one out")
+        report = export_torch_distributed(options.dir, to=options.to)
+    elif options.to.endswith((".pt", ".bin")):
         report = export_state_dict(options.dir, to=options.to, dtype=dtype)
     else:
         report = export_safetensors(options.dir, to=options.to, dtype=dtype, shard_bytes=options.shard_bytes)

@@ -1,4 +1,6 @@
-"""Weights out of a checkpoint, a stretch at a time: a Hugging Face style safetensors folder, or one plain state_dict file."""
+"""Out of a checkpoint into other formats, a stretch at a time: a Hugging Face style safetensors folder, one plain state_dict file, or
+a folder of torch.distributed.checkpoint.
+"""
 
 import json
 import os
@@ -117,6 +119,59 @@ def export_state_dict(
         weights.close()
         temporary.unlink(missing_ok=True)
     return ExportReport(path=to, files=1, nbytes=to.stat().st_size)
+
+
+def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) -> ExportReport:
+    """Writes a folder that `torch.distributed.checkpoint.load` reads into any sharding: fp32 weights as "model.NAME", persistent buffers
+    too, optimizer states as "optim.state.NAME.KIND" and the step as "optim.state.NAME.step", as FSDP2's `get_state_dict` names them.
+
+    Tensors lie in a temporary file while they are collected, not in memory. "optim.param_groups" (hyperparameters) is not part of
+    a ztk checkpoint: load the optimizer with `DefaultLoadPlanner(allow_partial_load=True)`. Raises as `export_safetensors`.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    manifest, to = read_manifest(resolve(path)), Path(to)
+    temporary = _temporary_beside(to)
+    temporary.mkdir(parents=True)
+    scratch = temporary.with_name(f"{temporary.name}.scratch")
+    try:
+        state = dict(_on_disk(manifest, scratch=scratch))
+        steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
+        trained = [info.name for info in manifest.parameters if info.trainable]
+        if manifest.state_names is not None:
+            state |= {f"optim.state.{name}.step": steps for name in trained}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), no_dist=True)
+        os.rename(temporary, to)
+        sync_folder(to.parent)
+    except BaseException:
+        discard(temporary, token="")
+        raise
+    finally:
+        scratch.unlink(missing_ok=True)
+    files = list(to.iterdir())
+    return ExportReport(path=to, files=len(files), nbytes=sum(file.stat().st_size for file in files))
+
+
+def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor]]:
+    """(key, whole tensor) of weights, buffers and moments; the tensors are a memory-mapped file."""
+    wanted = [("buffer", info, f"model.{info.name}") for info in manifest.buffers]
+    for info in manifest.parameters:
+        wanted.append(("master" if info.trainable else "parameter", info, f"model.{info.name}"))
+        if info.trainable:
+            kinds = manifest.state_names or ()
+            wanted += [(kind, info, f"optim.state.{info.name}.{kind}") for kind in kinds]
+    nbytes = sum(8 * prod(info.shape) for _, info, _ in wanted)  # 8: the widest dtype, and every tensor is aligned
+    memory, offset = torch.from_file(str(scratch), shared=True, size=max(nbytes, 1), dtype=torch.uint8), 0
+    with StateReader(manifest) as reader:
+        for kind, info, key in wanted:
+            dtype = reader.dtype(name=info.name, kind=kind)
+            numel = prod(info.shape)
+            flat = memory[offset : offset + numel * dtype.itemsize].view(dtype)
+            for start in range(0, numel, STRETCH):
+                stop = min(start + STRETCH, numel)
+                flat[start:stop].copy_(reader.read(name=info.name, kind=kind, start=start, stop=stop))
+            offset += 8 * numel
+            yield key, flat.view(info.shape)
 
 
 def _temporary_beside(to: Path) -> Path:

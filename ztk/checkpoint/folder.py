@@ -132,6 +132,7 @@ def commit(temporary: Path) -> Path:
     except OSError:
         final.rename(temporary)  # all or nothing: a save that is reported as failed leaves no checkpoint
         raise
+    sync_folder(final.parent)
     return final
 
 
@@ -144,7 +145,6 @@ def _point_to(final: Path, *, token: str) -> None:
     except OSError:
         pointer.unlink(missing_ok=True)
         raise
-    sync_folder(final.parent)
 
 
 def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:

@@ -18,7 +18,7 @@ from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo
 from ztk.checkpoint.model import buffer_infos, parameter_infos, persistent_buffers, restore_control, tied_names
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
-from ztk.engine import Engine
+from ztk.checkpoint.subject import Subject
 
 _SHOWN = 4  # names in an error text
 
@@ -40,7 +40,7 @@ class LoadReport:
     read_bytes: int
 
 
-def load(engine: Engine, *, path: str | os.PathLike, weights_only: bool = False) -> LoadReport:
+def load(engine: Subject, *, path: str | os.PathLike, weights_only: bool = False) -> LoadReport:
     """Sets the engine's state from a checkpoint saved under any stage, tier, precision, bucket size and number of ranks.
 
     path: a step folder, or a folder of checkpoints or a run folder, of which the latest is taken. Every rank calls it.
@@ -85,7 +85,7 @@ def load(engine: Engine, *, path: str | os.PathLike, weights_only: bool = False)
     )
 
 
-def check_fits(manifest: Manifest, *, engine: Engine, weights_only: bool) -> None:
+def check_fits(manifest: Manifest, *, engine: Subject, weights_only: bool) -> None:
     """Raises CheckpointError if names, shapes or optimizer states are not the engine's."""
     where, ties = manifest.path, tied_names(engine.module)
     _check_names(manifest.parameters, engine_infos=parameter_infos(engine), manifest=manifest, ties=ties)
@@ -158,13 +158,13 @@ def _state_source(reader: StateReader, *, weights_only: bool) -> Callable[..., T
     return read
 
 
-def _load_buffers(engine: Engine, *, reader: StateReader) -> None:
+def _load_buffers(engine: Subject, *, reader: StateReader) -> None:
     for name, buffer in persistent_buffers(engine.module):
         value = reader.read(name=name, kind=BUFFER, start=0, stop=buffer.numel())
         buffer.data.copy_(value.view(buffer.shape))
 
 
-def _restore_progress(engine: Engine, *, manifest: Manifest) -> None:
+def _restore_progress(engine: Subject, *, manifest: Manifest) -> None:
     """Step control and counters, as if this engine had made the steps."""
     scaling = engine.control.scaling
     alike = scaling.dynamic == manifest.layout["dynamic_loss_scale"]

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from ztk.checkpoint.bits import DTYPE_NAMES
 from ztk.checkpoint.manifest import TensorInfo
-from ztk.engine import Engine
+from ztk.checkpoint.subject import Subject
 from ztk.kernels import State
 
 # Scalars that only mean something to the loss scaling that wrote them.
 _SCALING = {State.loss_scale, State.good_steps, State.hysteresis_left}
 
 
-def parameter_infos(engine: Engine) -> list[TensorInfo]:
+def parameter_infos(engine: Subject) -> list[TensorInfo]:
     """All parameters, in the order of the model's definition."""
     infos = {}
     for bucket in engine.zero.buckets:

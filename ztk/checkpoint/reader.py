@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.bits import DTYPES, view_bytes
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import RNG, Entry, Manifest, StateFile
 
-CACHED_BLOCKS = 16  # neighbouring stretches share the block at their seam
+CACHED_BLOCKS = 8  # neighbouring stretches share the block at their seam, in each kind of state
 OPEN_FILES = 64
 
 
@@ -30,7 +30,7 @@ class StateReader:
         for stretches in self._entries.values():
             stretches.sort(key=lambda stretch: stretch[0].start)
         self._files: OrderedDict[str, int] = OrderedDict()
-        self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int, int], memoryview] = OrderedDict()
         self.read_bytes = 0
 
     def check_files(self) -> None:
@@ -40,6 +40,10 @@ class StateReader:
 
     def has(self, *, name: str, kind: str) -> bool:
         return (kind, self._manifest.tied.get(name, name)) in self._entries
+
+    def dtype(self, *, name: str, kind: str) -> torch.dtype:
+        """As stored."""
+        return DTYPES[self._entries[kind, self._manifest.tied.get(name, name)][0][0].dtype]
 
     def read(self, *, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU. Raises CheckpointError."""
@@ -72,7 +76,7 @@ class StateReader:
 
     def faults(self) -> list[str]:
         """Reads everything; a text for each missing or cut file and for each damaged block."""
-        found = []
+        found, scratch = [], memoryview(bytearray(self._manifest.block_bytes))
         for file in self._manifest.files:
             try:
                 self._open(file)
@@ -81,52 +85,52 @@ class StateReader:
                 continue
             for entry in file.entries:
                 for number in range(len(entry.crc32)):
+                    nbytes = _block_nbytes(entry, number=number, size=self._manifest.block_bytes)
                     try:
-                        self._block(entry, file=file, number=number)
+                        self._read_block(entry, file=file, number=number, into=scratch[:nbytes])
                     except CheckpointError as error:
                         found.append(str(error))
         return found
 
     def _copy(self, entry: Entry, *, file: StateFile, first: int, out: Tensor) -> None:
-        """Elements of `entry` from element `first` of its tensor into `out`, block by block."""
+        """Elements of `entry` from element `first` of its tensor into `out`: whole blocks straight, parts of blocks by way of the cache."""
         itemsize, size = out.itemsize, self._manifest.block_bytes
         begin = (first - entry.start) * itemsize  # bytes from the entry's start
         end = begin + out.nbytes
+        target = view_bytes(out)
         for number in range(begin // size, -(-end // size)):
-            block = self._block(entry, file=file, number=number)
             low, high = max(begin, number * size), min(end, (number + 1) * size)
-            values = torch.frombuffer(block, dtype=out.dtype)
-            out[(low - begin) // itemsize : (high - begin) // itemsize].copy_(
-                values[(low - number * size) // itemsize : (high - number * size) // itemsize]
-            )
+            part = target[low - begin : high - begin]
+            if high - low == _block_nbytes(entry, number=number, size=size):
+                self._read_block(entry, file=file, number=number, into=part)
+            else:
+                part[:] = self._block(entry, file=file, number=number)[low - number * size : high - number * size]
 
-    def _block(self, entry: Entry, *, file: StateFile, number: int) -> bytearray:
-        """The `number`-th block of an entry, verified."""
-        size, itemsize = self._manifest.block_bytes, DTYPES[entry.dtype].itemsize
-        offset = entry.offset + number * size
-        if (block := self._blocks.get((file.file, offset))) is not None:
-            self._blocks.move_to_end((file.file, offset))
-            return block
-        nbytes = min(size, (entry.stop - entry.start) * itemsize - number * size)
-        block = self._read_bytes(file, offset=offset, nbytes=nbytes)
-        if zlib.crc32(block) != entry.crc32[number]:
-            raise self._damaged(
-                file, text=f"bytes {offset} to {offset + nbytes} ({entry.kind} of {entry.name}) are damaged"
-            )
-        self._blocks[file.file, offset] = block
-        if len(self._blocks) > CACHED_BLOCKS:
-            self._blocks.popitem(last=False)
-        return block
+    def _block(self, entry: Entry, *, file: StateFile, number: int) -> memoryview:
+        """The `number`-th block of an entry, verified; from the cache if it is there."""
+        key = (file.file, entry.offset, number)
+        if key not in self._blocks:
+            nbytes = _block_nbytes(entry, number=number, size=self._manifest.block_bytes)
+            block = memoryview(bytearray(nbytes))
+            self._read_block(entry, file=file, number=number, into=block)
+            self._blocks[key] = block
+            if len(self._blocks) > CACHED_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
 
-    def _read_bytes(self, file: StateFile, *, offset: int, nbytes: int) -> bytearray:
-        data, done = bytearray(nbytes), 0
-        while done < nbytes:
-            moved = os.preadv(self._open(file), [memoryview(data)[done:]], offset + done)
+    def _read_block(self, entry: Entry, *, file: StateFile, number: int, into: memoryview) -> None:
+        offset, done = entry.offset + number * self._manifest.block_bytes, 0
+        while done < len(into):
+            moved = os.preadv(self._open(file), [into[done:]], offset + done)
             if moved == 0:
                 raise self._damaged(file, text=f"ends at byte {offset + done} of {file.nbytes}")
             done += moved
-        self.read_bytes += nbytes
-        return data
+        self.read_bytes += done
+        if zlib.crc32(into) != entry.crc32[number]:
+            raise self._damaged(
+                file, text=f"bytes {offset} to {offset + done} ({entry.kind} of {entry.name}) are damaged"
+            )
 
     def _open(self, file: StateFile) -> int:
         """A descriptor; length and header are checked once per opening."""
@@ -170,3 +174,8 @@ class StateReader:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _block_nbytes(entry: Entry, *, number: int, size: int) -> int:
+    """The last block of an entry may be short."""
+    return min(size, (entry.stop - entry.start) * DTYPES[entry.dtype].itemsize - number * size)

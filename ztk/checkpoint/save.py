@@ -22,8 +22,8 @@ from ztk.checkpoint.folder import Retention
 from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
 from ztk.checkpoint.model import buffer_infos, control_values, parameter_infos, tied_names
 from ztk.checkpoint.shardfile import ShardSource, Staging, describe_file, open_file
+from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
-from ztk.engine import Engine
 from ztk.runtime import Comm, Tier
 from ztk.runtime.comm import connect
 
@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Subject,
         *,
         folder: str | Path,
         retention: Retention | None = None,
@@ -294,7 +294,7 @@ class Saver:
 
 
 def save(
-    engine: Engine,
+    engine: Subject,
     *,
     folder: str | Path,
     data_state: Any = None,

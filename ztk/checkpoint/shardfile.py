@@ -12,8 +12,8 @@ from ztk.checkpoint.bits import DTYPE_NAMES
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, StateFile
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
+from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
-from ztk.engine import Engine
 
 Append = Callable[..., None]  # (key, value=)
 
@@ -37,7 +37,7 @@ class Slice:
 class ShardSource:
     """This rank's part of the engine's state: first its plan, then its values piece by piece."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Subject) -> None:
         self._engine = engine
         self._small: dict[tuple[str, str], Tensor] = {}
         if engine.process.rank == 0:

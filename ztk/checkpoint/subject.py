@@ -1,0 +1,30 @@
+"""What can be saved and loaded: the part of `ztk.engine.Engine` that a checkpoint is about."""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from ztk.precision import LossScalePolicy
+from ztk.runtime import Comm, MemoryLedger, Process
+from ztk.zero import Zero
+
+
+class Control(Protocol):
+    """Owner of the step's scalars."""
+
+    state: Tensor  # fp32 [8], see ztk.kernels.State
+    scaling: LossScalePolicy
+
+
+class Subject(Protocol):
+    """A model in training."""
+
+    module: nn.Module
+    zero: Zero
+    control: Control
+    process: Process
+    comm: Comm
+    memory: MemoryLedger
+    accumulation_steps: int
+    micro_steps: int
+    global_steps: int
