@@ -99,7 +99,7 @@ def _attend(
     return b_acc, b_sum, b_max
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
 def _attention_fwd(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_ptr, q_stride, k_stride, v_stride, num_tokens, T, window, scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -1,0 +1,52 @@
+"""The kernel page says what was measured, and says so when nothing was."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("kernels_page", SCRIPTS / "kernels_page.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernels_page", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "AOT_FILE", tmp_path / "aot" / "kernels.json")
+    monkeypatch.setattr(module, "PAGE", tmp_path / "kernels.md")
+    return module
+
+
+def test_without_rows_speed_is_unmeasured(page):
+    page.write()
+    text = page.PAGE.read_text()
+    assert "Speed is unmeasured" in text
+    for spec in page.ALL_OPS:
+        assert f"| {spec.name} |" in text, f"no counted floor for {spec.name}"
+
+
+def test_newest_rows_stand_beside_their_goals(page, tmp_path):
+    def row(provider, p50, speedup):
+        return {
+            "op": "adamw", "shape": [16], "dtype": "bfloat16", "direction": "forward", "provider": provider, "p20": p50,
+            "p50": p50, "p80": p50, "floor_bytes": 1, "floor_flops": 1, "gb_per_s": 3900.0, "tflop_per_s": 1.0,
+            "share": 0.91, "limit": "memory", "speedup": speedup, "gpu": "Test GPU", "date": "2026-01-02",
+            "commit": "abc", "torch": "2", "triton": "3",
+        }  # fmt: skip
+
+    limits = {"copy_gb_per_s": 4300.0, "matmul_tflop_per_s": 790.0}
+    folder = tmp_path / "test-gpu"
+    folder.mkdir()
+    for name, p50 in (("kernels-2026-01-01-old.json", 9.0), ("kernels-2026-01-02-abc.json", 7.0)):
+        rows = [row("ztk", p50, None), row("torch", 2 * p50, 2.0)]
+        (folder / name).write_text(json.dumps({"limits": limits, "rows": rows}))
+    page.write()
+    text = page.PAGE.read_text()
+    assert "Speed is unmeasured" not in text
+    assert "| adamw | 16 | forward | 7 | 7 | 7 | 3900 GB/s | 91% | 90 % | torch 2.00x |" in text
+    assert "Not measured in that run" in text and "| 9 |" not in text
