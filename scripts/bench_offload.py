@@ -90,7 +90,13 @@ def main() -> int:
     options = parser.parse_args()
     dim = options.dim
     model = DecoderConfig(
-        vocab_size=256, dim=dim, layers=options.layers, heads=dim // 64, kv_heads=dim // 64, hidden_dim=11 * dim // 4, max_seq_len=SEQ_LEN
+        vocab_size=256,
+        dim=dim,
+        layers=options.layers,
+        heads=dim // 64,
+        kv_heads=dim // 64,
+        hidden_dim=11 * dim // 4,
+        max_seq_len=SEQ_LEN,
     )
     table = Table(title=f"seconds per step and rank, {model.parameter_count() / 1e6:.0f} M parameters, bf16, 2 ranks")
     for column in ("batch", "compute", "disk", "nvme step", "step / max", "GB/s read+write", "CPU none", "CPU nvme"):

@@ -132,15 +132,15 @@ def main() -> int:
         pool, digests = RankPool(world_size), set()
         with tempfile.TemporaryDirectory(dir=".") as folder:
             for stage in range(4):
-                outcomes = [
-                    pool.run(run, stage=stage, tier=tier, precision=precision, folder=folder) for tier in TIERS
-                ]
+                outcomes = [pool.run(run, stage=stage, tier=tier, precision=precision, folder=folder) for tier in TIERS]
                 digests |= {outcome.digest for ranks in outcomes for outcome in ranks}
                 table.add_row(f"zero=stage{stage}", *(ranks[0].digest for ranks in outcomes))
         pool.close()
         last = outcomes[-1][0]
         console.print(table)
-        console.print(f"  digests: {len(digests)}; steps that were clipped: {last.clipped}; last loss {last.losses[-1]:.6f}")
+        console.print(
+            f"  digests: {len(digests)}; steps that were clipped: {last.clipped}; last loss {last.losses[-1]:.6f}"
+        )
         failed |= len(digests) != 1
         if precision == "fp32":
             error = float(((torch.tensor(last.losses) - expected) / expected).abs().max())
