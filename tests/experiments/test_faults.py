@@ -53,7 +53,8 @@ def test_a_killed_rank_stops_the_run_and_is_named(tmp_path, where, count):
     folder = folder_of(tmp_path)
     assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL" in done.stderr
-    assert ended - float((folder / "struck").read_text()) < 5 + 2  # 5 s to stop the others, the rest to tear down and print
+    took = ended - float((folder / "struck").read_text())
+    assert took < 7  # 5 s at most to stop the others; then the starting process prints and ends
     assert summary_of(tmp_path)["status"] == "failed" and "SIGKILL" in summary_of(tmp_path)["error"]
     assert_all_stopped(folder)
     for line in (folder / "metrics.jsonl").read_text().splitlines():

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ztk.runtime.comm.counters import CommCounters
-from ztk.runtime.serial import SerialThread
 from ztk.runtime.comm.transport import Transport
+from ztk.runtime.serial import SerialThread
 
 
 class Work:
