@@ -54,11 +54,13 @@ def _store_scale(p_scale, b_scale, m_g):
 
 @triton.jit
 def _load_scale(p_scale, m_g):
+    """bf16 bits in int16 -> fp32"""
     return (tl.load(p_scale, mask=m_g, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _inverse(b_scale):
+    """1 / scale, 0 for a scale of 0"""
     return tl.where(b_scale > 0.0, 1.0 / tl.maximum(b_scale, 1e-38), 0.0)
 
 

@@ -195,9 +195,13 @@ def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ..
             logits, weights, experts, partial, T, E, **sizes, BLOCK_K=triton.next_power_of_2(top_k), NORMALISE=normalise,
             num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    _moe_scan[(1,)](partial, base, counts, offsets, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=block_e, num_warps=8)
+    _moe_scan[(1,)](
+        partial, base, counts, offsets, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=block_e, num_warps=8, enable_fp_fusion=True,
+    )  # fmt: skip
     if num_blocks:
-        _moe_place[(num_blocks,)](experts, base, order, position, T, E, **sizes, num_warps=4)
+        _moe_place[(num_blocks,)](
+            experts, base, order, position, T, E, **sizes, num_warps=4, enable_fp_fusion=True
+        )  # fmt: skip
     return outputs
 
 

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, inplace=True)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward per token, at sequences of `seq_len`."""
