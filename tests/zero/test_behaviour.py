@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import RankFailed, RankPool
 from tests.zero.models import CLASSES, Layout, Model, build, make_engine, train
 from ztk.optim import OptimizerPolicy
+from ztk.zero.bucket import ParameterState
 from ztk.zero.layout import SHARD_ALIGNMENT
 
 STAGES = [0, 1, 2, 3]
@@ -329,3 +330,28 @@ def placeholder_run(process):
 def test_sharded_parameters_are_placeholders(ranks):
     ranks(2).run(placeholder_run)
     assert SHARD_ALIGNMENT % 16 == 0
+
+
+def prefetch_run(process, *, ahead: int) -> list[list[str]]:
+    """For every block in the forward of the second step: which blocks are not sharded while it computes."""
+    engine = make_engine(process, layout=Layout(stage=3, zero={"bucket_size": 10**6, "prefetch_bucket_size": ahead}))
+    seen = []
+
+    def look(module, args):
+        live = [b.traits.unit for b in engine.zero.buckets if b.state is not ParameterState.sharded]
+        seen.append(sorted(name for name in live if name != "root"))
+
+    for block in engine.module.blocks:
+        block.register_forward_pre_hook(look)
+    tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
+    for _ in range(2):
+        engine.backward(engine(tokens, outside=False))
+        engine.step()
+    return seen[3:]
+
+
+def test_the_next_unit_is_gathered_while_one_computes(ranks):
+    """The hook runs just before a block's own gather, so without prefetching nothing but the root is there."""
+    assert ranks(2).run(prefetch_run, ahead=0)[0] == [[], [], []]
+    one = ranks(2).run(prefetch_run, ahead=6000)[0]  # a block has 4.7 to 5.4 thousand elements
+    assert one == [["blocks.0"], ["blocks.1"], ["blocks.2"]]

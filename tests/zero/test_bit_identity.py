@@ -56,3 +56,13 @@ def test_fp16_overflow_skips_on_all_ranks_alike(ranks, stage):
     runs = ranks(2).run(train, layout=Layout(stage=stage), dtype="fp16")
     assert runs[0].skipped == runs[1].skipped > 0
     assert runs[0].digest == runs[1].digest
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+def test_persistent_parameters_change_nothing(ranks, offload):
+    """Biases and norms stay whole at stage 3; the layout with its sums is the same at stage 0 if it is told so."""
+    zero = {"param_persistence_threshold": 110, "bucket_size": 10**6}
+    first = ranks(2).run(train, layout=Layout(stage=0, zero=zero))[0]
+    kept = ranks(2).run(train, layout=Layout(stage=3, offload=offload, zero=zero))
+    assert kept[0].digest == kept[1].digest == first.digest
+    assert kept[0].memory["device"]["parameters"] > 0

@@ -6,7 +6,8 @@ NVMe the three overlap. The arithmetic is elementwise, so cutting a shard into p
 
 [Note: Update behind the forward]
 Offloaded states with sharded parameters (stage 3) are updated by a thread while the next forward already runs: the states are 24 of the 34
-bytes per parameter that a step moves over the disk, and clipping forbids to start before the backward has ended. A bucket's
+bytes per parameter that a step moves over the disk, and clipping forbids to start before the backward has ended. Buckets whose
+parameters are whole on every rank are updated at once: the thread may not gather, because ranks must agree on the order. A bucket's
 `updated` future is done when its last parameter write is submitted; gathering the bucket waits for it, and the store keeps the
 order of write and read. Everything else that touches states calls `finish` first.
 """
@@ -62,11 +63,12 @@ class ShardUpdate:
         comm: Comm,
         clock: PhaseClock,
     ) -> None:
-        self._buckets, self._optimizer, self._stores = buckets, optimizer, stores
+        self._optimizer, self._stores = optimizer, stores
         self._comm, self._clock = comm, clock
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
-        behind = self._on_host and any(bucket.traits.shards_parameters for bucket in buckets)
-        self._thread = SerialThread(name="ztk-update") if behind else None
+        self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
+        self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
+        self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
 
     def run(self, control: Tensor) -> None:
@@ -79,10 +81,10 @@ class ShardUpdate:
             control = control.cpu()
             if bool(control[0, Control.skip]):  # skip: nothing is read from or written to the medium
                 return
+        self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
-            self._update_all(control, clock=self._clock)
             return
-        for bucket in self._buckets:
+        for bucket in self._behind:
             bucket.updated = Future()
         # Its seconds are hidden behind the forward: on a clock of its own they do not count as the step's.
         self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
@@ -97,24 +99,24 @@ class ShardUpdate:
     def _update_behind(self, control: Tensor) -> None:
         """See [Note: Update behind the forward]."""
         try:
-            self._update_all(control, clock=PhaseClock())
+            self._update_all(self._behind, control=control, clock=PhaseClock())
         except BaseException as error:
-            for bucket in self._buckets:
+            for bucket in self._behind:
                 updated = bucket.updated  # None: done and already waited for
                 if updated is not None and not updated.done():
                     updated.set_exception(error)
             raise
 
-    def _update_all(self, control: Tensor, *, clock: PhaseClock) -> None:
+    def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
         gathers, puts = [], deque()
-        for current in self._fetch_ahead():
+        for current in self._fetch_ahead(buckets):
             puts.append(self._update(current, control=control, clock=clock))
             if len(puts) > PUTS_IN_FLIGHT:
                 _wait(puts.popleft(), clock=clock)
             if current.piece is current.bucket.pieces[-1]:
                 if self._needs_gather(current.bucket):
                     gathers.append(self._comm.all_gather(current.bucket.full, label=current.bucket.traits.name))
-                if self._thread is not None:
+                if current.bucket.updated is not None:
                     current.bucket.updated.set_result(None)
         for put in puts:
             _wait(put, clock=clock)
@@ -127,10 +129,10 @@ class ShardUpdate:
         updated = sum(piece.stop - piece.start for piece in bucket.pieces)
         return not bucket.traits.shards_parameters and updated < bucket.size
 
-    def _fetch_ahead(self) -> Iterator[_Fetched]:
+    def _fetch_ahead(self, buckets: list[Bucket]) -> Iterator[_Fetched]:
         """Pieces in order, each fetched while the one before is updated."""
         ahead: _Fetched | None = None
-        for bucket in self._buckets:
+        for bucket in buckets:
             for piece in bucket.pieces:
                 current, ahead = ahead, self._fetch(bucket, piece=piece)
                 if current is not None:
