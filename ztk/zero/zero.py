@@ -223,8 +223,10 @@ class Zero:
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 kind = "master" if bucket.traits.trainable else "parameter"
-                values = self._read(bucket, piece=piece, kind=kind, read=read)
-                self._builder.set_master(bucket, piece=piece, values=values)
+                # One piece in memory at a time: the weights are gone before the moments come.
+                self._builder.set_master(
+                    bucket, piece=piece, values=self._read(bucket, piece=piece, kind=kind, read=read)
+                )
                 if bucket.traits.trainable:
                     self._load_moments(bucket, piece=piece, read=read)
 
