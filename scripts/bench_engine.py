@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "experiments" / "results" / "cpu" / "engine.jsonl"
-TORCH = ["compute", "ddp", "fsdp2"]
+TORCH = ["compute", "ddp", "zro", "fsdp2-keep", "fsdp2"]
 ZTK = [f"ztk{stage}" for stage in range(4)]
 ZTK_OFFLOAD = [f"ztk{stage}+{tier}" for tier in ("cpu", "nvme") for stage in (1, 2, 3)]
 DEEPSPEED = [
@@ -39,7 +40,7 @@ DEEPSPEED = [
     "deepspeed3+nvme",
 ]
 # What a torch peer is an alternative to.
-TORCH_STAGES = {"ddp": "0", "fsdp2": "3"}
+TORCH_STAGES = {"ddp": "0", "zro": "1", "fsdp2-keep": "2", "fsdp2": "3"}
 
 
 class Nursery:
@@ -98,7 +99,7 @@ class Row:
 
 def main() -> None:
     options = parse()
-    console = Console(stderr=True, width=140)
+    console, deadline = Console(stderr=True, width=140), time.monotonic() + options.seconds
     nurseries = {"ztk": Nursery(sys.executable)}
     if options.deepspeed_python:
         nurseries["deepspeed"] = Nursery(options.deepspeed_python)
@@ -107,6 +108,8 @@ def main() -> None:
         for number in range(options.rounds):
             shift = number * max(1, len(options.candidates) // options.rounds)
             for candidate in options.candidates[shift:] + options.candidates[:shift]:
+                if time.monotonic() > deadline:
+                    break
                 nursery = nurseries["deepspeed" if candidate.startswith("deepspeed") else "ztk"]
                 result = nursery.run(
                     candidate=candidate,
@@ -175,7 +178,7 @@ def is_peer(other: str, *, of: str) -> bool:
 def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
     title = (
         f"{options.model} {options.dtype}, {options.ranks} ranks, batch {options.micro_batch} x {options.seq_len}, "
-        f"medians of {options.rounds} rounds of {options.steps} steps"
+        f"medians of up to {options.rounds} rounds of {options.steps} steps"
     )
     made = Table(title=title)
     headings = (
@@ -238,6 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=450, help="no measurement starts after this time")
     parser.add_argument("--candidates", nargs="+", help="default: all")
     parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that can import deepspeed")
     parser.add_argument("--nvme-path", metavar="FOLDER", help="where offload files go (default: the temporary folder)")

@@ -21,6 +21,8 @@ import torch
 import torch._dynamo  # these two take seconds that every fork would pay
 import torch.distributed.fsdp
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from ztk.data import Share, SyntheticStream
 from ztk.engine.peers import parallelize_peer
@@ -45,7 +47,11 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One measurement. candidate: `compute`, `ddp`, `fsdp2`, or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`."""
+    """One measurement.
+
+    candidate: `compute`; torch's `ddp`, `zro` (ZeroRedundancyOptimizer over it), `fsdp2` and `fsdp2-keep` (parameters stay gathered
+        from forward to backward: stage 2); or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`.
+    """
 
     candidate: str
     model: str
@@ -109,8 +115,12 @@ def build(task: Task, *, process: Process) -> Step:
         "precision": PrecisionPolicy(dtype=DTYPES[task.dtype]),
         "initial_values": partial(initial_values, model, seed=SEED),
     }
-    if name in ("ddp", "fsdp2"):
-        engine = parallelize_peer(model, kind=name, **common)
+    if name == "zro":
+        return zero_redundancy(task)
+    if name in ("ddp", "fsdp2", "fsdp2-keep"):
+        engine = parallelize_peer(model, kind=name.removesuffix("-keep"), **common)
+        if name == "fsdp2-keep":
+            engine.module.set_reshard_after_forward(False)
     else:
         stage = int(name.removeprefix("ztk"))
         engine = parallelize(
@@ -160,6 +170,30 @@ def compute(task: Task) -> Step:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, masters)
         optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def zero_redundancy(task: Task) -> Step:
+    """torch's ZeroRedundancyOptimizer over DistributedDataParallel, autocast in 16 bit."""
+    model = initialise(Decoder(config(task)), seed=SEED)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = ZeroRedundancyOptimizer(
+        groups, torch.optim.AdamW, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        half = task.dtype != "fp32"
+        with torch.autocast("cpu", dtype=DTYPES[task.dtype] if half else None, enabled=half):
+            loss = wrapped(tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
         return loss
 
     return step
@@ -251,7 +285,9 @@ def serve(task: Task, *, rank: int, store: str) -> Measurement:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ZTK_STORE=store)
     os.environ.update(WORLD_SIZE=str(task.ranks), LOCAL_WORLD_SIZE=str(task.ranks))
     # For DeepSpeed, as its launcher says it. The port names its shared memory, so an old one's remains must not be met.
-    os.environ.update(LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(10000 + os.getppid() % 50000))
+    os.environ.update(
+        LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(10000 + os.getppid() % 50000)
+    )
     os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     process = Process.start(device="cpu", timeout_seconds=180)
