@@ -1,4 +1,10 @@
-"""What all tests share: warm rank pools."""
+"""What all tests share: warm rank pools, and kernels that can be interpreted."""
+
+import os
+
+# Read once, when the first test module imports ztk.kernels; only `set_backend("triton")` interprets kernels then. On a machine with
+# a GPU: TRITON_INTERPRET=0 pytest -m gpu
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 

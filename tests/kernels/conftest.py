@@ -1,8 +1,4 @@
-"""Kernel tests run the kernels themselves: the Triton interpreter must be chosen before the first import of ztk."""
-
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Kernel tests run the kernels themselves, by the interpreter that tests/conftest.py chose before the first import of ztk."""
 
 import pytest
 import torch
