@@ -5,6 +5,7 @@ Nothing here knows where parameters, gradients and optimizer states live: `paral
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ def main(config: Config) -> None:
     """Runs one rank from start to end."""
     kernels.set_backend(config.kernels.backend)
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    corpus = open_corpus(config)
+    corpus = open_corpus(config, process=process)
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
     engine = build_engine(config, process=process)
@@ -66,8 +67,9 @@ def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStr
     if config.checkpoint.resume is None:
         return {}
     loaded = checkpoint.load(engine, path=config.checkpoint.resume)
-    stream.load_state_dict(loaded.data_state)
-    return loaded.extra | {"first_step": engine.global_steps}
+    if loaded.data_state is not None:  # an imported checkpoint knows nothing of this text: it starts at the beginning
+        stream.load_state_dict(loaded.data_state)
+    return (loaded.extra or {}) | {"first_step": engine.global_steps}
 
 
 def train(
@@ -79,19 +81,20 @@ def train(
     reporter: Reporter,
 ) -> None:
     """Optimizer steps up to `train.steps`, with validation and checkpoints between them; then comes `finish`."""
-    train, saver = config.train, open_saver(config, engine=engine)
+    train = config.train
     tokens = stream.share.global_batch * config.data.seq_len
-    for step in range(engine.global_steps + 1, train.steps + 1):
-        loss = train_step(engine, stream=stream)
-        measured = {}
-        if held_out and train.eval_every and step % train.eval_every == 0 and step < train.steps:
-            with reporter.aside():
-                measured["validation_loss"] = evaluate(engine, batches=held_out)
-        saves = saver is not None and step % config.checkpoint.every == 0
-        reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, row=saves, **measured)
-        if saves:
-            with reporter.aside():
-                saver.save(data_state=stream.state_dict(), extra=reporter.past())
+    with open_saver(config, engine=engine) as saver:
+        for step in range(engine.global_steps + 1, train.steps + 1):
+            loss = train_step(engine, stream=stream)
+            measured = {} if saver is None else {"checkpoint.stall_seconds": saver.stall_seconds}
+            if held_out and train.eval_every and step % train.eval_every == 0 and step < train.steps:
+                with reporter.aside():
+                    measured["validation_loss"] = evaluate(engine, batches=held_out)
+            saves = saver is not None and step % config.checkpoint.every == 0
+            reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, row=saves, **measured)
+            if saves:
+                with reporter.aside():
+                    saver.save(data_state=stream.state_dict(), extra=reporter.past())
 
 
 def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
@@ -149,12 +152,16 @@ def finish(
         )
 
 
-def open_saver(config: Config, *, engine: Engine) -> checkpoint.Saver | None:
-    """Writes below the run folder, every `checkpoint.every` steps."""
+def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[checkpoint.Saver | None]:
+    """Writes below the run folder, every `checkpoint.every` steps; its end waits for what is still being written."""
     if not config.checkpoint.every:
-        return None
-    retention = checkpoint.Retention(keep=config.checkpoint.keep)
-    return checkpoint.Saver(engine, folder=RunFolder(config.output_dir).checkpoints, retention=retention)
+        return nullcontext()
+    return checkpoint.Saver(
+        engine,
+        folder=RunFolder(config.output_dir).checkpoints,
+        retention=checkpoint.Retention(keep=config.checkpoint.keep),
+        asynchronous=config.checkpoint.asynchronous,
+    )
 
 
 def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> Reporter:

@@ -7,11 +7,18 @@ from ztk.data import Batch, ByteCorpus, Share, SyntheticStream, TokenStream, hel
 from ztk.runtime import Process
 
 
-def open_corpus(config: Config) -> ByteCorpus | None:
-    """The text, the same on all ranks; None for synthetic tokens."""
+def open_corpus(config: Config, *, process: Process) -> ByteCorpus | None:
+    """The text; None for synthetic tokens. Raises ValueError if machines hold different texts under the same names."""
     if config.data.name == "synthetic":
         return None
-    return ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+    corpus = ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+    digests = process.comm.gather_objects(corpus.digest)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ValueError(
+            f"data={config.data.name}: ranks {others} read another text than rank 0; use data=files data.path=FOLDER with one "
+            "folder that all machines share"
+        )
+    return corpus
 
 
 def open_stream(config: Config, *, corpus: ByteCorpus | None, process: Process) -> TokenStream | SyntheticStream:

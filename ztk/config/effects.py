@@ -163,7 +163,11 @@ EFFECTS = (
         when=_uses_scheduler(SchedulerName.range_test),
         only="scheduler=range_test",
     ),
-    Effect(keys=("checkpoint.keep",), when=lambda c, m: c.checkpoint.every != 0, only="checkpoint.every above 0"),
+    Effect(
+        keys=("checkpoint.keep", "checkpoint.asynchronous"),
+        when=lambda c, m: c.checkpoint.every != 0,
+        only="checkpoint.every above 0",
+    ),
     Effect(
         keys=_section("logger", "project", "every"),
         when=lambda c, m: c.logger.mode is not LoggerMode.disabled,

@@ -215,6 +215,7 @@ class KernelsConfig:
 class CheckpointConfig:
     every: int  # 0: none
     keep: int | None = None
+    asynchronous: bool | None = None
     resume: str | None = None
 
 
