@@ -287,10 +287,8 @@ def fork(task: Task, *, rank: int, store: str):
 def serve(task: Task, *, rank: int, store: str) -> Measurement:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ZTK_STORE=store)
     os.environ.update(WORLD_SIZE=str(task.ranks), LOCAL_WORLD_SIZE=str(task.ranks))
-    # For DeepSpeed, as its launcher says it. The port names its shared memory, so an old one's remains must not be met.
-    os.environ.update(
-        LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(10000 + os.getppid() % 50000)
-    )
+    # For DeepSpeed, as its launcher says it.
+    os.environ.update(LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=deepspeed_port(os.getppid()))
     os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     process = Process.start(device="cpu", timeout_seconds=180)
