@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ztk.deepspeed import initialize as initialize
     from ztk.engine import Engine as Engine
     from ztk.offload import OffloadPolicy as OffloadPolicy
     from ztk.optim import OptimizerPolicy as OptimizerPolicy
@@ -36,6 +37,7 @@ _HOMES = {
     "Process": "ztk.runtime",
     "SchedulePolicy": "ztk.optim",
     "ZeroPolicy": "ztk.zero",
+    "initialize": "ztk.deepspeed",
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel",
 }

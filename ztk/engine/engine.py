@@ -36,6 +36,7 @@ class Engine:
         self.accumulation_steps = accumulation_steps
         self.micro_steps = 0  # backward passes that were stepped over
         self.global_steps = 0  # optimizer steps, skipped ones included
+        self.boundary: bool | None = None  # whether this micro-batch ends a step; None: counted by `accumulation_steps`
         self._synchronise = True
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
         self._guard = OverflowGuard(control, zero=zero, device=process.device)
@@ -48,7 +49,8 @@ class Engine:
     @property
     def is_accumulation_boundary(self) -> bool:
         """The optimizer steps after this micro-batch."""
-        return self._synchronise and (self.micro_steps + 1) % self.accumulation_steps == 0
+        counted = (self.micro_steps + 1) % self.accumulation_steps == 0
+        return self._synchronise and (counted if self.boundary is None else self.boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -61,21 +63,23 @@ class Engine:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale: for `engine.scale(loss).backward()`."""
-        self._prepare_backward()
+        self.prepare_backward()
         return loss * self.control.loss_scale.to(loss.dtype) if self._scales_loss else loss
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward of a scalar loss and reduces gradients as its place in the step demands.
 
         The gradient that the optimizer sees is the mean over data-parallel ranks and accumulated micro-batches.
+        retain_graph: as in `Tensor.backward`.
         """
         scaled = self.scale(loss)
         self.zero.reduction.open_backward()
         with self.clock.phase("backward"):
-            scaled.backward()
+            scaled.backward(retain_graph=retain_graph)
             self.zero.reduction.finish_backward()
 
-    def _prepare_backward(self) -> None:
+    def prepare_backward(self) -> None:
+        """Tells the gradients' hooks what the coming backward is for; `backward` and `scale` call it by themselves."""
         boundary = self.is_accumulation_boundary
         self.zero.reduction.synchronise = self._synchronise and (boundary or self.zero.policy.shards_gradients)
         self.zero.reduction.is_boundary = boundary

@@ -3,7 +3,7 @@
 from ztk.optim.flat import FlatOptimizer, flat_optimizer
 from ztk.optim.groups import GroupTable, HyperParameters, group_parameters
 from ztk.optim.policy import OptimizerPolicy, ParameterGroup
-from ztk.optim.schedule import SchedulePolicy, lr_table
+from ztk.optim.schedule import SchedulePolicy, lr_multiplier, lr_table
 
 __all__ = [
     "FlatOptimizer",
@@ -14,5 +14,6 @@ __all__ = [
     "SchedulePolicy",
     "flat_optimizer",
     "group_parameters",
+    "lr_multiplier",
     "lr_table",
 ]

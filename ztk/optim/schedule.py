@@ -120,8 +120,13 @@ def lr_table(policy: SchedulePolicy, *, steps: int) -> Tensor:
     """
     if steps < 1:
         raise ValueError(f"train.steps={steps}: must be 1 or more")
+    return torch.tensor([lr_multiplier(policy, step=t, steps=steps) for t in range(steps)], dtype=torch.float32)
+
+
+def lr_multiplier(policy: SchedulePolicy, *, step: int, steps: int) -> float:
+    """Entry `step` of the table of a run of `steps` updates, before it is rounded to float32."""
     formula = {"one_cycle": _one_cycle, "range_test": _range_test}.get(policy.name, _warm_then_decay)
-    return torch.tensor([formula(policy, t=t, steps=steps) for t in range(steps)], dtype=torch.float32)
+    return formula(policy, t=step, steps=steps)
 
 
 def _warm_then_decay(policy: SchedulePolicy, *, t: int, steps: int) -> float:

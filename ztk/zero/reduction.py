@@ -155,6 +155,8 @@ class GradientReduction:
             work = self._comm.reduce_scatter(bucket.gradient, out=shard, label=label)
             flight = _InFlight(bucket=bucket, work=work, local=None, shard=shard)
         else:
+            while any(flight.bucket is bucket for flight in self._in_flight):  # few buckets: the last micro-batch's
+                self._land(self._in_flight.popleft())
             local = bucket.forget_gradient()
             shard = self._landing_place(bucket, dtype=local.dtype)
             work = self._comm.reduce_scatter(local, out=shard, label=label)
@@ -230,12 +232,16 @@ class GradientReduction:
 
     def finish_step(self) -> None:
         """All sums have arrived. Raises if no backward was synchronised since the last step."""
+        self.settle()
+        if len(self.squares) < len(self._order):
+            raise RuntimeError("step() without a synchronised backward since the last step: call backward() first")
+
+    def settle(self) -> None:
+        """What is on its way has arrived."""
         while self._in_flight:
             self._land(self._in_flight.popleft())
         while self._putting:
             self._finish_put()
-        if len(self.squares) < len(self._order):
-            raise RuntimeError("step() without a synchronised backward since the last step: call backward() first")
 
     def forget(self) -> None:
         """The step is done; the next gradients start anew."""

@@ -1,0 +1,498 @@
+"""What runs on every rank: scripts in the style of DeepSpeed's documents, and a plain PyTorch loop to compare with."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ztk.deepspeed as deepspeed
+from ztk.runtime import Process
+
+STEPS, BATCH = 8, 8
+
+
+class SimpleModel(nn.Module):
+    """The model of the documents, smaller."""
+
+    def __init__(self, hidden_dim: int = 32) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(28, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+def build() -> SimpleModel:
+    torch.manual_seed(0)
+    return SimpleModel()
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: a task that can be learned."""
+    x = torch.randn(BATCH, 28, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :10].argmax(1)
+
+
+def plain(
+    *,
+    steps: int = STEPS,
+    optimizer: Callable | None = None,
+    clip: float = 1.0,
+    scheduler: Callable | None = None,
+    groups: Callable | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """A plain PyTorch loop over the global batch: losses and final weights."""
+    model = build()
+    parameters = groups(model) if groups else model.parameters()
+    optim = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0)))(parameters)
+    schedule = scheduler(optim) if scheduler else None
+    losses = []
+    for step in range(steps):
+        x, y = data(step)
+        loss = F.cross_entropy(model(x), y)
+        optim.zero_grad()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optim.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def config(*, stage: int, accumulation: int = 1, **more) -> dict:
+    zero = {"stage": stage, "reduce_bucket_size": 600, "contiguous_gradients": True, "overlap_comm": True}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    made = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    zero.update(more.pop("zero", {}))
+    return {key: value for key, value in {**made, **more}.items() if value is not None}
+
+
+def mean(process: Process, value: float) -> float:
+    return float(process.comm.gather_scalars(torch.tensor([value]), label="mean").mean())
+
+
+def weights(engine) -> dict[str, Tensor]:
+    return {name: value.float().clone() for name, value in engine.engine.zero.whole_parameters()}
+
+
+def loop(process: Process, engine, *, steps: int = STEPS, start: int = 0, period: int = 1000) -> list[float]:
+    """The documents' loop over this rank's part of each global batch, in micro-batches; returns each step's mean loss.
+
+    period: the data repeat after so many steps.
+    """
+    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    losses = []
+    for step in range(start, start + steps):
+        x, y = data(step % period)
+        x = x.bfloat16() if engine.bfloat16_enabled() else x
+        x, y = x.chunk(process.world_size)[process.rank], y.chunk(process.world_size)[process.rank]
+        total = 0.0
+        for i in range(accumulation):
+            part = slice(i * micro, (i + 1) * micro)
+            outputs = engine(x[part].to(engine.device))
+            loss = F.cross_entropy(outputs.float(), y[part].to(engine.device))
+            total += float(engine.backward(loss))
+            engine.step()
+        losses.append(mean(process, total))
+    return losses
+
+
+def train(process: Process, *, ds_config: dict, optimizer: Callable | None = None, groups: Callable | None = None,
+          scheduler: Callable | None = None, steps: int = STEPS, period: int = 1000) -> dict:  # fmt: skip
+    """One run: what the engine says at its end."""
+    model = build()
+    engine, optim, _, schedule = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=groups(model) if groups else None,
+        lr_scheduler=scheduler,
+        config=ds_config,
+    )
+    losses = loop(process, engine, steps=steps, period=period)
+    found = {
+        "losses": losses,
+        "weights": weights(engine),
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "skipped": engine.skipped_steps,
+        "lr": engine.get_lr(),
+        "norm": engine.get_global_grad_norm(),
+        "samples": engine.global_samples,
+    }
+    engine.destroy()
+    return found
+
+
+# Document 000: train_zero.py, `deepspeed train_zero.py --deepspeed_config ds_config_zero2.json`, with its optimizer named
+
+
+def train_zero(process: Process, *, stage: int, fp16: bool) -> dict:
+    """The script of document 000, its configuration in a file, 32 samples as there."""
+    ds_config = {
+        "train_batch_size": 32,
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": fp16},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    }
+    if stage == 2:
+        ds_config["zero_optimization"] |= {"allgather_partitions": True, "reduce_scatter": True}
+    else:
+        off = {"device": "none"}
+        ds_config["zero_optimization"] |= {"offload_optimizer": off, "offload_param": off}
+    path = Path(tempfile.mkdtemp()) / "ds_config.json"
+    path.write_text("// as in the document\n" + json.dumps(ds_config))
+    args = argparse.Namespace(deepspeed_config=str(path))
+
+    model = build()
+    parameters = filter(lambda p: p.requires_grad, model.parameters())
+    model_engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=parameters)
+    losses = []
+    for step in range(30):
+        torch.manual_seed(step % 3)
+        x, y = torch.randn(32, 28), torch.randint(0, 10, (32,))
+        x = x.to(model_engine.device)
+        y = y.to(model_engine.device)
+
+        outputs = model_engine(x)
+        loss = F.cross_entropy(outputs, y)
+
+        model_engine.backward(loss)
+        model_engine.step()
+        losses.append(float(loss))
+    found = {"losses": losses, "skipped": model_engine.skipped_steps, "dtype": str(outputs.dtype)}
+    model_engine.destroy()
+    return found
+
+
+# Document 001: ds_config as a dict, the model its own loss
+
+
+class LanguageModel(nn.Module):
+    """Stands for AutoModelForCausalLM: called with labels, it returns an object with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> argparse.Namespace:
+        logits = self.head(self.embedding(inputs))
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return argparse.Namespace(logits=logits, loss=loss)
+
+
+def document_001(process: Process, *, zero: dict, with_optimizer: bool) -> dict:
+    """Blocks 2-1 to 2-3. As written there no optimizer is named: then `backward` says what to give."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    ds_config = {"train_batch_size": 8, "zero_optimization": zero}
+    if with_optimizer:
+        ds_config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    model, optimizer, _, _ = deepspeed.initialize(model=model, config=ds_config)
+    inputs = torch.randint(0, 50, (1, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
+    losses, error = [], None
+    for _ in range(20):
+        outputs = model(inputs, labels=inputs)
+        loss = outputs.loss
+        losses.append(float(loss))
+        try:
+            model.backward(loss)
+            model.step()
+        except ValueError as refused:
+            error = str(refused)
+            break
+    model.eval()
+    with torch.no_grad():
+        evaluated = float(model(inputs, labels=inputs).loss)
+    model.destroy()
+    return {"losses": losses, "error": error, "evaluated": evaluated, "optimizer": type(optimizer).__name__}
+
+
+# Ways to write a loop
+
+
+def loops(process: Process, *, stage: int, style: str) -> dict:
+    """One step of two micro-batches per iteration, written in different styles that mean the same."""
+    accumulation = 2
+    engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, accumulation=accumulation))
+    losses = []
+    for step in range(STEPS):
+        x, y = data(step)
+        x, y = x.chunk(process.world_size)[process.rank], y.chunk(process.world_size)[process.rank]
+        total = 0.0
+        for i, (xs, ys) in enumerate(zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)):
+            boundary = i == accumulation - 1
+            if style == "boundary":
+                engine.set_gradient_accumulation_boundary(boundary)
+            loss = F.cross_entropy(engine(xs), ys)
+            total += loss.item() / accumulation
+            assert engine.is_gradient_accumulation_boundary() == boundary
+            match style:
+                case "torch":
+                    loss.backward()
+                case "scale":
+                    engine.scale(loss).backward()
+                case "unscaled":
+                    returned = engine.backward(loss / accumulation, scale_wrt_gas=False)
+                    assert returned.item() == (loss / accumulation).item()
+                case "no_sync" if not boundary:
+                    with engine.no_sync():
+                        engine.backward(loss)
+                case _:
+                    assert engine.backward(loss).item() == (loss / accumulation).item()
+            engine.step()
+            assert engine.was_step_applied() == boundary
+        losses.append(mean(process, total))
+    found = {"losses": losses, "weights": weights(engine), "global_steps": engine.global_steps}
+    engine.destroy()
+    return found
+
+
+def overflow(process: Process, *, stage: int) -> list[tuple]:
+    """fp16: the third batch is far too large. After every step: counters, scale, learning rate, whether weights moved."""
+    model = build()
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+    section = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, config=config(stage=stage, fp16=fp16, scheduler=section)
+    )
+    rows = []
+    for step in range(5):
+        x, y = data(step)
+        x, y = x.chunk(process.world_size)[process.rank], y.chunk(process.world_size)[process.rank]
+        before = weights(engine)
+        loss = F.cross_entropy(engine(x).float(), y)
+        engine.backward(loss * (1e30 if step == 2 else 1.0))
+        engine.step()
+        after = weights(engine)
+        moved = any(not torch.equal(before[name], after[name]) for name in before)
+        rows.append((engine.global_steps, engine.skipped_steps, engine.was_step_applied(), optimizer.overflow,
+                     optimizer.cur_scale, engine.get_lr()[0], moved))  # fmt: skip
+    engine.destroy()
+    return rows
+
+
+# Checkpoints
+
+
+def save(process: Process, *, folder: str, stage: int, scheduler: dict) -> dict:
+    """Trains, saves, trains on: what a resumed run must repeat."""
+    ds_config = config(stage=stage, scheduler=scheduler, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    engine, *_ = deepspeed.initialize(model=build(), config=ds_config)
+    loop(process, engine)
+    assert engine.save_checkpoint(folder, client_state={"epoch": 3, "order": torch.arange(3)})
+    assert engine.save_16bit_model(folder, "model.bin")
+    saved = weights(engine)
+    losses = loop(process, engine, start=STEPS)
+    found = {"losses": losses, "weights": weights(engine), "saved": saved, "lr": engine.get_lr()}
+    engine.destroy()
+    return found
+
+
+def resume(process: Process, *, folder: str, stage: int, scheduler: dict, tag: str | None = None, **options) -> dict:
+    """Another model, loaded and trained on."""
+    torch.manual_seed(1)
+    engine, *_ = deepspeed.initialize(model=SimpleModel(), config=config(stage=stage, scheduler=scheduler))
+    path, client = engine.load_checkpoint(folder, tag=tag, **options)
+    if path is None:
+        engine.destroy()
+        return {"path": None, "client": client}
+    found = {
+        "path": path,
+        "client": client,
+        "loaded": weights(engine),
+        "global_steps": engine.global_steps,
+        "samples": engine.global_samples,
+        "losses": loop(process, engine, start=STEPS),
+        "weights": weights(engine),
+        "lr": engine.get_lr(),
+    }
+    engine.destroy()
+    return found
+
+
+def refuse_saving(process: Process, *, folder: str) -> dict:
+    """What save and load refuse, in words."""
+    engine, *_ = deepspeed.initialize(
+        model=build(), config=config(stage=1, checkpoint={"tag_validation": "Fail"}, accumulation=2)
+    )
+    errors = {}
+    for name, call in {
+        "client_state": lambda: engine.save_checkpoint(folder, client_state={"args": argparse.Namespace(a=1)}),
+        "tag": lambda: engine.save_checkpoint(folder, tag="a/b"),
+        "differing tags": lambda: engine.save_checkpoint(folder, tag=f"rank{process.rank}"),
+        "strict": lambda: engine.load_checkpoint(folder, load_module_strict=False),
+        "missing": lambda: engine.load_checkpoint(folder, tag="global_step9"),
+    }.items():
+        try:
+            call()
+        except ValueError as error:
+            errors[name] = str(error)
+    engine.destroy()
+    return errors
+
+
+# deepspeed.zero
+
+
+def gathered(process: Process, *, stage: int, bf16: bool, offload: str) -> dict:
+    """Reads and changes whole parameters; rank 1 is the one that changes."""
+    zero = {"offload_optimizer": {"device": offload}} if offload != "none" else {}
+    engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, bf16={"enabled": bf16}, zero=zero))
+    loop(process, engine, steps=2)
+    module = engine.module
+    master = {name: deepspeed.safe_get_full_fp32_param(p) for name, p in module.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        seen = {name: p.data.float().clone() for name, p in module.named_parameters()}
+    with deepspeed.zero.GatheredParameters(module.fc1.weight, modifier_rank=1), torch.no_grad():
+        if process.rank == 1:
+            module.fc1.weight[0].fill_(0.5)
+    changed = {name: deepspeed.safe_get_full_fp32_param(p) for name, p in module.named_parameters()}
+    moment = deepspeed.safe_get_full_optimizer_state(module.fc2.weight, "exp_avg")
+    deepspeed.safe_set_full_optimizer_state(module.fc2.weight, 2 * moment, "exp_avg")
+    doubled = deepspeed.safe_get_full_optimizer_state(module.fc2.weight, "exp_avg")
+    deepspeed.safe_set_full_fp32_param(module.fc2.bias, torch.arange(10.0))
+    found = {
+        "master": master,
+        "seen": seen,
+        "changed": changed,
+        "after": weights(engine),
+        "moment": moment,
+        "doubled": doubled,
+        "sharded": bool(torch.isnan(module.fc1.weight.data).any()),
+    }
+    loop(process, engine, start=2, steps=1)  # it still trains
+    engine.destroy()
+    return found
+
+
+def gradients(process: Process, *, stage: int, accumulation: int) -> dict:
+    """Whole gradients between the last backward and the step, and their absence before."""
+    engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, accumulation=accumulation))
+    x, y = (part.chunk(process.world_size)[process.rank] for part in data(0))
+    for xs, ys in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
+        early = deepspeed.safe_get_full_grad(engine.module.fc1.weight)
+        engine.backward(F.cross_entropy(engine(xs), ys))
+        found = {name: deepspeed.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+        engine.step()
+    late = deepspeed.safe_get_full_grad(engine.module.fc1.weight)
+    engine.destroy()
+    return {"grads": found, "early": early, "late": late}
+
+
+# Other arguments
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((28,), float(index)), index % 10
+
+
+def training_data(process: Process) -> dict:
+    """The dataloader of `training_data`."""
+    engine, _, loader, _ = deepspeed.initialize(
+        model=build(), training_data=Numbers(), config=config(stage=1, dataloader_drop_last=True)
+    )
+    seen = []
+    for x, y in loader:
+        engine.backward(F.cross_entropy(engine(x), y))
+        engine.step()
+        seen.append(x[:, 0].tolist())
+    engine.destroy()
+    return {"seen": seen, "steps": engine.global_steps}
+
+
+def surface(process: Process) -> dict:
+    """What scripts ask an engine."""
+    ds_config = config(stage=3, fp16={"enabled": True, "loss_scale": 128}, steps_per_print=5)
+    engine, optimizer, _, _ = deepspeed.initialize(model=build(), config=ds_config)
+    found = {
+        "sizes": (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+        "stage": (engine.zero_optimization(), engine.zero_optimization_stage(), engine.zero_optimization_partition_weights()),
+        "scale": (engine.loss_scale(), engine.dynamic_loss_scale(), optimizer.cur_scale, optimizer.loss_scale),
+        "names": (engine.optimizer_name(), engine.get_mom(), engine.steps_per_print()),
+        "ranks": (engine.global_rank == process.rank, engine.world_size, engine.dp_world_size, engine.mp_world_size),
+        "module": (engine.fc1 is engine.module.fc1, isinstance(engine, nn.Module), next(iter(engine.state_dict()))),
+        "modes": (engine.eval().module.training, engine.train().module.training),
+        "norm": engine.get_global_grad_norm(),
+        "same": engine.basic_optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer),
+        "config": engine.config["train_batch_size"],
+    }  # fmt: skip
+    errors = {}
+    loss = F.cross_entropy(engine(torch.randn(4, 28)).float(), torch.zeros(4, dtype=torch.long))
+    for name, call in {
+        "attribute": lambda: engine.no_such_thing,
+        "vector": lambda: engine.backward(loss.expand(2)),
+        "optimizer.step": optimizer.step,
+        "state_dict": optimizer.state_dict,
+    }.items():
+        try:
+            call()
+        except (AttributeError, RuntimeError, ValueError) as error:
+            errors[name] = str(error)
+    engine.backward(loss)
+    with engine.no_sync():
+        try:
+            engine.step()
+        except RuntimeError as error:
+            errors["step"] = str(error)
+    engine.destroy()
+    engine.destroy()
+    return {**found, "errors": errors}
+
+
+def refusals(process: Process) -> dict[str, str]:
+    """What `initialize` refuses, in words."""
+    model, foreign = build(), build()
+    good = config(stage=1)
+    bare = config(stage=1, optimizer=None)
+    twice = [{"params": [model.fc1.weight]}, {"params": [model.fc1.weight, model.fc2.weight]}]
+    stepped = torch.optim.AdamW(model.parameters())
+    foreign_loss = model(torch.zeros(1, 28)).sum()
+    foreign_loss.backward()
+    stepped.step()
+    model.zero_grad()
+    calls = {
+        "no model": {"config": good},
+        "no config": {"model": model},
+        "two configs": {"model": model, "config": good, "args": argparse.Namespace(deepspeed_config="x.json")},
+        "mpu": {"model": model, "config": good, "mpu": object()},
+        "two optimizers": {"model": model, "config": good, "optimizer": torch.optim.AdamW(model.parameters())},
+        "foreign": {"model": model, "config": bare, "optimizer": torch.optim.AdamW(foreign.parameters())},
+        "unknown": {"model": model, "config": bare, "optimizer": torch.optim.Adagrad(model.parameters())},
+        "amsgrad": {"model": model, "config": bare, "optimizer": torch.optim.AdamW(model.parameters(), amsgrad=True)},
+        "stepped": {"model": model, "config": bare, "optimizer": stepped},
+        "twice": {"model": model, "config": good, "model_parameters": twice},
+        "empty": {"model": model, "config": good, "model_parameters": iter(())},
+        "schedule": {"model": model, "config": {**bare, "scheduler": {"type": "WarmupLR"}}},
+        "schedule rates": {
+            "model": model,
+            "config": {**good, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1}}},
+        },
+    }
+    errors = {}
+    for name, arguments in calls.items():
+        try:
+            deepspeed.initialize(**arguments)
+        except ValueError as error:
+            errors[name] = str(error)
+        model = build() if name == "schedule rates" else model
+    return errors

@@ -1,0 +1,68 @@
+"""The engine's counting, its ways to write a loop, and what it answers."""
+
+import pytest
+
+from tests.deepspeed import scripts
+from tests.deepspeed.scripts import plain
+from tests.deepspeed.test_train import STAGES, close
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("style", ["torch", "scale", "unscaled", "no_sync", "boundary"])
+def test_ways_to_write_a_loop(ranks, stage, style):
+    found = ranks(2).run(scripts.loops, stage=stage, style=style)[0]
+    close(found, plain())
+    assert found["global_steps"] == scripts.STEPS
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_overflow_counts_as_a_step_but_not_for_the_schedule(ranks, stage):
+    rows = ranks(2).run(scripts.overflow, stage=stage)[0]
+    steps, skipped, applied, overflowed, scales, rates, moved = (list(column) for column in zip(*rows, strict=True))
+    assert steps == [1, 2, 3, 4, 5] and skipped == [0, 0, 1, 1, 1]
+    assert applied == [True, True, False, True, True] and overflowed == [not flag for flag in applied]
+    assert scales == [256, 256, 128, 128, 128]
+    assert rates == pytest.approx([0, 0.0025, 0.0025, 0.005, 0.0075])
+    assert moved == [False, False, False, True, True]  # the first two updates are made with rate 0
+
+
+def test_what_an_engine_answers(ranks):
+    found = ranks(2).run(scripts.surface)[0]
+    assert found["sizes"] == (8, 4, 1) and found["stage"] == (True, 3, True)
+    assert found["scale"] == (128, False, 128, 128) and found["names"] == ("adamw", [(0.9, 0.999)], 5)
+    assert found["ranks"] == (True, 2, 2, 1) and found["module"] == (True, True, "module.fc1.weight")
+    assert found["modes"] == (False, True) and found["norm"] is None and found["same"] and found["config"] == 8
+    errors = found["errors"]
+    assert "no_such_thing" in errors["attribute"] and "scalar" in errors["vector"]
+    assert "engine.step()" in errors["optimizer.step"] and "save_checkpoint" in errors["state_dict"]
+    assert "no_sync" in errors["step"]
+
+
+def test_training_data_becomes_a_loader(ranks):
+    first, second = ranks(2).run(scripts.training_data)
+    assert [len(batch) for batch in first["seen"]] == [4, 4] and first["steps"] == 2
+    numbers = [number for rank in (first, second) for batch in rank["seen"] for number in batch]
+    assert len(set(numbers)) == 16
+
+
+WORDS = {
+    "no model": "model is missing",
+    "no config": "config is missing",
+    "two configs": "given twice",
+    "mpu": "mpu",
+    "two optimizers": "keep one of them",
+    "foreign": "not the model's",
+    "unknown": "knows torch.optim.AdamW",
+    "amsgrad": "amsgrad",
+    "stepped": "fresh one",
+    "twice": "fc1.weight is in the parameter groups 0 and 1",
+    "empty": "model_parameters is empty",
+    "schedule": "needs an optimizer",
+    "schedule rates": "warmup_min_lr=1",
+}
+
+
+def test_what_initialize_refuses(ranks):
+    errors = ranks(2).run(scripts.refusals)[0]
+    for name, part in WORDS.items():
+        assert part in errors.get(name, "nothing was refused"), name

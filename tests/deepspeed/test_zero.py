@@ -1,0 +1,64 @@
+"""Whole parameters, gradients and states of sharded ones; DeepSpeed's memory estimates."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ztk.deepspeed as deepspeed
+from tests.deepspeed import scripts
+from tests.deepspeed.test_train import STAGES
+
+CASES = [(0, False, "none"), (1, True, "none"), (2, False, "cpu"), (3, False, "none"), (3, True, "cpu")]
+
+
+@pytest.mark.parametrize(("stage", "bf16", "offload"), CASES)
+def test_parameters_are_read_and_changed_whole(ranks, stage, bf16, offload):
+    first, second = ranks(2).run(scripts.gathered, stage=stage, bf16=bf16, offload=offload)
+    for name, value in first["master"].items():
+        assert torch.equal(value, second["master"][name])
+        cast = value.bfloat16().float() if bf16 else value
+        assert torch.equal(first["seen"][name], cast)
+        kept = first["changed"][name]
+        if name == "fc1.weight":
+            assert torch.equal(kept[0], torch.full_like(kept[0], 0.5)) and torch.equal(kept[1:], value[1:])
+        else:
+            assert torch.equal(kept, value)
+    for found in (first, second):
+        assert found["after"]["fc1.weight"][0].eq(0.5).all() and found["after"]["fc2.bias"].tolist() == list(range(10))
+        assert torch.equal(found["doubled"], 2 * found["moment"]) and found["moment"].abs().sum() > 0
+        assert found["sharded"] == (stage == 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_whole_gradients(ranks, stage, accumulation):
+    model = scripts.build()
+    x, y = scripts.data(0)
+    F.cross_entropy(model(x), y).backward()
+    for found in ranks(2).run(scripts.gradients, stage=stage, accumulation=accumulation):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found["grads"][name], parameter.grad)
+        assert found["early"] is None and found["late"] is None
+
+
+def test_parameters_of_no_engine_are_whole_anyway():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+        assert parameter.sum() == 3
+    assert deepspeed.safe_get_full_fp32_param(parameter) is None
+    with pytest.raises(ValueError, match="belongs to no engine"):
+        deepspeed.safe_set_full_fp32_param(parameter, torch.zeros(3))
+
+
+def test_estimates_are_deepspeeds(capsys):
+    """Figures of DeepSpeed 0.19.8 for 2,851 million parameters, the largest layer 32 million, 8 GPUs on one node."""
+    needs = deepspeed.zero.estimate_zero3_model_states_mem_needs_all_cold(2851_000_000, 32_000_000, 8, 1)
+    assert [(need.cpu_bytes, need.gpu_bytes) for need in needs] == [
+        *((76_977_000_000, 128_000_000), (136_848_000_000, 128_000_000)),
+        *((68_424_000_000, 840_750_000), (136_848_000_000, 840_750_000)),
+        *((1_536_000_000, 6_542_750_000), (136_848_000_000, 6_542_750_000)),
+    ]
+    assert "8 GPUs per node" in capsys.readouterr().out
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    stage2 = deepspeed.zero.estimate_zero2_model_states_mem_needs_all_live(model, 2)
+    assert [need.gpu_bytes for need in stage2] == [2_000_000, 11_000_000]

@@ -1,0 +1,127 @@
+"""Sections that this door does not offer yet, and keys that DeepSpeed itself has removed.
+
+A section that is switched off is accepted, with its keys checked: a misspelt key there would switch nothing on later either.
+"""
+
+from ztk.deepspeed.config.keys import Findings, boolean, did_you_mean, fixed, hint, one_of, read_section, shown, takes
+
+_MONITOR = ("enabled", "output_path", "job_name")
+# Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
+SECTIONS = {
+    "tensorboard": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "wandb": ("enabled", "group", "team", "project"),
+    "comet": (
+        *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
+        *("experiment_key", "online", "mode"),
+    ),
+    "flops_profiler": (
+        *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
+        "output_file",
+    ),
+    "comms_logger": ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
+    "expert_parallel": (
+        *("enabled", "autoep_size", "expert_tensor_parallel_size", "validate_folding_routing", "async_split_plan"),
+        *("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "use_grouped_mm", "route_norm"),
+        *("disable_triton_grouped_mm", "route_scale", "score_apply", "combine_impl", "row_weighting_impl"),
+        *("gate_up_impl", "comm_backend", "comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank"),
+        *("num_expert_groups", "num_limited_groups", "score_func", "top_k", "load_balance_coeff"),
+        *("routed_scaling_factor", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr", "top_k_attr"),
+        *("has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern", "expert_activation"),
+    ),
+    "data_efficiency": ("enabled", "seed", "data_sampling", "data_routing"),
+    "hybrid_engine": (
+        *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
+        *("tp_gather_partition_size", "enable_cuda_graph"),
+    ),
+    "weight_quantization": (
+        *("enabled", "num_bits", "q_type", "q_groups", "quantized_initialization", "post_init_quant"),
+    ),
+    "autotuning": (
+        *("enabled", "fast", "results_dir", "exps_dir", "overwrite", "start_profile_step", "end_profile_step"),
+        *("metric", "tuner_type", "tuner_early_stopping", "tuner_num_trials", "arg_mappings", "mp_size"),
+        *("max_train_batch_size", "min_train_batch_size", "max_train_micro_batch_size_per_gpu"),
+        *("min_train_micro_batch_size_per_gpu", "num_tuning_micro_batch_sizes", "model_info"),
+    ),
+    "tensor_parallel": (
+        *("dtype", "autotp_size", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "tp"),
+        *("injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host", "kernel_inject"),
+    ),
+    "pipeline": (
+        *("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned"),
+        *("grad_partitioned", "use_reentrant"),
+    ),
+    "compile": (
+        *("deepcompile", "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
+        *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log"),
+        *("offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
+        *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
+    ),
+    "activation_checkpointing": (
+        *("partition_activations", "number_checkpoints", "contiguous_memory_optimization", "cpu_checkpointing"),
+        *("synchronize_checkpoint_boundary", "profile"),
+    ),
+    "datastates_ckpt": ("host_cache_size",),
+}
+_INSTEAD = {
+    "activation_checkpointing": "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in the model",
+    "wandb": "log from the script",
+    "tensorboard": "log from the script",
+    "csv_monitor": "log from the script",
+    "flops_profiler": "use torch.utils.flop_counter",
+    "compile": "compile the model with torch.compile before",
+}
+_WRONG = {
+    "activation_checkpointing": {
+        "partitioned_activations": "there is no such key; did you mean partition_activations?"
+    },
+    "checkpoint": {},
+}
+REMOVED = (
+    *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
+    *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
+)
+_OFF = (False, None, 0, 1, "auto", "none")  # values with which a key without `enabled` leaves everything as it is
+
+CHECKPOINT = {
+    "tag_validation": takes(
+        lambda value: one_of("ignore", "warn", "fail")(value.lower() if isinstance(value, str) else value)
+    ),
+    "load_universal": hint(boolean, "every checkpoint loads at every number of ranks and stage", usual=(False,)),
+    "use_node_local_storage": fixed(False, why="not offered: all ranks write into one folder; leave it out"),
+    "parallel_write": hint(lambda value: value, "every rank always writes its own part"),
+    "checkpoint_serialization": hint(boolean, "a checkpoint is never a pickle"),
+    "writer": fixed(None, why="not offered by ztk yet; leave it out"),
+}
+
+
+def read_checkpoint(given: object, *, findings: Findings) -> str:
+    """`checkpoint.tag_validation`."""
+    values = read_section(given, path="checkpoint.", keys=CHECKPOINT, findings=findings)
+    return values.get("tag_validation", "warn")
+
+
+def check_absent(given: dict, *, findings: Findings) -> None:
+    """Refuses what is on, and what is misspelt."""
+    for name, keys in SECTIONS.items():
+        section = given.get(name)
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            findings.faults.append(f"{name}: must be an object {{...}}, not {section!r}")
+            continue
+        wrong = [key for key in section if key not in keys]
+        for key in wrong:
+            mend = _WRONG.get(name, {}).get(key) or f"there is no such key{did_you_mean(key, known=keys)}"
+            findings.faults.append(f"{name}.{key}: {mend}")
+        if not wrong and (active := _active(section, keys=keys)):
+            instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
+            key = active if active == "enabled" else f"{active}={shown(section[active])}"
+            findings.faults.append(f"{name}.{key}: not offered by ztk's DeepSpeed door yet; leave it out{instead}")
+
+
+def _active(section: dict, *, keys: tuple[str, ...]) -> str | None:
+    """The key that switches the section on, or None."""
+    if "enabled" in keys:
+        return "enabled" if section.get("enabled", False) not in (False, None) else None
+    return next((key for key, value in section.items() if value not in _OFF), None)

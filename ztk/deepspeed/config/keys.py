@@ -1,0 +1,170 @@
+"""What a configuration may say: every key with its type, and whether it takes effect, is told about, or is refused."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+Convert = Callable[[object], object]  # raises ValueError("must be ...")
+
+
+class Effect(Enum):
+    """What giving a key does."""
+
+    takes = "takes"  # the run follows it
+    hint = "hint"  # nothing hangs on it in ztk; accepted, and told in the notes
+    fixed = "fixed"  # only its usual values are accepted, because ztk does nothing else
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One key of one section. `usual`: values that mean "as always" and are accepted without a word."""
+
+    effect: Effect
+    convert: Convert
+    usual: tuple[object, ...] = ()
+    why: str = ""
+    auto: bool = False  # "auto" means the default, as in DeepSpeed; elsewhere only the Hugging Face Trainer fills it in
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """All that is wrong, and all that is worth knowing."""
+
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def takes(convert: Convert, *, auto: bool = False) -> Key:
+    return Key(effect=Effect.takes, convert=convert, auto=auto)
+
+
+def hint(convert: Convert, why: str, *, usual: tuple[object, ...] = (), auto: bool = False) -> Key:
+    return Key(effect=Effect.hint, convert=convert, usual=usual, why=why, auto=auto)
+
+
+def fixed(*usual: object, why: str) -> Key:
+    return Key(effect=Effect.fixed, convert=anything, usual=usual, why=why)
+
+
+def read_section(
+    given: object, *, path: str, keys: Mapping[str, Key], findings: Findings, elsewhere: Mapping[str, str] | None = None
+) -> dict[str, object]:
+    """The converted values of a section's keys that take effect; everything else goes to `findings`.
+
+    path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> what to do instead.
+    """
+    if not isinstance(given, Mapping):
+        findings.faults.append(f"{path.rstrip('.')}: must be an object {{...}}, not {given!r}")
+        return {}
+    values = {}
+    for name, value in given.items():
+        key = keys.get(name)
+        if key is None:
+            mend = (elsewhere or {}).get(name)
+            reason = mend or f"there is no such key{did_you_mean(name, known=keys)}"
+            findings.faults.append(f"{path}{name}: {reason}")
+            continue
+        if value == "auto" and "auto" not in key.usual:
+            if not key.auto:
+                findings.faults.append(
+                    f"{path}{name}: 'auto' is for the Hugging Face Trainer, which fills it in; give a value"
+                )
+            continue
+        if any(value is usual or (type(value) is type(usual) and value == usual) for usual in key.usual):
+            continue
+        if key.effect is Effect.fixed:
+            findings.faults.append(f"{path}{name}={shown(value)}: {key.why}")
+            continue
+        try:
+            converted = key.convert(value)
+        except ValueError as error:
+            findings.faults.append(f"{path}{name}={shown(value)}: {error}")
+            continue
+        if key.effect is Effect.takes:
+            values[name] = converted
+        elif converted not in key.usual:
+            findings.notes.append(f"{path}{name}={shown(value)}: {key.why}")
+    return values
+
+
+def did_you_mean(name: str, *, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not near:  # `enable` for `enabled`, `auto_ep_size` for `autoep_size`
+        plain = {other.replace("_", ""): other for other in known}
+        near = [plain[match] for match in difflib.get_close_matches(name.replace("_", ""), plain, n=1, cutoff=0.6)]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """A value in an error text."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# Conversions
+
+
+def anything(value: object) -> object:
+    return value
+
+
+def boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError("must be true or false")
+
+
+def number(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+        return float(value)
+    if isinstance(value, str):  # YAML and hand-written files hold 1e-8 as a text
+        try:
+            return number(float(value))
+        except ValueError:
+            pass
+    raise ValueError("must be a number")
+
+
+def at_least(low: float) -> Convert:
+    def convert(value: object) -> float:
+        if number(value) < low:
+            raise ValueError(f"must be {low:g} or more")
+        return number(value)
+
+    return convert
+
+
+def whole(low: int = 0) -> Convert:
+    """A whole number, `5e8` included."""
+
+    def convert(value: object) -> int:
+        plain = number(value)
+        if not plain.is_integer() or plain < low:
+            raise ValueError(f"must be a whole number, {low} or more")
+        return int(plain)
+
+    return convert
+
+
+def text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError("must be a text")
+
+
+def one_of(*words: str) -> Convert:
+    def convert(value: object) -> str:
+        if value in words:
+            return value
+        near = did_you_mean(value, known=words) if isinstance(value, str) else ""
+        raise ValueError(f"must be one of {', '.join(words)}{near}")
+
+    return convert
+
+
+def optional(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)

@@ -1,0 +1,126 @@
+"""offload_optimizer, offload_param and aio: where shards sleep and how files are moved."""
+
+from ztk.deepspeed.config.keys import (
+    Findings,
+    anything,
+    boolean,
+    fixed,
+    hint,
+    one_of,
+    read_section,
+    takes,
+    whole,
+)
+from ztk.offload import OffloadPolicy
+
+_POOL = "ztk's pool of buffers for a disk is its own size, the same for optimizer and parameters"
+_PIPELINE = "reading, updating and writing always overlap"
+_device = one_of("none", "cpu", "nvme")
+
+OPTIMIZER = {
+    "device": takes(_device),
+    "nvme_path": takes(anything),
+    "pin_memory": takes(boolean),
+    "buffer_count": hint(whole(1), _POOL),
+    "pipeline_read": hint(boolean, _PIPELINE),
+    "pipeline_write": hint(boolean, _PIPELINE),
+    "pipeline": hint(boolean, _PIPELINE),
+    "fast_init": hint(boolean, "states are born where they sleep, without a copy"),
+    "ratio": fixed(1.0, 1, why="not offered: all or none of the optimizer is offloaded; leave it out"),
+    "super_offload": fixed(False, why="not offered by ztk yet; leave it out"),
+    "cpuadam_cores_perc": fixed(0.8, why="has an effect with super_offload only, which ztk does not offer yet"),
+}
+PARAMETERS = {
+    "device": takes(_device),
+    "nvme_path": takes(anything),
+    "pin_memory": takes(boolean),
+    "buffer_count": hint(whole(1), _POOL),
+    "buffer_size": hint(whole(1), _POOL, auto=True),
+    "max_in_cpu": hint(whole(0), "what is on the disk keeps no copy in main memory", auto=True),
+}
+AIO = {
+    "block_size": takes(whole(1)),
+    "intra_op_parallelism": takes(whole(1)),
+    "queue_depth": hint(whole(1), "requests in flight are threads: set intra_op_parallelism"),
+    "single_submit": hint(boolean, "requests are system calls of threads"),
+    "overlap_events": hint(boolean, "requests always overlap", usual=(True,)),
+    "use_gds": fixed(False, why="not offered: files go through main memory; leave it out"),
+}
+_RENAMED = {"thread_count": "is intra_op_parallelism since DeepSpeed 0.15; did you mean intra_op_parallelism?"}
+_PAGE = 4096
+
+
+def read_offload(
+    given: dict, *, optimizer: object, parameters: object, stage: int, findings: Findings
+) -> OffloadPolicy:
+    """The policy of both sections and of `aio`.
+
+    given: the whole configuration. optimizer, parameters: the two sections of zero_optimization, or None.
+    """
+    optim = _section(optimizer, name="offload_optimizer", keys=OPTIMIZER, findings=findings)
+    param = _section(parameters, name="offload_param", keys=PARAMETERS, findings=findings)
+    places = {"offload_optimizer": optim.get("device", "none"), "offload_param": param.get("device", "none")}
+    if places["offload_param"] != "none" and stage < 3:
+        findings.faults.append(
+            f"zero_optimization.offload_param.device={places['offload_param']}: has no effect at stage {stage}, where "
+            "every rank keeps all parameters; use stage 3, or offload_optimizer"
+        )
+        places["offload_param"] = "none"
+    paths = {values["nvme_path"] for values in (optim, param) if values.get("nvme_path")}
+    if len(paths) > 1:
+        findings.faults.append(f"nvme_path: ztk uses one folder for everything it offloads; have {sorted(paths)}")
+    pins = {values["pin_memory"] for values in (optim, param) if "pin_memory" in values}
+    if len(pins) > 1:
+        findings.faults.append("pin_memory: is true and false in the two offload sections; ztk pins all or nothing")
+    aio = _aio(given, uses_nvme="nvme" in places.values(), findings=findings)
+    missing = "nvme" in places.values() and not paths
+    if missing:
+        return OffloadPolicy()
+    try:
+        return OffloadPolicy(
+            optimizer=places["offload_optimizer"],
+            parameters=places["offload_param"],
+            nvme_path=min(paths) if paths else None,
+            pin_memory=pins != {False},
+            **aio,
+        )
+    except ValueError as error:
+        findings.faults.append(f"zero_optimization: {error}")
+        return OffloadPolicy()
+
+
+def _section(given: object, *, name: str, keys: dict, findings: Findings) -> dict:
+    if given is None:
+        return {}
+    path = f"zero_optimization.{name}."
+    values = read_section(given, path=path, keys=keys, findings=findings)
+    if isinstance(given, dict) and "device" not in given:
+        findings.faults.append(f"{path}device: is missing; give cpu, nvme or none")
+    if values.get("nvme_path") in (None, "none", ""):  # what Accelerate writes for "no path"
+        values.pop("nvme_path", None)
+    elif not isinstance(values["nvme_path"], str):
+        findings.faults.append(f"{path}nvme_path={values.pop('nvme_path')!r}: must be the path of a folder")
+    device = values.get("device")
+    if device == "nvme" and "nvme_path" not in values:
+        findings.faults.append(f"{path}nvme_path: is missing; device=nvme needs a folder on the disk to use")
+    if device in ("cpu", "none") and "nvme_path" in values:
+        findings.faults.append(f"{path}nvme_path: has no effect with device={device}; leave it out, or use nvme")
+        del values["nvme_path"]
+    if device == "none":
+        values.pop("pin_memory", None)
+    return values
+
+
+def _aio(given: dict, *, uses_nvme: bool, findings: Findings) -> dict:
+    if "aio" not in given:
+        return {}
+    values = read_section(given["aio"], path="aio.", keys=AIO, findings=findings, elsewhere=_RENAMED)
+    if not uses_nvme and given["aio"]:
+        findings.notes.append("aio: without effect while nothing is offloaded to nvme")
+        return {}
+    options = {}
+    if "block_size" in values:
+        options["block_bytes"] = -(-values["block_size"] // _PAGE) * _PAGE
+    if "intra_op_parallelism" in values:
+        options["threads"] = values["intra_op_parallelism"]
+    return options

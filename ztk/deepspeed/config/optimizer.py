@@ -1,0 +1,110 @@
+"""The optimizer section: DeepSpeed's names and parameters as a policy."""
+
+from ztk.deepspeed.config.keys import (
+    Findings,
+    Key,
+    anything,
+    at_least,
+    boolean,
+    did_you_mean,
+    fixed,
+    hint,
+    read_section,
+    shown,
+    takes,
+)
+from ztk.optim import OptimizerPolicy
+
+SECTION = {
+    "type": takes(anything),
+    "params": takes(anything),
+    "legacy_fusion": fixed(False, why="ztk's optimizer is always fused; leave it out"),
+}
+_COMMON = {"lr": takes(at_least(0)), "weight_decay": takes(at_least(0))}
+
+
+def _betas(value: object) -> tuple[float, float]:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        first, second = (at_least(0)(beta) for beta in value)
+        return first, second
+    raise ValueError("must be two numbers from 0 to below 1, such as [0.9, 0.999]")
+
+
+_ADAM = {
+    **_COMMON,
+    "betas": takes(_betas),
+    "eps": takes(at_least(0)),
+    "adam_w_mode": takes(boolean),
+    "bias_correction": fixed(True, why="not offered: ztk always corrects the bias; leave it out"),
+    "amsgrad": fixed(False, why="not offered by ztk; leave it out"),
+    "torch_adam": hint(boolean, "there is one Adam, it needs no compiler", usual=(False,)),
+    "set_grad_none": hint(boolean, "gradients live in flat buffers", usual=(True,)),
+    "fp32_optimizer_states": fixed(True, why="not offered: optimizer states are fp32; leave it out"),
+}
+_LION = {**_COMMON, "betas": takes(_betas), "set_grad_none": hint(boolean, "gradients live in flat buffers")}
+_SGD = {
+    **_COMMON,
+    "momentum": takes(at_least(0)),
+    "nesterov": takes(boolean),
+    "dampening": fixed(0, 0.0, why="not offered by ztk; leave it out"),
+    "maximize": fixed(False, why="not offered by ztk; turn the sign of the loss"),
+}
+TYPES: dict[str, dict[str, Key]] = {"adam": _ADAM, "adamw": _ADAM, "lion": _LION, "sgd": _SGD}
+_NOT_OFFERED = ("adagrad", "lamb", "muon", "muadam", "muadamw", "musgd", "rmsprop", "adadelta", "adamax", "nadam")
+_REMOVED = ("onebitadam", "onebitlamb", "zerooneadam")
+_ELSEWHERE = {
+    "max_grad_norm": "belongs to the top level: write gradient_clipping there",
+    "fused": "ztk's optimizer is always fused; leave it out",
+    "foreach": "ztk's optimizer is always fused; leave it out",
+}
+
+
+def read_optimizer(given: object, *, clip: float, findings: Findings) -> OptimizerPolicy | None:
+    """The policy, or None if the section is not there or faulty. Every parameter decays, as in DeepSpeed."""
+    if given is None:
+        return None
+    section = read_section(given, path="optimizer.", keys=SECTION, findings=findings)
+    name = section.get("type")
+    if name is None:
+        findings.faults.append(f"optimizer.type: is missing; give one of {', '.join(TYPES)}")
+        return None
+    if not isinstance(name, str) or name.lower() not in TYPES:
+        findings.faults.append(f"optimizer.type={shown(name)}: {_unknown(name)}")
+        return None
+    name = name.lower()
+    values = read_section(
+        section.get("params") or {},
+        path="optimizer.params.",
+        keys=TYPES[name],
+        findings=findings,
+        elsewhere=_ELSEWHERE,
+    )
+    return _policy(name, values=values, clip=clip, findings=findings)
+
+
+def _unknown(name: object) -> str:
+    words = ", ".join(TYPES)
+    plain = str(name).lower()
+    if plain in _REMOVED:
+        return f"was removed from DeepSpeed in 0.19.8; use one of {words}"
+    if plain in _NOT_OFFERED:
+        return f"not offered by ztk yet; use one of {words}"
+    return f"must be one of {words}{did_you_mean(plain, known=TYPES)}"
+
+
+def _policy(name: str, *, values: dict, clip: float, findings: Findings) -> OptimizerPolicy | None:
+    """adam means AdamW unless adam_w_mode is false; defaults are DeepSpeed's."""
+    decoupled = values.pop("adam_w_mode", True)
+    if name == "adamw" and not decoupled:
+        findings.faults.append("optimizer.params.adam_w_mode=False: has no effect with AdamW; write type Adam")
+    if name in ("adam", "adamw"):
+        name = "adamw" if decoupled or name == "adamw" else "adam"
+        values.setdefault("eps", 1e-8)
+    if name != "sgd":
+        values.setdefault("betas", (0.9, 0.999))
+    values.setdefault("lr", 1e-3)
+    try:
+        return OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **values)
+    except ValueError as error:
+        findings.faults.append(f"optimizer.params: {error}")
+        return None

@@ -1,0 +1,131 @@
+"""fp16, bf16, and in which dtype gradients travel and add up."""
+
+from ztk.deepspeed.config.keys import (
+    Findings,
+    anything,
+    at_least,
+    boolean,
+    fixed,
+    hint,
+    number,
+    one_of,
+    read_section,
+    takes,
+    whole,
+)
+from ztk.precision import LossScalePolicy, PrecisionPolicy
+
+_WORDS = {
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+}
+dtype_word = one_of(*_WORDS)
+
+FP16 = {
+    "enabled": takes(boolean),
+    "auto_cast": takes(boolean, auto=True),
+    "loss_scale": takes(at_least(0), auto=True),
+    "initial_scale_power": takes(at_least(0), auto=True),
+    "loss_scale_window": takes(whole(1), auto=True),
+    "hysteresis": takes(whole(1), auto=True),
+    "consecutive_hysteresis": takes(boolean, auto=True),
+    "min_loss_scale": takes(number, auto=True),
+    "fp16_master_weights_and_grads": fixed(
+        False, why="not offered: ztk keeps fp32 master weights; leave it out, or offload them with offload_optimizer"
+    ),
+}
+BF16 = {
+    "enabled": takes(boolean),
+    "immediate_grad_update": hint(
+        boolean, "ztk moves every gradient into its flat buffer as soon as it is there", usual=(False, True)
+    ),
+    "check_grad_overflow": fixed(
+        True, why="ztk looks at every step's gradients in the same pass that takes their norm; leave it out"
+    ),
+    "bf16_master_weights_and_grads": fixed(False, why="not offered: ztk keeps fp32 master weights; leave it out"),
+    "bf16_optimizer_states": fixed(False, why="not offered: ztk keeps fp32 optimizer states; leave it out"),
+}
+AUTOCAST = {
+    "enabled": fixed(
+        False,
+        why="not offered: use bf16 or fp16, or torch.autocast inside the model, around its own forward",
+    ),
+    "dtype": hint(anything, "without effect while torch_autocast.enabled is false"),
+    "lower_precision_safe_modules": hint(anything, "without effect while torch_autocast.enabled is false"),
+}
+DATA_TYPES = {
+    "grad_accum_dtype": takes(dtype_word),
+    "param_dtype": fixed(None, why="not offered: switch bf16 or fp16 on instead"),
+    "buffer_dtype": fixed(None, why="not offered: buffers keep the dtype the model gave them"),
+    "keep_in_fp32_modules": fixed("auto", None, why="not offered: a model has one dtype, master weights are fp32"),
+}
+
+
+class Precision:
+    """The dtypes of a run as the configuration has them."""
+
+    def __init__(self, given: dict, *, top: dict, findings: Findings) -> None:
+        """given: the whole configuration; top: its top-level values that take effect."""
+        fp16 = read_section(given.get("fp16", {}), path="fp16.", keys=FP16, findings=findings)
+        if "bf16" in given and "bfloat16" in given:
+            findings.faults.append("bfloat16: is the old name of bf16, which is given too; keep bf16")
+        name = "bf16" if "bf16" in given else "bfloat16"
+        bf16 = read_section(
+            given.get(name, {}),
+            path=f"{name}.",
+            keys=BF16,
+            findings=findings,
+            elsewhere={"check_overflow": "there is no such key; did you mean check_grad_overflow?"},
+        )
+        read_section(given.get("torch_autocast", {}), path="torch_autocast.", keys=AUTOCAST, findings=findings)
+        types = read_section(given.get("data_types", {}), path="data_types.", keys=DATA_TYPES, findings=findings)
+        self.fp16, self.bf16 = bool(fp16.get("enabled")), bool(bf16.get("enabled"))
+        self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self.fp16 else 0.0
+        self.casts_inputs = self.fp16 and fp16.get("auto_cast", True)
+        self.grad_accum_dtype = types.get("grad_accum_dtype")
+        if self.fp16 and self.bf16:
+            findings.faults.append("fp16.enabled and bf16.enabled: a model has one dtype; switch one of them off")
+        if not self.fp16:
+            findings.notes += [f"fp16.{key}: without effect while fp16 is off" for key in fp16 if key != "enabled"]
+        reduce_dtype = _reduce_dtype(types, top=top, findings=findings)
+        self.policy = self._policy(fp16, reduce_dtype=reduce_dtype, findings=findings)
+
+    def _policy(self, fp16: dict, *, reduce_dtype: str | None, findings: Findings) -> PrecisionPolicy:
+        dtype = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+        try:
+            scale = _loss_scale(fp16, static=self.static_loss_scale) if self.fp16 and not self.bf16 else None
+            return PrecisionPolicy.named(
+                dtype, reduce_dtype=None if reduce_dtype == dtype else reduce_dtype, loss_scale=scale
+            )
+        except ValueError as error:
+            findings.faults.append(f"fp16: {error}")
+            return PrecisionPolicy()
+
+
+def _loss_scale(fp16: dict, *, static: float) -> LossScalePolicy:
+    if static:
+        return LossScalePolicy(dynamic=False, initial=static)
+    floor = fp16.get("min_loss_scale", 1.0) or 1.0  # 0 is what older configurations write for "the default"
+    initial = 2.0 ** fp16.get("initial_scale_power", 16)
+    return LossScalePolicy(
+        initial=initial,
+        window=fp16.get("loss_scale_window", 1000),
+        hysteresis=fp16.get("hysteresis", 2),
+        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
+        floor=floor,
+        maximum=max(initial, 2.0**32),
+    )
+
+
+def _reduce_dtype(types: dict, *, top: dict, findings: Findings) -> str | None:
+    """ztk adds gradients up in the dtype they travel in, so the two keys must agree."""
+    wire, accumulated = top.get("communication_data_type"), types.get("grad_accum_dtype")
+    words = {_WORDS[word] for word in (wire, accumulated) if word is not None}
+    if len(words) > 1:
+        findings.faults.append(
+            f"communication_data_type={wire} and data_types.grad_accum_dtype={accumulated}: ztk adds gradients up in the "
+            "dtype they travel in; give one of them"
+        )
+        return None
+    return words.pop() if words else None

@@ -1,0 +1,91 @@
+"""A configuration as a whole: read, checked, turned into policies."""
+
+from dataclasses import dataclass, field
+
+from ztk.deepspeed.config.absent import check_absent, read_checkpoint
+from ztk.deepspeed.config.batch import BatchSizes, solve_batch
+from ztk.deepspeed.config.errors import DeepSpeedConfigError
+from ztk.deepspeed.config.keys import Findings, read_section
+from ztk.deepspeed.config.offload import read_offload
+from ztk.deepspeed.config.optimizer import read_optimizer
+from ztk.deepspeed.config.precision import Precision
+from ztk.deepspeed.config.scheduler import ScheduleChoice, read_scheduler
+from ztk.deepspeed.config.source import read_source
+from ztk.deepspeed.config.top import ELSEWHERE, KEYS
+from ztk.deepspeed.config.zero import Zero
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.precision import PrecisionPolicy
+from ztk.zero import ZeroPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a configuration says, as the engine takes it.
+
+    optimizer, schedule: None if the configuration has no such section.
+    static_loss_scale: 0 for dynamic. notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
+    """
+
+    given: dict = field(repr=False)
+    batch: BatchSizes
+    precision: PrecisionPolicy
+    grad_accum_dtype: str | None
+    static_loss_scale: float
+    casts_inputs: bool
+    zero: ZeroPolicy
+    gathers_on_save: bool
+    offload: OffloadPolicy
+    optimizer: OptimizerPolicy | None
+    schedule: ScheduleChoice | None
+    gradient_clipping: float
+    communication_data_type: str | None
+    steps_per_print: int | None
+    wall_clock_breakdown: bool
+    memory_breakdown: bool
+    drop_last: bool
+    log_level: str | None
+    tag_validation: str
+    notes: tuple[str, ...]
+
+
+def parse_config(config: object, *, world_size: int) -> Settings:
+    """config: a dict, a path or base64, see `read_source`. Raises DeepSpeedConfigError with every fault."""
+    given = read_source(config)
+    findings = Findings()
+    top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)
+    batch = solve_batch(top, world_size=world_size, findings=findings)
+    precision = Precision(given, top=top, findings=findings)
+    zero = Zero(given.get("zero_optimization", {}), findings=findings)
+    offload = read_offload(
+        given, optimizer=zero.offload_optimizer, parameters=zero.offload_param, stage=zero.stage, findings=findings
+    )
+    clip = top.get("gradient_clipping", 1.0)
+    optimizer = read_optimizer(given.get("optimizer"), clip=clip, findings=findings)
+    schedule = read_scheduler(given.get("scheduler"), findings=findings)
+    tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
+    check_absent(given, findings=findings)
+    if findings.faults:
+        raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
+    return Settings(
+        given=given,
+        batch=batch,
+        precision=precision.policy,
+        grad_accum_dtype=precision.grad_accum_dtype,
+        static_loss_scale=precision.static_loss_scale,
+        casts_inputs=precision.casts_inputs,
+        zero=zero.policy,
+        gathers_on_save=zero.gathers_on_save,
+        offload=offload,
+        optimizer=optimizer,
+        schedule=schedule,
+        gradient_clipping=clip,
+        communication_data_type=top.get("communication_data_type"),
+        steps_per_print=top.get("steps_per_print"),
+        wall_clock_breakdown=top.get("wall_clock_breakdown", False),
+        memory_breakdown=top.get("memory_breakdown", False),
+        drop_last=top.get("dataloader_drop_last", False),
+        log_level=top.get("log_level"),
+        tag_validation=tag_validation,
+        notes=tuple(findings.notes),
+    )

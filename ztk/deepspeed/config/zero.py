@@ -1,0 +1,133 @@
+"""zero_optimization, and where its shards sleep."""
+
+from ztk.deepspeed.config.keys import Findings, Key, anything, boolean, fixed, hint, read_section, takes, whole
+from ztk.zero import ZeroPolicy
+
+_NOT_YET = "not offered by ztk yet; leave it out"
+_SIZES = whole(0)
+
+KEYS = {
+    "stage": takes(whole(0)),
+    "reduce_bucket_size": takes(whole(1), auto=True),
+    "allgather_bucket_size": hint(
+        whole(1), "ztk gathers the buffers it reduces; reduce_bucket_size sets their size", auto=True
+    ),
+    "contiguous_gradients": hint(boolean, "gradients always lie in one flat buffer", usual=(True,), auto=True),
+    "reduce_scatter": hint(boolean, "gradients are always reduced by reduce-scatter", usual=(True,), auto=True),
+    "allgather_partitions": hint(boolean, "shards are always gathered by all-gather", usual=(True,), auto=True),
+    "overlap_comm": hint(boolean, "communication always runs behind computation", usual=(True, None), auto=True),
+    "round_robin_gradients": hint(boolean, "a rank's shard is one contiguous slice", usual=(False,), auto=True),
+    "use_multi_rank_bucket_allreduce": hint(boolean, "one reduce-scatter serves all ranks", usual=(True,)),
+    "sub_group_size": hint(whole(1), "the optimizer goes by bucket, from a disk by pool buffer", auto=True),
+    "offload_param": takes(anything),
+    "offload_optimizer": takes(anything),
+    "cpu_offload": takes(boolean),
+    "cpu_offload_param": takes(boolean),
+    "cpu_offload_use_pin_memory": takes(boolean),
+    "stage3_prefetch_bucket_size": takes(_SIZES, auto=True),
+    "stage3_param_persistence_threshold": takes(_SIZES, auto=True),
+    "stage3_max_live_parameters": takes(_SIZES, auto=True),
+    "stage3_max_reuse_distance": takes(_SIZES, auto=True),
+    "stage3_gather_16bit_weights_on_model_save": takes(boolean, auto=True),
+    "stage3_gather_fp16_weights_on_model_save": takes(boolean, auto=True),
+    "memory_efficient_linear": hint(boolean, "no linear layer keeps a gathered weight for its backward"),
+    "elastic_checkpoint": hint(boolean, "every checkpoint loads at every number of ranks and stage", usual=(False,)),
+    "log_trace_cache_warnings": hint(boolean, "the order of use is followed whatever it is", usual=(False,)),
+    "override_module_apply": hint(boolean, "Module.apply is not touched", usual=(True,)),
+    "load_from_fp32_weights": fixed(True, why="ztk always loads the fp32 weights a checkpoint has; leave it out"),
+    "ignore_unused_parameters": fixed(
+        True, why=f"{_NOT_YET}: an unused parameter has the gradient zero and is no error"
+    ),
+    "compute_grad_norm": fixed(True, why="the norm comes with the look for overflows and costs nothing; leave it out"),
+    "stage3_model_persistence_threshold": fixed(
+        9223372036854775807, "auto", why=f"{_NOT_YET}; use stage3_param_persistence_threshold"
+    ),
+    "stage3_module_granularity_threshold": fixed(0, why=_NOT_YET),
+    "stage3_use_all_reduce_for_fetch_params": fixed(False, why=_NOT_YET),
+    "stage3_allgather_sequential": fixed(False, why=_NOT_YET),
+    "legacy_stage1": fixed(False, why="ztk has one stage 1; leave it out"),
+    "parameter_alignment": fixed(False, why="ztk aligns every parameter to 64 bytes; leave it out"),
+    "pipeline_loading_checkpoint": fixed(False, why=_NOT_YET),
+    "enable_sanity_checks": fixed(False, why=_NOT_YET),
+    "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
+    "leaf_module": fixed(None, why=f"{_NOT_YET}: parameters are gathered when they are read, in any module"),
+    "zenflow": fixed(None, why=_NOT_YET),
+    "zero_hpz_partition_size": fixed(1, why=_NOT_YET),
+    "zero_quantized_weights": fixed(False, why=_NOT_YET),
+    "zero_quantized_gradients": fixed(False, why=_NOT_YET),
+    "zero_quantized_nontrainable_weights": fixed(False, why=_NOT_YET),
+}
+_REMOVED = "was removed from DeepSpeed in 0.19.8; leave it out"
+_ELSEWHERE = {
+    "mics_shard_size": _REMOVED,
+    "mics_hierarchical_params_gather": _REMOVED,
+    "zeropp_loco_param": _REMOVED,
+    "aio": "belongs beside zero_optimization, at the top level of the configuration; move it there",
+    "gradient_clipping": "belongs to the top level of the configuration; move it there",
+}
+_STAGE3 = {
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+}
+# DeepSpeed's, which differ from those of ZeroPolicy.
+_DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000_000_000}
+_ZERO_PLUS_PLUS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+
+
+class Zero:
+    """zero_optimization: the policy, and the sections of what is offloaded."""
+
+    def __init__(self, given: object, *, findings: Findings) -> None:
+        keys = KEYS | _not_at_this_stage(given)
+        values = read_section(given, path="zero_optimization.", keys=keys, findings=findings, elsewhere=_ELSEWHERE)
+        self.stage = values.get("stage", 0)
+        self.gathers_on_save = bool(
+            values.get("stage3_gather_16bit_weights_on_model_save")
+            or values.get("stage3_gather_fp16_weights_on_model_save")
+        )
+        self.offload_optimizer = _section(values, name="offload_optimizer", old="cpu_offload", findings=findings)
+        self.offload_param = _section(values, name="offload_param", old="cpu_offload_param", findings=findings)
+        self.policy = self._policy(values, findings=findings)
+
+    def _policy(self, values: dict, *, findings: Findings) -> ZeroPolicy:
+        if self.stage > 3:
+            findings.faults.append(f"zero_optimization.stage={self.stage}: must be 0, 1, 2 or 3")
+            self.stage = 3
+        options = {ours: values[theirs] for theirs, ours in _STAGE3.items() if theirs in values}
+        if self.stage < 3:
+            findings.faults += [
+                f"zero_optimization.{theirs}: has no effect at stage {self.stage}; leave it out, or use stage 3"
+                for theirs in _STAGE3
+                if theirs in values
+            ]
+            options = {}
+        else:
+            options = _DEFAULTS | options
+        return ZeroPolicy(stage=self.stage, bucket_size=values.get("reduce_bucket_size", 500_000_000), **options)
+
+
+def _not_at_this_stage(given: object) -> dict[str, Key]:
+    """ZeRO++ below stage 3 is not only not offered: it would do nothing."""
+    stage = given.get("stage", 0) if isinstance(given, dict) else 0
+    if stage == 3:
+        return {}
+    return {
+        name: fixed(*KEYS[name].usual, why=f"has no effect at stage {stage}; leave it out") for name in _ZERO_PLUS_PLUS
+    }
+
+
+def _section(values: dict, *, name: str, old: str, findings: Findings) -> object:
+    """The offload section, or what the old flag `cpu_offload` stands for."""
+    section = values.get(name)
+    if values.get(old):
+        if section is not None:
+            findings.faults.append(
+                f"zero_optimization.{old}: is the old form of {name}, which is given too; keep {name}"
+            )
+        else:
+            section = {"device": "cpu"}
+            if "cpu_offload_use_pin_memory" in values:
+                section["pin_memory"] = values["cpu_offload_use_pin_memory"]
+    return section

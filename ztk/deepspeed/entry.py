@@ -1,0 +1,176 @@
+"""`initialize`: from a script's arguments to an engine."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from ztk.deepspeed import owners
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
+from ztk.deepspeed.engine import DeepSpeedEngine
+from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_client, groups_of_config
+from ztk.deepspeed.log import logger, show_messages
+from ztk.deepspeed.optimizer import ShardedOptimizer
+from ztk.deepspeed.schedules import SCHEDULES
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.runtime import Process
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: object | Callable | None = None,
+    distributed_port: int = 29500,
+    mpu: None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: object = None,
+    mesh_param: None = None,
+    config_params: object = None,
+) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader | None, object | None]:
+    """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
+
+    args: may hold `deepspeed_config`, the path of the configuration.
+    optimizer: a fresh torch.optim.AdamW, Adam or SGD, or a callable that makes one of the parameters; None: the configuration's.
+        With neither the engine runs forward and evaluates; training is refused with what to give.
+    model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
+    lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer.
+    config, config_params: dict, path, or base64 of JSON.
+
+    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments.
+    """
+    if model is None:
+        raise ValueError("model is missing: initialize(model=...) takes the module to train")
+    _refuse_meshes(mpu=mpu, mesh_param=mesh_param)
+    source = _source(args, config=config, config_params=config_params)
+    process = this_process(distributed_port, dist_init_required=dist_init_required)
+    settings = parse_config(source, world_size=process.world_size)
+    show_messages(settings.log_level)
+    if process.rank == 0:
+        for note in settings.notes:
+            logger.info("config: %s", note)
+    trained = _trained(model, settings=settings, optimizer=optimizer, model_parameters=model_parameters)
+    _check_schedule(lr_scheduler, settings=settings, trained=trained)
+    frozen = freeze_others(model, names={name for own in trained.names for name in own} if trained else set())
+    if frozen and trained and process.rank == 0:
+        logger.info("not in the optimizer, so held frozen: %s", ", ".join(frozen[:5]) + (" ..." * (len(frozen) > 5)))
+    engine = parallelize(
+        model,
+        process=process,
+        optimizer=trained.policy if trained else OptimizerPolicy(name="sgd"),
+        precision=settings.precision,
+        zero=settings.zero,
+        offload=settings.offload,
+        accumulation_steps=settings.batch.accumulation,
+    )
+    sharded = ShardedOptimizer(trained, engine=engine) if trained else None
+    made = DeepSpeedEngine(
+        engine,
+        settings=settings,
+        optimizer=sharded,
+        lr_scheduler=_scheduler(lr_scheduler, settings=settings, optimizer=sharded),
+        training_dataloader=_loader(training_data, settings=settings, process=process, collate_fn=collate_fn),
+    )
+    owners.register(engine)
+    return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def this_process(distributed_port: int = 29500, *, dist_init_required: bool | None = None) -> Process:
+    """This rank; started by the first call, the same for all engines of a program."""
+    if dist_init_required is False and not torch.distributed.is_initialized():
+        raise ValueError("dist_init_required=False, but torch.distributed is not initialised; leave it out")
+    if "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    return _started()
+
+
+@functools.cache
+def _started() -> Process:
+    return Process.start()
+
+
+def _refuse_meshes(*, mpu: object, mesh_param: object) -> None:
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(f"{name}: not offered by ztk yet; all ranks are data-parallel, leave it out")
+
+
+def _source(args: object, *, config: object, config_params: object) -> object:
+    of_args = getattr(args, "deepspeed_config", None)
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": of_args,
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        raise DeepSpeedConfigError(["config is missing: pass config=dict or path, or args.deepspeed_config"])
+    if len(given) > 1:
+        raise DeepSpeedConfigError([f"the configuration is given twice, by {' and '.join(given)}; keep one"])
+    return next(iter(given.values()))
+
+
+def _trained(
+    model: nn.Module, *, settings: Settings, optimizer: object, model_parameters: Iterable | None
+) -> TrainedGroups | None:
+    if optimizer is not None:
+        if settings.optimizer is not None:
+            raise ValueError(
+                "optimizer is passed to initialize and the configuration has a section optimizer; keep one of them"
+            )
+        return groups_of_client(
+            optimizer, model=model, model_parameters=model_parameters, clip=settings.gradient_clipping
+        )
+    if settings.optimizer is None:
+        return None
+    return groups_of_config(settings.optimizer, model=model, model_parameters=model_parameters)
+
+
+def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups | None) -> None:
+    """Refuses before the model is touched."""
+    if given is None and settings.schedule is None:
+        return
+    if trained is None:
+        raise ValueError("a learning rate schedule needs an optimizer: add the section optimizer to the configuration")
+    if given is not None and settings.schedule is not None:
+        raise ValueError(
+            "lr_scheduler is passed to initialize and the configuration has a section scheduler; keep one of them"
+        )
+    if given is not None and not hasattr(given, "step") and not callable(given):
+        raise ValueError(f"lr_scheduler={given!r:.80}: must have step(), or make something that has")
+    if settings.schedule is not None:
+        scratch = SimpleNamespace(param_groups=[dict(group) for group in trained.groups])
+        SCHEDULES[settings.schedule.type](scratch, **settings.schedule.params)
+
+
+def _scheduler(given: object, *, settings: Settings, optimizer: ShardedOptimizer | None) -> object | None:
+    if settings.schedule is not None:
+        return SCHEDULES[settings.schedule.type](optimizer, **settings.schedule.params)
+    return given if given is None or hasattr(given, "step") else given(optimizer.optimizer)
+
+
+def _loader(data: object, *, settings: Settings, process: Process, collate_fn: Callable | None) -> DataLoader | None:
+    """Micro-batches of this rank's part, shuffled; call `dataloader.sampler.set_epoch(n)` for another order each epoch."""
+    if data is None:
+        return None
+    sampler = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, num_replicas=process.world_size, rank=process.rank)
+    return DataLoader(
+        data,
+        batch_size=settings.batch.micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drop_last,
+        pin_memory=process.device.type == "cuda",
+    )

@@ -1,0 +1,141 @@
+"""DeepSpeed's engine answers many questions by methods; a script that calls them must find methods."""
+
+import torch
+
+
+class Getters:
+    """Mixed into the engine, which has `settings`, `engine`, `optimizer`."""
+
+    def train_batch_size(self) -> int:
+        return self.settings.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.settings.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.settings.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """train_batch_size, micro-batch size, accumulation steps."""
+        batch = self.settings.batch
+        return batch.train, batch.micro, batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        return self.settings.zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero.stage
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.settings.zero.shards_parameters
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.settings.zero.shards_gradients
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.settings.gathers_on_save
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.precision.dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.precision.dtype is torch.bfloat16
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.settings.static_loss_scale == 0
+
+    def loss_scale(self) -> float:
+        """As in the configuration, 0 for dynamic; `optimizer.cur_scale` is the one in use."""
+        return self.settings.static_loss_scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the model, and in which gradients add up."""
+        return self.settings.precision.dtype, self.settings.precision.gradient_dtype
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return self.settings.precision.gradient_dtype
+
+    def optimizer_name(self) -> str | None:
+        """As in the configuration, or the class of the script's optimizer."""
+        if self.optimizer is None:
+            return None
+        if self.optimizer.optimizer is not self.optimizer:
+            return type(self.optimizer.optimizer).__name__
+        return self.settings.given["optimizer"]["type"].lower()
+
+    def scheduler_name(self) -> str | None:
+        return None if self.settings.schedule is None else self.settings.schedule.type
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every group, for the next step."""
+        return self._of_groups("lr")
+
+    def get_type(self) -> list:
+        return self._of_groups("type")
+
+    def get_mom(self) -> list:
+        """Of SGD the momenta, of others the betas."""
+        return self._of_groups("momentum" if self.optimizer_name() in ("sgd", "SGD") else "betas")
+
+    def _of_groups(self, key: str) -> list:
+        return [] if self.optimizer is None else [group.get(key, 0.0) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step's averaged gradient before clipping; None before the first. On a GPU this waits for the device."""
+        return self.engine.read_metrics().grad_norm if self.engine.global_steps else None
+
+    def get_data_parallel_rank(self) -> int:
+        return self.engine.process.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def steps_per_print(self) -> int | None:
+        return self.settings.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.settings.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        return self.settings.memory_breakdown
+
+    def dataloader_drop_last(self) -> bool:
+        return self.settings.drop_last
+
+    @property
+    def config(self) -> dict:
+        """The configuration as it was given."""
+        return self.settings.given
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The script's own optimizer, else the sharded one."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.process.device
+
+    @property
+    def local_rank(self) -> int:
+        return self.engine.process.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        return self.engine.process.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.process.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.engine.process.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        return 1

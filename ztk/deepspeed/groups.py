@@ -1,0 +1,188 @@
+"""Which parameters the optimizer trains, in which groups: from a script's arguments to a policy."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ztk.optim import OptimizerPolicy, ParameterGroup
+
+_HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
+# What a group of a torch optimizer may hold besides, and the value with which it changes nothing.
+_MUST_BE = {"amsgrad": False, "maximize": False, "dampening": 0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedGroups:
+    """The policy, and the groups as a script sees them: dicts with "params", and the same in names.
+
+    client: the optimizer that the script made, or None. defaults: as of a torch optimizer.
+    """
+
+    policy: OptimizerPolicy
+    groups: list[dict]
+    names: list[list[str]]
+    client: torch.optim.Optimizer | None
+    defaults: dict
+
+
+def groups_of_config(policy: OptimizerPolicy, *, model: nn.Module, model_parameters: Iterable | None) -> TrainedGroups:
+    """The configuration's optimizer over `model_parameters`: parameters, groups of them, or None for all.
+
+    Raises ValueError for parameters that are not the model's and for one that is listed twice.
+    """
+    defaults = {key: value for key in _HYPER if (value := getattr(policy, key)) is not None}
+    if policy.name == "sgd":
+        defaults["nesterov"] = policy.nesterov
+    else:
+        defaults.pop("momentum")
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    if not given:
+        raise ValueError("model_parameters is empty; an iterator that was used before is, too: pass model.parameters()")
+    if not isinstance(given[0], Mapping):
+        given = [{"params": given}]
+    groups = [{**defaults, **group, "params": _list(group["params"])} for group in given]
+    return _trained(policy, model=model, groups=groups, client=None, defaults=defaults)
+
+
+def groups_of_client(
+    optimizer: torch.optim.Optimizer | Callable, *, model: nn.Module, model_parameters: Iterable | None, clip: float
+) -> TrainedGroups:
+    """A torch optimizer, or a callable that makes one of the parameters.
+
+    Raises ValueError for an optimizer that ztk does not have, and for options that it does not have.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ValueError(f"optimizer={optimizer!r:.80}: must be a torch optimizer, or a callable that makes one")
+        optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
+    elif model_parameters is not None:
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        listed = [
+            p for entry in model_parameters for p in (_list(entry["params"]) if isinstance(entry, dict) else [entry])
+        ]
+        if any(id(parameter) not in ids for parameter in listed if parameter.requires_grad):
+            raise ValueError("model_parameters: holds parameters that `optimizer` does not; leave model_parameters out")
+    name = _name_of(optimizer)
+    if optimizer.state:
+        raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
+    for group in optimizer.param_groups:
+        for key, value in _MUST_BE.items():
+            if group.get(key, value) != value:
+                raise ValueError(f"optimizer: {key}={group[key]} is not offered by ztk; use {key}={value}")
+    first = optimizer.param_groups[0]
+    decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in optimizer.param_groups}
+    if name == "adam" and decoupled == {True}:
+        name = "adamw"
+    options = {key: _plain(first[key]) for key in ("lr", "weight_decay")}
+    if name == "sgd":
+        momenta = [float(group["momentum"]) for group in optimizer.param_groups]
+        options |= {"momentum": max(momenta), "nesterov": bool(first["nesterov"])}
+    else:
+        options |= {"betas": tuple(map(float, first["betas"])), "eps": float(first["eps"])}
+    policy = OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)
+    return _trained(
+        policy, model=model, groups=optimizer.param_groups, client=optimizer, defaults=dict(optimizer.defaults)
+    )
+
+
+def freeze_others(model: nn.Module, *, names: set[str]) -> list[str]:
+    """What no group holds is not trained. Returns what was not frozen before."""
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in names:
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def hyper_row(group: Mapping, *, policy: OptimizerPolicy) -> tuple[float, ...]:
+    """A group's lr, beta1, beta2, eps, weight_decay, momentum: the columns of `ztk.kernels.Hyper`."""
+    beta1, beta2 = group.get("betas", (0.0, 0.0))
+    values = (
+        group["lr"],
+        beta1,
+        beta2,
+        group.get("eps", 0.0) or 0.0,
+        group.get("weight_decay", 0.0),
+        group.get("momentum", 0.0) if policy.momentum else 0.0,
+    )
+    return tuple(float(value) for value in values)
+
+
+def _trained(
+    policy: OptimizerPolicy,
+    *,
+    model: nn.Module,
+    groups: list[dict],
+    client: torch.optim.Optimizer | None,
+    defaults: dict,
+) -> TrainedGroups:
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: dict[str, int] = {}
+    names: list[list[str]] = []
+    for number, group in enumerate(groups):
+        names.append([])
+        for parameter in group["params"]:
+            name = name_of.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} in parameter group {number} is not the model's; "
+                    "make the optimizer of model.parameters() of the very model that is passed"
+                )
+            if name in seen:
+                raise ValueError(
+                    f"parameter {name} is in the parameter groups {seen[name]} and {number}; keep it in one of them"
+                )
+            seen[name] = number
+            if parameter.requires_grad:
+                names[-1].append(name)
+    if not any(names):
+        raise ValueError("none of the optimizer's parameters requires a gradient; there is nothing to train")
+    return TrainedGroups(
+        policy=replace(policy, groups=_patterns(policy, groups=groups, names=names)),
+        groups=groups,
+        names=names,
+        client=client,
+        defaults=defaults,
+    )
+
+
+def _patterns(policy: OptimizerPolicy, *, groups: list[dict], names: list[list[str]]) -> tuple[ParameterGroup, ...]:
+    """One row of hyperparameters per group, whatever they are now: a schedule may part them later."""
+    made = []
+    for group, own in zip(groups, names, strict=True):
+        if not own:
+            continue
+        lr, beta1, beta2, eps, weight_decay, momentum = hyper_row(group, policy=policy)
+        made.append(
+            ParameterGroup(
+                pattern="^(?:" + "|".join(map(re.escape, own)) + ")$",
+                lr=lr,
+                betas=(beta1, beta2) if policy.betas is not None else None,
+                eps=eps if policy.eps is not None else None,
+                weight_decay=weight_decay,
+                momentum=momentum if policy.momentum else None,
+            )
+        )
+    return tuple(made)
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    names = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+    if type(optimizer) not in names:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: ztk runs the update itself and knows torch.optim.AdamW, Adam and SGD; "
+            "use one of these, or name one in the configuration's section optimizer (AdamW, Adam, Lion, SGD)"
+        )
+    return names[type(optimizer)]
+
+
+def _list(params: object) -> list:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _plain(value: object) -> float:
+    return float(value)

@@ -1,0 +1,83 @@
+"""The second item that `initialize` returns: what a script sees of the sharded optimizer."""
+
+import torch
+
+from ztk.deepspeed.groups import TrainedGroups, hyper_row
+from ztk.engine import Engine
+from ztk.kernels import State
+from ztk.optim import group_parameters
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer in its `param_groups`: schedulers and scripts write rates there, and the next step uses them.
+
+    Its states are sharded and live in the engine: they are saved by `engine.save_checkpoint`.
+    """
+
+    def __init__(self, trained: TrainedGroups, *, engine: Engine) -> None:
+        super().__init__([dict(group) for group in trained.groups], dict(trained.defaults))
+        if trained.client is not None:
+            self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
+        self.optimizer = trained.client or self
+        self._policy, self._engine = trained.policy, engine
+        shapes = {name: p.shape for name, p in engine.module.named_parameters() if p.requires_grad}
+        rows = group_parameters(trained.policy, shapes=shapes).row_of
+        self._row_of_group = [rows[own[0]] if own else None for own in trained.names]
+        self._written: dict[int, tuple[float, ...]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, of_engine: bool = False) -> None:
+        """The engine calls it at a boundary."""
+        if not of_engine:
+            raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
+        assert closure is None
+        self._write_hyper()
+        self._engine.step()
+        if self.optimizer is not self:
+            self.optimizer._opt_called = True  # a torch scheduler warns if its optimizer has not stepped before it
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients live in the engine's buffers, which a step empties."""
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite. On a GPU this waits for the device."""
+        return self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale in use. On a GPU this waits for the device."""
+        return float(self._engine.control.loss_scale)
+
+    loss_scale = cur_scale
+
+    def state_dict(self) -> dict:
+        raise RuntimeError("the optimizer's states are sharded: engine.save_checkpoint(folder) saves them")
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        raise RuntimeError("the optimizer's states are sharded: engine.load_checkpoint(folder) loads them")
+
+    def groups_state(self) -> list[dict]:
+        """The groups without their parameters, for a checkpoint."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def load_groups_state(self, state: list[dict]) -> None:
+        """Rates and other numbers as they were; the parameters of the groups are the model's now."""
+        if len(state) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(state)} parameter groups, this optimizer {len(self.param_groups)}; group alike, "
+                "or load with load_optimizer_states=False"
+            )
+        for group, saved in zip(self.param_groups, state, strict=True):
+            group.update(saved)
+
+    def _write_hyper(self) -> None:
+        """Groups whose numbers changed go to the device; it is not waited for."""
+        table = self._engine.control.hyper
+        for group, row in zip(self.param_groups, self._row_of_group, strict=True):
+            if row is None:
+                continue
+            values = hyper_row(group, policy=self._policy)
+            if self._written.get(row) != values:
+                table[row, : len(values)].copy_(torch.tensor(values, dtype=table.dtype))
+                self._written[row] = values
