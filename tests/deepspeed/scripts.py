@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -352,7 +353,8 @@ def refuse_saving(process: Process, *, folder: str) -> dict:
 
 def gathered(process: Process, *, stage: int, bf16: bool, offload: str) -> dict:
     """Reads and changes whole parameters; rank 1 is the one that changes."""
-    zero = {"offload_optimizer": {"device": offload}} if offload != "none" else {}
+    path = {"nvme_path": tempfile.mkdtemp(dir=os.environ.get("ZTK_TEST_NVME"))} if offload == "nvme" else {}
+    zero = {"offload_optimizer": {"device": offload, **path}} if offload != "none" else {}
     engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, bf16={"enabled": bf16}, zero=zero))
     loop(process, engine, steps=2)
     module = engine.module

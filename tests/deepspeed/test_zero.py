@@ -8,7 +8,14 @@ import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.deepspeed.test_train import STAGES
 
-CASES = [(0, False, "none"), (1, True, "none"), (2, False, "cpu"), (3, False, "none"), (3, True, "cpu")]
+CASES = [
+    (0, False, "none"),
+    (1, True, "none"),
+    (2, False, "cpu"),
+    (3, False, "none"),
+    (3, True, "cpu"),
+    (3, False, "nvme"),
+]
 
 
 @pytest.mark.parametrize(("stage", "bf16", "offload"), CASES)

@@ -66,7 +66,7 @@ def initialize(
     engine = parallelize(
         model,
         process=process,
-        optimizer=trained.policy if trained else OptimizerPolicy(name="sgd"),
+        optimizer=trained.policy if trained else OptimizerPolicy(name="sgd", lr=0.0),
         precision=settings.precision,
         zero=settings.zero,
         offload=settings.offload,

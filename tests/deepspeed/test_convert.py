@@ -1,0 +1,83 @@
+"""ds_config.json as run.py's command line, and back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ztk.config import compose
+from ztk.deepspeed.config import parse_config
+from ztk.deepspeed.convert import main, to_ds_config, to_overrides
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.99], "eps": 1e-6}}
+WARMUP = {"warmup_num_steps": 5, "warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3}
+CASES = [
+    {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "optimizer": ADAM},
+    {
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": 5,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}},
+        "scheduler": {"type": "WarmupLR", "params": WARMUP},
+    },
+    {
+        "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 3},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_type": "linear", **WARMUP}},
+    },
+    {
+        "fp16": {"enabled": True, "loss_scale": 128},
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 4}},
+    },
+    {
+        "optimizer": ADAM,
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}},
+    },
+    {"optimizer": ADAM, "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-3}}},
+]  # fmt: skip
+SAME = ("batch", "precision", "zero", "offload", "optimizer")
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda case: str(case)[:50])
+def test_there_and_back(given, tmp_path):
+    first = parse_config({"train_batch_size": 8, "gradient_accumulation_steps": 2, **given}, world_size=2)
+    words = to_overrides(first, ranks=2).words
+    config = dataclasses.asdict(compose(*words, "train.steps=100", output_dir=tmp_path))
+    second = parse_config(to_ds_config(config), world_size=2)
+    for name in SAME:
+        assert getattr(second, name) == getattr(first, name), name
+    assert (second.schedule and second.schedule.type) == (first.schedule and first.schedule.type)
+    if first.schedule:
+        for key, value in first.schedule.params.items():
+            expected = pytest.approx(value) if isinstance(value, float) else value
+            assert second.schedule.params[key] == expected, key
+
+
+def test_a_disk_is_there_and_back(tmp_path):
+    off = {"device": "nvme", "nvme_path": str(tmp_path)}
+    given = {"stage": 3, "offload_optimizer": off, "offload_param": off}
+    first = parse_config({"train_batch_size": 8, "zero_optimization": given, "optimizer": ADAM}, world_size=1)
+    words = to_overrides(first).words
+    config = dataclasses.asdict(compose(*words, output_dir=tmp_path))
+    assert parse_config(to_ds_config(config), world_size=1).offload == first.offload
+
+
+def test_the_command(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "optimizer": ADAM, "scheduler": {"type": "WarmupLR"}}))
+    assert main([str(path), "--ranks", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "optimizer=adamw\noptimizer.lr=0.001\n" in printed and "# scheduler: DeepSpeed makes one update" in printed
+    assert main(["--back", "zero=stage3", "offload=cpu", "precision=bf16"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["zero_optimization"]["offload_param"] == {"device": "cpu"} and made["bf16"] == {"enabled": True}
+    assert main(["--back", "zero=ddp"]) == 2
+    path.write_text('{"train_batchsize": 8}')
+    assert main([str(path)]) == 2
+    assert "did you mean train_batch_size" in capsys.readouterr().err

@@ -1,0 +1,328 @@
+"""ds_config.json as the command line of `run.py`, and back.
+
+python -m ztk.deepspeed.convert ds_config.json [--ranks 8]      # prints one override per line; what cannot be said, as a comment
+python -m ztk.deepspeed.convert --back zero=stage3 offload=cpu  # prints the ds_config.json of that run
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
+from ztk.precision.policy import DTYPES
+
+_WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
+_SHIFT = "DeepSpeed makes one update before the first step of this schedule; run.py starts with the first step"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Overrides:
+    """words: `key=value` of run.py. notes: what the configuration says and run.py has no word for."""
+
+    words: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, **pairs: object) -> None:
+        """`a__b=value` is the key a.b."""
+        self.words += [f"{key.replace('__', '.')}={_word(value)}" for key, value in pairs.items()]
+
+
+def to_overrides(settings: Settings, *, ranks: int | None = None) -> Overrides:
+    """The run that `settings` describes, but for model, data and length."""
+    out = Overrides(notes=[*settings.notes])
+    if ranks is not None:
+        out.add(launch__ranks=ranks)
+    out.add(train__micro_batch_size=settings.batch.micro, train__accumulation_steps=settings.batch.accumulation)
+    _zero(settings, out=out)
+    _offload(settings, out=out)
+    _precision(settings, out=out)
+    _optimizer(settings, out=out)
+    _schedule(settings, out=out)
+    return out
+
+
+def _zero(settings: Settings, *, out: Overrides) -> None:
+    zero = settings.zero
+    out.add(zero=f"stage{zero.stage}", zero__bucket_size=zero.bucket_size)
+    if zero.stage == 3:
+        out.add(
+            zero__prefetch_bucket_size=zero.prefetch_bucket_size,
+            zero__max_live_parameters=zero.max_live_parameters,
+            zero__max_reuse_distance=zero.max_reuse_distance,
+            zero__param_persistence_threshold=zero.param_persistence_threshold,
+        )
+
+
+def _offload(settings: Settings, *, out: Overrides) -> None:
+    offload = settings.offload
+    group = "nvme" if offload.uses_nvme else "cpu" if "cpu" in (offload.optimizer, offload.parameters) else "none"
+    out.add(offload=group)
+    if group == "none":
+        return
+    out.add(offload__optimizer=offload.optimizer)
+    if settings.zero.stage == 3:
+        out.add(offload__parameters=offload.parameters)
+    if group == "nvme":
+        out.add(offload__nvme_path=offload.nvme_path)
+        out.add(offload__block_bytes=offload.block_bytes, offload__threads=offload.threads)
+
+
+def _precision(settings: Settings, *, out: Overrides) -> None:
+    precision, scale = settings.precision, settings.precision.loss_scale
+    out.add(precision=_WORD_OF[precision.dtype])
+    if precision.reduce_dtype is not None:
+        out.add(precision__reduce_dtype=_WORD_OF[precision.reduce_dtype])
+    if not settings.casts_inputs and settings.static_loss_scale == 0 and not scale.dynamic:
+        return
+    out.add(precision__loss_scale__dynamic=scale.dynamic, precision__loss_scale__initial=scale.initial)
+    if scale.dynamic:
+        out.add(
+            precision__loss_scale__window=scale.window,
+            precision__loss_scale__hysteresis=scale.hysteresis,
+            precision__loss_scale__floor=scale.floor,
+        )
+    if scale.consecutive_hysteresis:
+        out.notes.append("fp16.consecutive_hysteresis: run.py has no key for it")
+
+
+def _optimizer(settings: Settings, *, out: Overrides) -> None:
+    policy = settings.optimizer
+    if policy is None:
+        out.notes.append("optimizer: the configuration names none; run.py takes its own")
+        out.add(optimizer__clip_grad_norm=settings.gradient_clipping)
+        return
+    out.add(optimizer=policy.name, optimizer__lr=_peak(settings), optimizer__weight_decay=policy.weight_decay)
+    if policy.betas is not None:
+        out.add(optimizer__betas=list(policy.betas))
+    if policy.eps is not None:
+        out.add(optimizer__eps=policy.eps)
+    if policy.name == "sgd":
+        out.add(optimizer__momentum=policy.momentum, optimizer__nesterov=policy.nesterov)
+    out.add(optimizer__clip_grad_norm=policy.clip_grad_norm)
+    if policy.weight_decay:
+        out.notes.append("weight_decay: DeepSpeed decays every parameter, run.py those with two or more dimensions")
+
+
+def _peak(settings: Settings) -> float:
+    """What multiplier 1 of the schedule stands for."""
+    params = settings.schedule.params if settings.schedule else {}
+    default = 0.001 if settings.schedule and settings.schedule.type == "WarmupDecayLR" else settings.optimizer.lr
+    if settings.schedule and settings.schedule.type == "LRRangeTest":
+        return _one(params.get("lr_range_test_min_lr", 1e-3))
+    return _one(params.get("warmup_max_lr") or params.get("cycle_max_lr") or default)
+
+
+def _one(rate: object) -> float:
+    return rate[0] if isinstance(rate, list) else rate
+
+
+def _schedule(settings: Settings, *, out: Overrides) -> None:
+    choice = settings.schedule
+    if choice is None:
+        out.add(scheduler="constant", scheduler__warmup_steps=0)
+        return
+    params = choice.params
+    if any(isinstance(value, list) for value in params.values()):
+        out.notes.append(
+            f"scheduler.params: run.py has one rate for all parameters; the first of {choice.type}'s is taken"
+        )
+    peak = _peak(settings) if settings.optimizer else _one(params.get("warmup_max_lr") or 1e-3)
+    if choice.type == "LRRangeTest":
+        out.add(
+            scheduler="range_test",
+            scheduler__step_size=params.get("lr_range_test_step_size", 2000),
+            scheduler__step_rate=params.get("lr_range_test_step_rate", 1.0),
+            scheduler__staircase=params.get("lr_range_test_staircase", False),
+        )
+    elif choice.type == "OneCycle":
+        _one_cycle(params, out=out)
+    else:
+        _warmup(choice.type, params=params, peak=peak, out=out)
+
+
+def _one_cycle(params: dict, *, out: Overrides) -> None:
+    decay, interval = params.get("decay_lr_rate", 0.0), params.get("decay_step_size", 0)
+    out.add(
+        scheduler="one_cycle",
+        scheduler__start=_one(params["cycle_min_lr"]) / _one(params["cycle_max_lr"]),
+        scheduler__rise_steps=params.get("cycle_first_step_size", 2000),
+        scheduler__fall_steps=params.get("cycle_second_step_size"),
+        scheduler__rise_stairs=params.get("cycle_first_stair_count", 0),
+        scheduler__fall_stairs=params.get("cycle_second_stair_count"),
+        scheduler__decay_rate=decay if interval else 0.0,
+        scheduler__decay_interval=interval if decay else 0,
+    )
+    if params.get("cycle_momentum", True):
+        out.notes.append("scheduler.params.cycle_momentum: run.py leaves the betas alone")
+
+
+def _warmup(kind: str, *, params: dict, peak: float, out: Overrides) -> None:
+    cosine = kind == "WarmupCosineLR"
+    low = params.get("warmup_min_ratio", 0.0) if cosine else _one(params.get("warmup_min_lr", 0.0)) / peak
+    name = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}[kind]
+    out.add(
+        scheduler=name,
+        scheduler__warmup_steps=max(2, params.get("warmup_num_steps", 1000)),
+        scheduler__warmup_shape=params.get("warmup_type", "log"),
+        scheduler__warmup_start=low,
+    )
+    if kind != "WarmupLR":
+        final = params.get("cos_min_ratio", 0.0001) if cosine else low
+        out.add(scheduler__final=final, scheduler__total_steps=params["total_num_steps"])
+    out.notes.append(f"scheduler: {_SHIFT}")
+
+
+# Back
+
+
+def to_ds_config(config: Mapping) -> dict:
+    """A run of `run.py`, as nested values of its resolved configuration, as a ds_config.
+
+    Raises ValueError for what DeepSpeed has no name for.
+    """
+    zero, train, optimizer = config["zero"], config["train"], config["optimizer"]
+    if zero["engine"] != "ztk":
+        raise ValueError(f"zero={zero['engine']}: a peer has no ds_config; choose zero=stage0 to stage3")
+    made = {
+        "train_micro_batch_size_per_gpu": train["micro_batch_size"],
+        "gradient_accumulation_steps": train["accumulation_steps"],
+        "gradient_clipping": optimizer["clip_grad_norm"],
+        "zero_optimization": {"stage": zero["stage"], "reduce_bucket_size": zero["bucket_size"]},
+        "optimizer": _ds_optimizer(optimizer),
+        **_ds_precision(config["precision"]),
+        **_ds_schedule(config["scheduler"], steps=train["steps"], lr=optimizer["lr"]),
+    }
+    if zero["stage"] == 3:
+        made["zero_optimization"] |= {
+            "stage3_prefetch_bucket_size": zero["prefetch_bucket_size"],
+            "stage3_max_live_parameters": zero["max_live_parameters"],
+            "stage3_max_reuse_distance": zero["max_reuse_distance"],
+            "stage3_param_persistence_threshold": zero["param_persistence_threshold"],
+        }
+    offload = config["offload"]
+    for key, place in (("offload_optimizer", offload["optimizer"]), ("offload_param", offload["parameters"])):
+        if place not in ("none", "auto"):
+            path = {"nvme_path": offload["nvme_path"]} if place == "nvme" else {}
+            made["zero_optimization"][key] = {"device": place, **path}
+    if "nvme" in (offload["optimizer"], offload["parameters"]):
+        made["aio"] = {"block_size": offload["block_bytes"], "intra_op_parallelism": offload["threads"]}
+    return made
+
+
+def _ds_optimizer(optimizer: Mapping) -> dict:
+    types = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
+    keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+    params = {key: optimizer[key] for key in keys if optimizer.get(key) is not None}
+    if optimizer["name"] == "adam":
+        params["adam_w_mode"] = False
+    return {"type": types[optimizer["name"]], "params": params}
+
+
+def _ds_precision(precision: Mapping) -> dict:
+    made: dict = {}
+    scale = precision["loss_scale"]
+    if precision["dtype"] == "bf16":
+        made["bf16"] = {"enabled": True}
+    elif precision["dtype"] == "fp16" and scale["dynamic"]:
+        power = scale["initial"].hex().partition("p")  # 0x1.0...p+16
+        if float.fromhex(f"{power[0]}p0") != 1.0:
+            raise ValueError(f"precision.loss_scale.initial={scale['initial']}: DeepSpeed starts at a power of two")
+        made["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": int(power[2]),
+            "loss_scale_window": scale["window"],
+            "hysteresis": scale["hysteresis"],
+            "min_loss_scale": scale["floor"],
+        }
+    elif precision["dtype"] == "fp16":
+        made["fp16"] = {"enabled": True, "loss_scale": scale["initial"]}
+    if precision.get("reduce_dtype"):
+        made["communication_data_type"] = precision["reduce_dtype"]
+    return made
+
+
+def _ds_schedule(scheduler: Mapping, *, steps: int, lr: float) -> dict:
+    name = scheduler["name"]
+    if name == "range_test":
+        params = {
+            "lr_range_test_min_lr": lr,
+            "lr_range_test_step_size": scheduler["step_size"],
+            "lr_range_test_step_rate": scheduler["step_rate"],
+            "lr_range_test_staircase": scheduler["staircase"],
+        }
+        return {"scheduler": {"type": "LRRangeTest", "params": params}}
+    if name == "one_cycle":
+        params = {
+            "cycle_min_lr": lr * scheduler["start"],
+            "cycle_max_lr": lr,
+            "cycle_first_step_size": scheduler["rise_steps"],
+            "cycle_second_step_size": scheduler["fall_steps"],
+            "cycle_first_stair_count": scheduler["rise_stairs"],
+            "cycle_second_stair_count": scheduler["fall_stairs"],
+            "decay_lr_rate": scheduler["decay_rate"],
+            "decay_step_size": scheduler["decay_interval"],
+            "cycle_momentum": False,
+        }
+        return {"scheduler": {"type": "OneCycle", "params": params}}
+    return _ds_warmup(scheduler, steps=steps, lr=lr)
+
+
+def _ds_warmup(scheduler: Mapping, *, steps: int, lr: float) -> dict:
+    name, warmup = scheduler["name"], scheduler["warmup_steps"]
+    if name == "constant" and not warmup:
+        return {}
+    start = scheduler["warmup_start"]
+    start = 1 / warmup if start is None and warmup else start or 0.0
+    params = {"warmup_num_steps": max(1, warmup), "warmup_type": scheduler["warmup_shape"] or "linear"}
+    total = {"total_num_steps": scheduler["total_steps"] or steps} if name != "constant" else {}
+    if name == "cosine":
+        ratios = {"warmup_min_ratio": start, "cos_min_ratio": scheduler["final"]}
+        return {"scheduler": {"type": "WarmupCosineLR", "params": {**total, **params, **ratios}}}
+    if name == "linear" and abs(scheduler["final"] - start) > 1e-12:
+        raise ValueError(
+            f"scheduler.final={scheduler['final']}: DeepSpeed's WarmupDecayLR ends where its warm-up began; "
+            f"use scheduler.final={start:g}"
+        )
+    rates = {"warmup_min_lr": lr * start, "warmup_max_lr": lr}
+    kind = "WarmupLR" if name == "constant" else "WarmupDecayLR"
+    return {"scheduler": {"type": kind, "params": {**total, **params, **rates}}}
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    return str(value)
+
+
+def main(arguments: list[str]) -> int:
+    """The command. Returns the exit code: 0, or 2 for a configuration that is refused."""
+    parser = argparse.ArgumentParser(prog="python -m ztk.deepspeed.convert", description=__doc__.partition("\n")[0])
+    parser.add_argument("--back", action="store_true", help="from run.py's overrides to ds_config.json")
+    parser.add_argument("--ranks", type=int, help="how many ranks share train_batch_size (default: 1)")
+    parser.add_argument("source", nargs="*", help="ds_config.json, or with --back the overrides")
+    given = parser.parse_args(arguments)
+    try:
+        if given.back:
+            # The command stands at the door, where Hydra is; the package below it does not import it.
+            door = importlib.import_module("ztk.config")
+            print(json.dumps(to_ds_config(dataclasses.asdict(door.compose(*given.source, output_dir="."))), indent=2))
+            return 0
+        if len(given.source) != 1:
+            parser.error("give one ds_config.json")
+        found = to_overrides(parse_config(given.source[0], world_size=given.ranks or 1), ranks=given.ranks)
+    except (DeepSpeedConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join([*found.words, *(f"# {note}" for note in found.notes)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
