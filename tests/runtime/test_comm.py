@@ -8,7 +8,7 @@ from tests.ranks import RankFailed, RankPool
 from ztk.runtime.comm import Comm
 from ztk.runtime.comm.gloo import GlooTransport
 from ztk.runtime.comm.shared_memory import SharedMemoryTransport
-from ztk.runtime.comm.transport import sum_in_rank_order
+from ztk.runtime.comm.transport import Alone, sum_in_rank_order
 
 SLOT_BYTES = 1 << 12
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -135,3 +135,22 @@ def test_sums_round_once(count):
         copies = [p.clone() for p in parts]
         sum_in_rank_order(copies, out=copies[place])
         assert torch.equal(copies[place], ordered.bfloat16())
+
+
+class Slow:
+    """Something a collective has to wait for."""
+
+    is_immediate = False
+    waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def test_a_world_of_one_does_not_wait_when_it_only_looks_ahead():
+    comm, slow = Comm(Alone(), rank=0, size=1, device=torch.device("cpu")), Slow()
+    work = comm.all_gather(torch.zeros(128), label="test", after=slow)
+    assert slow.waited == 0
+    work.wait()
+    work.wait()
+    assert slow.waited == 1

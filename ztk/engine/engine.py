@@ -64,12 +64,13 @@ class Engine:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale: for `engine.scale(loss).backward()`."""
         self.prepare_backward()
-        return loss * self.control.loss_scale.to(loss.dtype) if self._scales_loss else loss
+        return loss.float() * self.control.loss_scale if self._scales_loss else loss  # 65536 is infinite in fp16
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward of a scalar loss and reduces gradients as its place in the step demands.
 
-        The gradient that the optimizer sees is the mean over data-parallel ranks and accumulated micro-batches.
+        The gradient that the optimizer sees is the sum of all backwards since the last step, divided by the data-parallel ranks and
+        `accumulation_steps`. Micro-batches that `no_sync` adds beyond that are the caller's to weigh, as with DDP.
         retain_graph: as in `Tensor.backward`.
         """
         scaled = self.scale(loss)
@@ -95,7 +96,11 @@ class Engine:
             return False
         with self.clock.phase("optimizer"):
             self.control.decide(self.zero.sum_of_squares())
-            self._guard.check(step=self.global_steps)
+            try:
+                self._guard.check(step=self.global_steps)
+            except FloatingPointError:
+                self.discard_gradients()
+                raise
             self.zero.update(self.control.control)
         self.global_steps += 1
         return True
@@ -105,19 +110,27 @@ class Engine:
         return self.control.read()
 
     def close(self) -> None:
-        """Ends what still runs and gives memory and files back; raises what went wrong there. The engine is unusable after it."""
-        self.zero.close()
+        """Ends what still runs and gives files and host memory back; raises what went wrong there. The engine is unusable after it."""
+        try:
+            self._guard.finish(step=self.global_steps)
+        finally:
+            self.zero.close()
+
+    def discard_gradients(self) -> None:
+        """Drops the gradients since the last step, for a batch that failed half way. Every rank must call it."""
+        self.zero.reduction.discard()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """No gradients, the module in eval mode, and back."""
-        training = self.module.training
+        """No gradients, the module in eval mode, and back; every submodule returns to the mode that it had."""
+        training = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.module.train(training)
+            for module, mode in training.items():
+                module.training = mode
 
     @property
     def num_parameters(self) -> int:

@@ -10,7 +10,8 @@ from ztk.zero import Zero
 class OverflowGuard:
     """Looks at each step's verdict: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
 
-    A late look loses nothing: the step that was hopeless changed no parameter, so the next gradients fail in the same place.
+    The step that was hopeless changed no parameter, so a late look loses nothing but, if the next batch is fine, the name of the
+    parameter; the step is named in any case.
     """
 
     def __init__(self, control: StepControl, *, zero: Zero, device: torch.device) -> None:
@@ -27,15 +28,28 @@ class OverflowGuard:
             return
         if self._pending:
             self._event.synchronize()
-            self._judge(self._seen, step=step - 1)
+            self._judge(self._seen, step=step - 1, late=True)
         self._seen.copy_(self._control.verdict(), non_blocking=True)
         self._event.record()
         self._pending = True
 
-    def _judge(self, verdict: Tensor, *, step: int) -> None:
+    def finish(self, *, step: int) -> None:
+        """The run ends after `step` steps: a verdict that was not looked at yet is."""
+        if self._pending:
+            self._pending = False
+            self._event.synchronize()
+            if self._control.is_hopeless(self._seen):
+                raise FloatingPointError(
+                    f"step {step - 1}, the last one: its gradient is not finite and changed nothing"
+                )
+
+    def _judge(self, verdict: Tensor, *, step: int, late: bool = False) -> None:
         if not self._control.is_hopeless(verdict):
             return
-        name = self._zero.first_non_finite() or "no parameter any more"
+        name = self._zero.first_non_finite()
+        if name is None:
+            assert late
+            name = "a parameter (which one, the next batch no longer shows)"
         scaling = self._control.scaling
         if scaling.dynamic:
             reason = f"at the smallest loss scale (precision.loss_scale.floor={scaling.floor:g})"

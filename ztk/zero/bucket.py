@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from ztk.runtime import Comm
+from ztk.runtime import Comm, Tier
 from ztk.zero.buffers import BufferPool
 from ztk.zero.layout import BucketLayout
 from ztk.zero.piece import Piece
@@ -70,6 +70,7 @@ class Bucket:
 
     # Parameters
 
+    @torch.inference_mode(False)
     def start_gather(self) -> None:
         """sharded -> gathering: the own shard is fetched into its place, then all ranks' shards are gathered in place."""
         if self.state is not ParameterState.sharded:
@@ -111,6 +112,7 @@ class Bucket:
         self.full = None
         self.state = ParameterState.sharded
 
+    @torch.inference_mode(False)
     def show_parameters(self) -> None:
         """Makes the parameters views of `full`."""
         for parameter, placement in zip(self.parameters, self.layout.placements, strict=True):
@@ -170,6 +172,9 @@ class _ShardFetch:
         self._bucket = bucket
         is_current = bucket.updated is None or bucket.updated.done()
         self._fetches = self._start() if is_current else None
+        self.is_immediate = (
+            bucket.parameter_store.tier is Tier.device and bucket.updated is None
+        )  # the same on all ranks
 
     def _start(self) -> list[Pending]:
         self._bucket.wait_for_update()

@@ -21,6 +21,7 @@ class BufferPool:
         self._free: list[Tensor] = []  # uint8, by size
         self._used: dict[int, Tensor] = {}  # address -> uint8
 
+    @torch.inference_mode(False)  # a buffer first made by an evaluation is written to by training too
     def acquire(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A buffer [numel] with undefined content."""
         nbytes = numel * dtype.itemsize

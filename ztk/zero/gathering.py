@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ztk.runtime import PhaseClock
 from ztk.zero.bucket import Bucket, ParameterState
@@ -60,6 +61,7 @@ class Gathering:
         self._by_storage: dict[int, Bucket] = {}  # address of a gathered buffer -> its bucket
         self._users: dict[Bucket, int] = dict.fromkeys(self._buckets, 0)  # open units that need it
         self._touched: set[Bucket] = set()  # used since it was gathered
+        self._lent: set[Bucket] = set()  # a unit returned a view of it: it stays till the model's forward ends
         self._live = 0  # gathered elements
         self._open_units = 0
         self._traces = {True: UseTrace(), False: UseTrace()}  # with gradients, without
@@ -77,6 +79,8 @@ class Gathering:
         """Makes `bucket`'s parameters usable now and starts on what comes next."""
         if bucket in self._touched:
             return
+        if _inside_backward():
+            self._release_passed()
         self._trace.use(bucket)
         self.borrow(bucket)
         self._prefetch()
@@ -103,6 +107,12 @@ class Gathering:
         for bucket in self._buckets:
             self.release(bucket)
 
+    def _release_passed(self) -> None:
+        """Frozen buckets never complete, so in the backward they go when another one is used and the forecast has no more use of them."""
+        for bucket in list(self._touched):
+            if not bucket.traits.trainable and not self._users[bucket] and self._trace.distance_to(bucket) is None:
+                self.release(bucket)
+
     def _start(self, bucket: Bucket) -> None:
         if bucket.state is ParameterState.sharded:
             bucket.start_gather()
@@ -113,16 +123,17 @@ class Gathering:
         for bucket in self._trace.ahead():
             if bucket in self._touched:
                 continue
-            budget -= bucket.size
-            if budget < 0 or self._live + bucket.size > self._policy.max_live_parameters:
+            if budget <= 0 or self._live + bucket.size > self._policy.max_live_parameters:
                 return
             self._start(bucket)
+            budget -= bucket.size  # after the start: a budget smaller than a bucket still looks one bucket ahead
 
     def _placeholder(self, bucket: Bucket) -> Tensor:
         """One NaN: reading a released parameter by mistake shows at once."""
         key = bucket.traits.dtype, bucket.full.device
         if key not in self._placeholders:
-            self._placeholders[key] = torch.full((), float("nan"), dtype=key[0], device=key[1])
+            with torch.inference_mode(False):
+                self._placeholders[key] = torch.full((), float("nan"), dtype=key[0], device=key[1])
         return self._placeholders[key]
 
     # Hooks into the model
@@ -134,9 +145,28 @@ class Gathering:
         @functools.wraps(original)
         def forward(*args, **kwargs):
             with self._open(unit, is_root=is_root):
-                return original(*args, **kwargs)
+                return self._keep_views(original(*args, **kwargs), is_root=is_root)
 
         unit.module.forward = forward
+
+    def _keep_views(self, output: object, *, is_root: bool) -> object:
+        """What a unit returns may be a view of its parameters: then its bucket stays till the model's forward ends; the model itself
+        returns a copy."""
+
+        def keep(value: object) -> object:
+            if isinstance(value, Tensor) and (bucket := self._bucket_under(value)) is not None:
+                if is_root:
+                    return value.clone()
+                self._lent.add(bucket)
+            return value
+
+        return tree_map(keep, output)
+
+    def _bucket_under(self, tensor: Tensor) -> Bucket | None:
+        """The gathered bucket that `tensor` is a view of."""
+        if not self._by_storage or tensor.layout is not torch.strided:
+            return None
+        return self._by_storage.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
     def _open(self, unit: Unit, *, is_root: bool) -> Iterator[None]:
@@ -161,8 +191,10 @@ class Gathering:
                 self._after_forward(unit, is_root=is_root)
 
     def _after_forward(self, unit: Unit, *, is_root: bool) -> None:
+        if is_root:
+            self._lent.clear()
         for bucket in self._buckets if is_root else unit.buckets:
-            if bucket in self._touched and not self._users[bucket]:
+            if bucket in self._touched and not self._users[bucket] and bucket not in self._lent:
                 if self._is_reused_soon(bucket):
                     self._touched.discard(bucket)  # so that the next use is recorded
                 else:
@@ -176,9 +208,12 @@ class Gathering:
         return within and self._live <= self._policy.max_live_parameters
 
     def _on_access(self, parameter: nn.Parameter) -> None:
-        """A module's attribute is a parameter of a unit that is not open: gathered till the model's forward ends."""
+        """A module's attribute is a parameter of a unit that is not open: gathered till the model's forward ends. In the backward it is
+        activation checkpointing inside a unit that reads it again."""
+        if torch.compiler.is_compiling():
+            return  # compiled code runs inside an open unit, and must not guard on what happens to be gathered
         bucket = self._bucket_of.get(parameter)
-        if bucket is not None and self._open_units and bucket not in self._touched:
+        if bucket is not None and bucket not in self._touched and (self._open_units or _inside_backward()):
             self.use(bucket)
 
     # See [Note: Saved parameters]
@@ -191,7 +226,7 @@ class Gathering:
             return
 
         def pack(tensor: Tensor) -> object:
-            bucket = self._by_storage.get(tensor.untyped_storage().data_ptr())
+            bucket = self._bucket_under(tensor)
             if bucket is not None:
                 return _SavedParameter(
                     bucket=bucket, shape=tensor.shape, strides=tensor.stride(), offset=tensor.storage_offset()

@@ -93,6 +93,11 @@ class GradientReduction:
 
     def open_backward(self) -> None:
         """A backward begins; without this call the first gradient opens it."""
+        if self._backward_open:
+            raise RuntimeError(
+                "the last backward did not end (it raised): its gradients are half reduced. Call engine.discard_gradients() on "
+                "every rank before the next one"
+            )
         if self._reduced:
             raise RuntimeError(
                 "a second backward after this step's gradients were reduced: call engine.step() first, or run all but "
@@ -242,6 +247,31 @@ class GradientReduction:
             self._land(self._in_flight.popleft())
         while self._putting:
             self._finish_put()
+
+    def discard(self) -> None:
+        """Drops all gradients since the last step, also half reduced ones. Every rank must do so."""
+        while self._in_flight:
+            flight = self._in_flight.popleft()
+            flight.work.wait()
+            if flight.local is not None:
+                self._pool.release(flight.local)
+                self._release_landing(flight)
+        while self._putting:
+            self._finish_put()
+        for bucket in self._buckets:
+            if bucket.traits.shards_gradients and (local := bucket.forget_gradient()) is not None:
+                self._pool.release(local)
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self._gathering.release_all()
+        self._backward_open = False
+        self.forget()
+
+    def _release_landing(self, flight: _InFlight) -> None:
+        """A passing shard goes back to the pool; the device store's own slot stays where it is."""
+        own = self._store.fetch(flight.bucket.pieces[0].gradient).wait() if self._store.tier is Tier.device else None
+        if flight.shard is not own:
+            self._pool.release(flight.shard)
 
     def forget(self) -> None:
         """The step is done; the next gradients start anew."""

@@ -1,7 +1,8 @@
 """Which modules are gathered together, and which parameters share a flat buffer.
 
-A unit is a module whose parameters are needed at the same time: each element of a `ModuleList` (a transformer block), each large leaf
-outside of them (an embedding, a head), and the root, which keeps the rest and stays gathered while it runs.
+A unit is a module whose parameters are needed at the same time: each element of a `ModuleList`, `ModuleDict` or `Sequential` (a
+transformer block), each large leaf outside of them (an embedding, a head), and the root, which keeps the rest and stays gathered while it
+runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 LARGE_LEAF = 1 << 20  # elements; a leaf module with more is a unit of its own
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 ROOT = "root"  # the name of the unit that keeps the rest
 
 
@@ -79,13 +81,9 @@ def _unit_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Mod
     found = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList):
-            found.extend(
-                (f"{path}.{index}", element)
-                for index, element in enumerate(child)
-                if next(element.parameters(), None) is not None
-            )
-        elif sum(parameter.numel() for parameter in child.parameters(recurse=False)) > LARGE_LEAF:
+        is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+        own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
+        if (is_element and next(child.parameters(), None) is not None) or own > LARGE_LEAF:
             found.append((path, child))
         else:
             found.extend(_unit_modules(child, f"{path}."))

@@ -96,6 +96,15 @@ class ShardUpdate:
             with self._clock.phase("io"):
                 running.result()
 
+    def close(self) -> None:
+        """Ends the last update and the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+                self._thread = None
+
     def _update_behind(self, control: Tensor) -> None:
         """See [Note: Update behind the forward]."""
         try:

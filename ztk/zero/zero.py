@@ -1,7 +1,7 @@
 """ZeRO over one model: built once, then gathering, reduction and update take turns."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -126,17 +126,19 @@ class Zero:
 
     def update(self, control: Tensor) -> None:
         """The optimizer step, after `step_control` has written `control`."""
+        self.gathering.release_all()  # a forward without a backward may have left old parameters gathered
         self._update.run(control)
         self.reduction.forget()
 
     def close(self) -> None:
         """Ends the last update and gives all stores back; raises what went wrong in them. The model is unusable after it."""
-        self._update.finish()
-        for store in {
-            id(s): s for s in (self._stores.optimizer, self._stores.gradients, self._stores.parameters)
-        }.values():
-            store.flush()
-            store.close()
+        with ExitStack() as stack:  # everything is closed, and the first error is raised
+            for store in {
+                id(s): s for s in (self._stores.optimizer, self._stores.gradients, self._stores.parameters)
+            }.values():
+                stack.callback(store.close)
+                stack.callback(store.flush)
+            stack.callback(self._update.close)
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in order of definition, whose reduced gradient is not finite. The same answer on every rank."""
@@ -219,6 +221,7 @@ class Zero:
 
         Local: when all ranks have come through, all call `share_parameters`.
         """
+        self.gathering.release_all()
         self._update.finish()
         for bucket in self.buckets:
             for piece in bucket.pieces:

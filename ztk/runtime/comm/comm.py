@@ -19,9 +19,12 @@ from ztk.runtime.serial import SerialThread
 
 
 class Work:
-    """A collective under way. `wait()` returns when its result may be used (on a GPU: by the current stream)."""
+    """A collective under way. `wait()` returns when its result may be used (on a GPU: by the current stream).
 
-    def __init__(self, pending: "Future | object | None", *, counters: CommCounters) -> None:
+    pending: a future, an object with `wait()`, None for what is over, or a function that starts the collective now.
+    """
+
+    def __init__(self, pending: "Future | Callable | object | None", *, counters: CommCounters) -> None:
         self._pending = pending
         self._counters = counters
 
@@ -32,7 +35,12 @@ class Work:
             return
         start = time.perf_counter()
         try:
-            pending.result() if isinstance(pending, Future) else pending.wait()
+            if callable(pending):
+                pending = pending()
+            if isinstance(pending, Future):
+                pending.result()
+            elif pending is not None:
+                pending.wait()
         finally:
             self._counters.wait_seconds += time.perf_counter() - start
 
@@ -51,7 +59,11 @@ class Comm:
         self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
 
     def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
-        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given."""
+        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given.
+
+        after: an object with `wait()` and `is_immediate`. Without a thread of its own (a world of one, NCCL) a collective that has to wait
+        for something starts at `wait()`, at the same place of the program on every rank, and nobody waits before.
+        """
         self._check(full)
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
         return self._submit(f"all_gather {label}", full, lambda t, name: t.all_gather(full, label=name), after=after)
@@ -138,5 +150,6 @@ class Comm:
                 self.counters.busy_seconds += time.perf_counter() - start
 
         if self._thread is None:
-            return Work(task(), counters=self.counters)
+            is_immediate = after is None or after.is_immediate
+            return Work(task() if is_immediate else task, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters)

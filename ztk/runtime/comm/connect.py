@@ -1,5 +1,7 @@
 """Which transport a group of ranks uses."""
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -28,4 +30,5 @@ def _transport(group: dist.ProcessGroup, *, device: torch.device, one_node: bool
         return NcclTransport(group=group)
     if one_node:
         return SharedMemoryTransport(group=group, timeout_seconds=timeout_seconds)
-    return GlooTransport(group=dist.new_group(backend="gloo"))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    return GlooTransport(group=dist.new_group(backend="gloo", timeout=timeout))
