@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -498,3 +499,18 @@ def refusals(process: Process) -> dict[str, str]:
             errors[name] = str(error)
         model = build() if name == "schedule rates" else model
     return errors
+
+
+def printed(process: Process) -> list[str]:
+    """What is logged in four steps, with both breakdowns."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("ztk.deepspeed")
+    logger.addHandler(handler)
+    more = {"steps_per_print": 2, "wall_clock_breakdown": True, "memory_breakdown": True, "log_level": "info"}
+    engine, *_ = deepspeed.initialize(model=build(), config=config(stage=2, zero={"sub_group_size": 1e9}, **more))
+    loop(process, engine, steps=4)
+    engine.destroy()
+    logger.removeHandler(handler)
+    return lines

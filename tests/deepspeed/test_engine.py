@@ -66,3 +66,11 @@ def test_what_initialize_refuses(ranks):
     errors = ranks(2).run(scripts.refusals)[0]
     for name, part in WORDS.items():
         assert part in errors.get(name, "nothing was refused"), name
+
+
+def test_progress_and_breakdowns_are_printed_by_rank_0(ranks):
+    first, second = ranks(2).run(scripts.printed)
+    assert not second and "sub_group_size" in first[0]
+    assert [line.split(",")[0] for line in first if line.startswith("step=")] == ["step=2", "step=4"]
+    assert sum(line.startswith("milliseconds per step: forward") for line in first) == 2
+    assert any(line.startswith("memory: device, parameters") for line in first)
