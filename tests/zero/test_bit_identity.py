@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.zero.models import DTYPES, Layout, Run, batches, build, train
+from ztk.optim import OptimizerPolicy
 
 LAYOUTS = [Layout(stage=stage, offload=offload) for stage in range(4) for offload in ("none", "cpu", "nvme")]
 
@@ -66,3 +67,22 @@ def test_persistent_parameters_change_nothing(ranks, offload):
     kept = ranks(2).run(train, layout=Layout(stage=3, offload=offload, zero=zero))
     assert kept[0].digest == kept[1].digest == first.digest
     assert kept[0].memory["device"]["parameters"] > 0
+
+
+OPTIMIZERS = {
+    "adam": OptimizerPolicy(name="adam", lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5),
+    "sgd": OptimizerPolicy(name="sgd", lr=1e-2, clip_grad_norm=0.5),
+    "momentum": OptimizerPolicy(name="sgd", lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "lion": OptimizerPolicy(name="lion", lr=1e-3, weight_decay=0.1, clip_grad_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_gives_the_same_bits(ranks, name, dtype):
+    """Each keeps another number of states; plain SGD in fp32 keeps none."""
+    first = ranks(2).run(train, layout=Layout(stage=0), dtype=dtype, steps=6, optimizer=OPTIMIZERS[name])[0]
+    assert first.losses[-1] < first.losses[0]
+    for layout in (Layout(stage=1, offload="cpu"), Layout(stage=2), Layout(stage=3), Layout(stage=3, offload="nvme")):
+        run = ranks(2).run(train, layout=layout, dtype=dtype, steps=6, optimizer=OPTIMIZERS[name])[0]
+        assert run.digest == first.digest, layout.id
