@@ -514,3 +514,16 @@ def printed(process: Process) -> list[str]:
     engine.destroy()
     logger.removeHandler(handler)
     return lines
+
+
+def with_arguments(process: Process, *, path: str) -> list[float]:
+    """A script that adds DeepSpeed's arguments and joins the ranks first."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser = deepspeed.add_config_arguments(parser)
+    args = parser.parse_args(["--local_rank", str(process.rank), "--deepspeed", "--deepspeed_config", path])
+    deepspeed.init_distributed(dist_backend="gloo")
+    engine, *_ = deepspeed.initialize(args=args, model=build())
+    losses = loop(process, engine)
+    engine.destroy()
+    return losses

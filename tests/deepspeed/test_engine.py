@@ -1,9 +1,12 @@
 """The engine's counting, its ways to write a loop, and what it answers."""
 
+import json
+
 import pytest
 
+import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from tests.deepspeed.scripts import plain
+from tests.deepspeed.scripts import config, plain
 from tests.deepspeed.test_train import STAGES, close
 
 
@@ -74,3 +77,18 @@ def test_progress_and_breakdowns_are_printed_by_rank_0(ranks):
     assert [line.split(",")[0] for line in first if line.startswith("step=")] == ["step=2", "step=4"]
     assert sum(line.startswith("milliseconds per step: forward") for line in first) == 2
     assert any(line.startswith("memory: device, parameters") for line in first)
+
+
+def test_a_script_with_deepspeeds_arguments(ranks, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config(stage=1)))
+    assert ranks(2).run(scripts.with_arguments, path=str(path))[0] == pytest.approx(plain()[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [({"dist_backend": "mpi"}, "gloo"), ({"rank": 0}, "torchrun"), ({"init_method": "tcp://x:1"}, "torchrun")],
+)
+def test_other_ways_of_joining_are_refused(arguments, part):
+    with pytest.raises(ValueError, match=part):
+        deepspeed.init_distributed(**arguments)

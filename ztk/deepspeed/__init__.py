@@ -10,6 +10,7 @@ docs/deepspeed.md says what works and what is refused.
 """
 
 from ztk.deepspeed import zero
+from ztk.deepspeed.arguments import add_config_arguments, init_distributed
 from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.entry import initialize
@@ -26,6 +27,8 @@ __all__ = [
     "VALID_LR_SCHEDULES",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
