@@ -436,6 +436,7 @@ def surface(process: Process) -> dict:
         "module": (engine.fc1 is engine.module.fc1, isinstance(engine, nn.Module), next(iter(engine.state_dict()))),
         "modes": (engine.eval().module.training, engine.train().module.training),
         "norm": engine.get_global_grad_norm(),
+        "dtypes": (*engine.get_data_types(), engine.communication_data_type),
         "same": engine.basic_optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer),
         "config": engine.config["train_batch_size"],
     }  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
@@ -35,6 +36,7 @@ def test_what_an_engine_answers(ranks):
     assert found["scale"] == (128, False, 128, 128) and found["names"] == ("adamw", [(0.9, 0.999)], 5)
     assert found["ranks"] == (True, 2, 2, 1) and found["module"] == (True, True, "module.fc1.weight")
     assert found["modes"] == (False, True) and found["norm"] is None and found["same"] and found["config"] == 8
+    assert found["dtypes"] == (torch.float16,) * 3
     errors = found["errors"]
     assert "no_such_thing" in errors["attribute"] and "scalar" in errors["vector"]
     assert "engine.step()" in errors["optimizer.step"] and "save_checkpoint" in errors["state_dict"]

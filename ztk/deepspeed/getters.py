@@ -53,11 +53,11 @@ class Getters:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model, and in which gradients add up."""
-        return self.settings.precision.dtype, self.settings.precision.gradient_dtype
+        return self.settings.precision.dtype, self.engine.zero.gradient_dtype
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        return self.settings.precision.gradient_dtype
+        return self.engine.zero.gradient_dtype
 
     def optimizer_name(self) -> str | None:
         """As in the configuration, or the class of the script's optimizer."""

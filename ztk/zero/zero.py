@@ -114,6 +114,11 @@ class Zero:
         return self._builder.dtype
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients travel and add up."""
+        return self._builder.reduce_dtype or self._builder.dtype
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the model, frozen ones included, padding not."""
         return sum(bucket.layout.num_parameters for bucket in self.buckets)
