@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from ztk.engine.control import StepControl
 from ztk.engine.engine import Engine
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
+from ztk.offload.policy import PAGE_BYTES
 from ztk.optim import FlatOptimizer, OptimizerPolicy, flat_optimizer, group_parameters
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import DeviceStore, Store, Stores, Zero, ZeroPolicy
 from ztk.zero.build import InitialValues
-from ztk.zero.layout import SHARD_ALIGNMENT
+from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
+from ztk.zero.units import plan_units
 
 
 def parallelize(
@@ -55,6 +57,7 @@ def parallelize(
     if not trained and optimizer.lr > 0:  # lr=0: a model that shall only run forward, its parameters frozen
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
     groups = group_parameters(optimizer, shapes=trained)
+    offload = _fitted(offload, model=model, num_shards=process.world_size, optimizer=step)
     stores = _stores(offload, process=process, memory=memory, io=io, shards_gradients=zero.shards_gradients)
     sharded = Zero(
         model,
@@ -115,11 +118,27 @@ def _stores(
     )
 
 
+def _fitted(policy: OffloadPolicy, *, model: nn.Module, num_shards: int, optimizer: FlatOptimizer) -> OffloadPolicy:
+    """Pool buffers no larger than the largest unit's shard needs: a small model does not reserve what a large one would use."""
+    if policy.optimizer is not OffloadTarget.nvme:
+        return policy
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    largest = max(sum(sizes[name] for name in unit.owned) for unit in plan_units(model))
+    elements = largest // num_shards + SHARD_ALIGNMENT * PARAMETER_ALIGNMENT  # with room for padding
+    needed = -(-elements * _bytes_per_element(optimizer) // PAGE_BYTES) * PAGE_BYTES
+    return replace(policy, buffer_bytes=min(policy.buffer_bytes, needed))
+
+
+def _bytes_per_element(optimizer: FlatOptimizer) -> int:
+    """Master weight and moments, fp32."""
+    return 4 * (1 + len(optimizer.state_names))
+
+
 def _piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer) -> int | None:
     """How many elements fit a pool buffer with master weights and moments in fp32, or None: no limit."""
     if policy.optimizer is not OffloadTarget.nvme:
         return None  # parameter shards alone stream through the store's blocks, whatever their size
-    bytes_per_element = 4 * (1 + len(optimizer.state_names))
+    bytes_per_element = _bytes_per_element(optimizer)
     size = policy.buffer_bytes // bytes_per_element // SHARD_ALIGNMENT * SHARD_ALIGNMENT
     if size == 0:
         raise ValueError(

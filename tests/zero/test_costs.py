@@ -3,10 +3,18 @@
 P is the number of elements of all buckets, padding included. ZeRO paper, sections 5 and 7.
 """
 
+import tempfile
+
 import pytest
+import torch
 from torch import nn
 
 from tests.zero.models import DTYPES, Block, Layout, build, train
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.runtime import Tier
+from ztk.zero import ZeroPolicy
 
 PAGE = 4096
 
@@ -108,3 +116,28 @@ def test_gradients_in_flight_do_not_grow_with_depth(ranks):
     """They are reduced as the backward goes, also those of the embedding, which complete last."""
     shallow, deep = (ranks(2).run(passing_bytes, layers=layers)[0] for layers in (6, 12))
     assert shallow == deep
+
+
+def pool_bytes(process, *, width: int) -> tuple[int, int]:
+    """Host bytes of a model whose offload pool may be large, and what its shards need at once."""
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+    engine = parallelize(
+        model,
+        process=process,
+        optimizer=OptimizerPolicy(),
+        zero=ZeroPolicy(stage=3),
+        offload=OffloadPolicy(
+            optimizer="nvme", parameters="nvme", nvme_path=tempfile.mkdtemp(), buffer_count=5, threads=1
+        ),
+    )
+    loss = engine(torch.ones(2, width)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    engine.close()
+    return engine.memory.peak(Tier.host), 12 * width * width // 2
+
+
+def test_a_small_model_does_not_reserve_a_large_pool(ranks):
+    """Five buffers and one block, each as large as a unit's shard with its states and some padding; 32 MiB each otherwise."""
+    host, shard = ranks(2).run(pool_bytes, width=256)[0]
+    assert 6 * shard <= host <= 6 * (shard + 12 * 4096 + PAGE)
