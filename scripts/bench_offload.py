@@ -45,7 +45,9 @@ class Timing:
     write: float
 
 
-def run(process: Process, *, tier: str, model: DecoderConfig, batch: int, steps: int, folder: str) -> Timing:
+def run(
+    process: Process, *, tier: str, model: DecoderConfig, batch: int, steps: int, folder: str, buffers: int
+) -> Timing:
     """Medians over `steps` steps after two of warm-up."""
     with torch.device("meta"):
         decoder = Decoder(model)
@@ -55,7 +57,7 @@ def run(process: Process, *, tier: str, model: DecoderConfig, batch: int, steps:
         optimizer=OptimizerPolicy(clip_grad_norm=1.0),
         precision=PrecisionPolicy.named("bf16"),
         zero=ZeroPolicy(stage=3, prefetch_bucket_size=10_000_000),
-        offload=OffloadPolicy(optimizer=tier, parameters=tier, nvme_path=folder),
+        offload=OffloadPolicy(optimizer=tier, parameters=tier, nvme_path=folder, buffer_count=buffers),
         initial_values=functools.partial(initial_values, decoder, seed=0),
     )
     tokens = torch.randint(model.vocab_size, (batch, SEQ_LEN))
@@ -87,6 +89,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default=".")
+    parser.add_argument("--buffers", type=int, default=9, help="of the pool; more of them read more states ahead")
     options = parser.parse_args()
     dim = options.dim
     model = DecoderConfig(
@@ -107,7 +110,14 @@ def main() -> int:
             rounds: dict[str, list[Timing]] = {"none": [], "nvme": []}
             for _ in range(options.rounds):
                 for tier, timings in rounds.items():
-                    kwargs = {"tier": tier, "model": model, "batch": batch, "steps": options.steps, "folder": folder}
+                    kwargs = {
+                        "tier": tier,
+                        "model": model,
+                        "batch": batch,
+                        "steps": options.steps,
+                        "folder": folder,
+                        "buffers": options.buffers,
+                    }
                     timings.append(pool.run(run, **kwargs)[0])
             compute = statistics.median(t.step for t in rounds["none"])
             step = statistics.median(t.step for t in rounds["nvme"])

@@ -21,6 +21,8 @@ from ztk.zero.build import InitialValues
 from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
 from ztk.zero.units import plan_units
 
+BUFFERS_OF_AN_UPDATE = 3  # the pool buffers that the update loop needs to go on: two gradients, one piece of states
+
 
 def parallelize(
     model: nn.Module,
@@ -70,6 +72,7 @@ def parallelize(
         ledger=memory,
         clock=clock,
         piece_size=_piece_size(offload, optimizer=step),
+        pieces_ahead=max(0, offload.buffer_count - BUFFERS_OF_AN_UPDATE),
         initial_values=initial_values,
     )
     _place_buffers(model, process=process)

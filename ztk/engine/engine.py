@@ -118,7 +118,7 @@ class Engine:
 
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step, for a batch that failed half way. Every rank must call it."""
-        self.zero.reduction.discard()
+        self.zero.discard_gradients()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

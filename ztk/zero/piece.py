@@ -8,7 +8,7 @@ from ztk.zero.layout import BucketLayout, Segment
 from ztk.zero.store import Slot
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
     """Elements [start, stop) of a bucket, within one shard.
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,9 @@ class GradientReduction:
     ) -> None:
         self.synchronise = True  # False: gradients add up locally (`no_sync`)
         self.is_boundary = True  # the optimizer steps after this backward
+        self.on_boundary_launch: Callable[[], None] | None = (
+            None  # called per bucket in the last backward before a step
+        )
         self.squares: dict[Bucket, Tensor] = {}  # per bucket: sum of squares of the reduced shard, fp32 [1]
         self._buckets = buckets
         root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
@@ -150,6 +154,8 @@ class GradientReduction:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
+        if self.is_boundary and self.on_boundary_launch is not None:
+            self.on_boundary_launch()
         bucket.fill_missing(acquire=functools.partial(self._acquire, bucket))
         label = bucket.traits.name
         if self._policy.stage == 0:

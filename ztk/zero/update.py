@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ from ztk.runtime.serial import SerialThread
 from ztk.zero.bucket import Bucket
 from ztk.zero.piece import Piece
 from ztk.zero.store import Pending, Store
+
+# [Note: States ahead]
+# A third of what a step moves over the disk is reading states, and the disk is nearly idle in the backward. So with every bucket that is
+# reduced one more piece's states are fetched, as far as the pool reaches; one by one, so that the backward's own reads do not queue
+# behind them. The update finds them there.
 
 PUTS_IN_FLIGHT = 2  # pieces that may be on their way back while later ones are updated
 
@@ -62,7 +68,9 @@ class ShardUpdate:
         stores: Stores,
         comm: Comm,
         clock: PhaseClock,
+        pieces_ahead: int,
     ) -> None:
+        """pieces_ahead: how many pieces' states may be fetched before the step, see [Note: States ahead]."""
         self._optimizer, self._stores = optimizer, stores
         self._comm, self._clock = comm, clock
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
@@ -70,16 +78,32 @@ class ShardUpdate:
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
+        pieces = (piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces)
+        self._first_pieces = tuple(islice(pieces, pieces_ahead if stores.optimizer.tier is Tier.nvme else 0))
+        self._ahead: dict[Piece, Pending] = {}
+
+    def fetch_one_ahead(self) -> None:
+        """See [Note: States ahead]. Nothing if the last update still runs."""
+        if len(self._ahead) < len(self._first_pieces) and (self._running is None or self._running.done()):
+            piece = self._first_pieces[len(self._ahead)]
+            self._ahead[piece] = self._stores.optimizer.fetch(piece.states)
+
+    def drop_ahead(self) -> None:
+        """There will be no update with what was fetched ahead."""
+        for piece in self._ahead:
+            self._stores.optimizer.release(piece.states)
+        self._ahead.clear()
 
     def run(self, control: Tensor) -> None:
         """control: [groups, 16] fp32 of `step_control`. What uses the parameters next finds them updated.
 
         With offloaded states the update runs on the host and one copy of `control` to the host waits for the device.
         """
-        self.finish()
+        self._join()
         if self._on_host:
             control = control.cpu()
-            if bool(control[0, Control.skip]):  # skip: nothing is read from or written to the medium
+            if bool(control[0, Control.skip]):  # skip: nothing more is read from and nothing written to the medium
+                self.drop_ahead()
                 return
         self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
@@ -90,7 +114,11 @@ class ShardUpdate:
         self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
 
     def finish(self) -> None:
-        """The last update has ended, writes included. Raises what went wrong in it."""
+        """The last update has ended, writes included, and nothing is fetched ahead. Raises what went wrong in it."""
+        self._join()
+        self.drop_ahead()
+
+    def _join(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             with self._clock.phase("io"):
@@ -151,9 +179,8 @@ class ShardUpdate:
 
     def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
         gradient = None if piece.gradient is None else self._stores.gradients.fetch(piece.gradient)
-        return _Fetched(
-            bucket=bucket, piece=piece, states=self._stores.optimizer.fetch(piece.states), gradient=gradient
-        )
+        states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
+        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
 
     def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> tuple[Pending, ...]:
         bucket, piece = fetched.bucket, fetched.piece

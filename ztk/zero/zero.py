@@ -64,6 +64,7 @@ class Zero:
         ledger: MemoryLedger,
         clock: PhaseClock,
         piece_size: int | None = None,
+        pieces_ahead: int = 0,
         initial_values: InitialValues | None = None,
     ) -> None:
         self.policy, self.optimizer, self._stores, self._comm = policy, optimizer, stores, comm
@@ -100,7 +101,15 @@ class Zero:
         in_order_of_use = sorted(
             trained, key=lambda bucket: bucket.traits.unit != ROOT
         )  # the next forward starts there
-        self._update = ShardUpdate(in_order_of_use, optimizer=optimizer, stores=stores, comm=comm, clock=clock)
+        self._update = ShardUpdate(
+            in_order_of_use,
+            optimizer=optimizer,
+            stores=stores,
+            comm=comm,
+            clock=clock,
+            pieces_ahead=pieces_ahead,
+        )
+        self.reduction.on_boundary_launch = self._update.fetch_one_ahead
         self._trained = trained
 
     @property
@@ -134,6 +143,11 @@ class Zero:
         self.gathering.release_all()  # a forward without a backward may have left old parameters gathered
         self._update.run(control)
         self.reduction.forget()
+
+    def discard_gradients(self) -> None:
+        """Drops the gradients since the last step. Every rank must call it."""
+        self.reduction.discard()
+        self._update.drop_ahead()
 
     def close(self) -> None:
         """Ends the last update and gives all stores back; raises what went wrong in them. The model is unusable after it."""
