@@ -59,7 +59,7 @@ def parallelize(
     if not trained and optimizer.lr > 0:  # lr=0: a model that shall only run forward, its parameters frozen
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
     groups = group_parameters(optimizer, shapes=trained)
-    offload = _fitted(offload, model=model, num_shards=process.world_size, optimizer=step)
+    offload = _fitted(offload, model=model, num_shards=process.mesh.comm("data").size, optimizer=step)
     stores = _stores(offload, process=process, memory=memory, io=io, shards_gradients=zero.shards_gradients)
     sharded = Zero(
         model,
@@ -68,7 +68,7 @@ def parallelize(
         optimizer=step,
         groups=groups,
         stores=stores,
-        comm=process.comm,
+        mesh=process.mesh,
         ledger=memory,
         clock=clock,
         piece_size=_piece_size(offload, optimizer=step),
@@ -81,10 +81,10 @@ def parallelize(
         groups=groups,
         loss_scale=precision.loss_scale,
         lr_table=lr_table,
-        gradient_divisor=process.world_size * accumulation_steps,
+        gradient_divisor=process.mesh.comm("data").size * accumulation_steps,
         device=process.device,
     )
-    process.comm.counters.reset()  # what building moved is not what training moves
+    process.mesh.counters.reset()  # what building moved is not what training moves
     return Engine(
         model,
         zero=sharded,
@@ -162,4 +162,4 @@ def _place_buffers(model: nn.Module, *, process: Process) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer = buffer.to(device).contiguous()
-                process.comm.broadcast(buffer, source=0, label=name).wait()
+                process.mesh.comm("data").broadcast(buffer, source=0, label=name).wait()

@@ -63,7 +63,7 @@ def train_steps(engine: Engine, *, start: int, stop: int) -> list[float]:
 def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
     """Every state element of the model, by kind and name, whole, on every rank."""
     own = [
-        (shard.kind, shard.name, shard.shape, shard.start, shard.value.clone().cpu())
+        (shard.kind, shard.name, shard.part.whole, shard.start, shard.value.clone().cpu())
         for shard in engine.zero.state_shards()
     ]
     whole: dict[tuple[str, str], Tensor] = {}

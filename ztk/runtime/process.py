@@ -2,17 +2,19 @@
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from ztk.runtime.comm import Comm, connect
+from ztk.runtime.comm import Comm, connect, connect_groups
+from ztk.runtime.comm.transport import Alone
+from ztk.runtime.mesh import AXES, Mesh, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """A started rank. `comm` spans all ranks; a world of one has it too and moves nothing."""
+    """A started rank. `comm` spans all ranks; a world of one has it too and moves nothing. `mesh` says who works with whom."""
 
     rank: int
     local_rank: int
@@ -20,6 +22,8 @@ class Process:
     local_world_size: int
     device: torch.device
     comm: Comm
+    mesh: Mesh
+    timeout_seconds: float
 
     @staticmethod
     def start(*, device: str = "auto", timeout_seconds: float = 600.0) -> "Process":
@@ -44,13 +48,46 @@ class Process:
             local_world_size=local_world,
             device=chosen,
             comm=comm,
+            mesh=_all_replicas(comm),
+            timeout_seconds=timeout_seconds,
         )
+
+    def arrange(self, topology: Topology) -> "Process":
+        """This rank with its place in `topology`. A collective call: every rank makes it with the same degrees.
+
+        Raises ValueError if the degrees do not fit the number of ranks.
+        """
+        topology.replicas(world_size=self.world_size)
+        if topology == Topology():
+            return replace(self, mesh=_all_replicas(self.comm))
+        comms = {}
+        for axis in AXES:
+            groups = topology.groups(axis, world_size=self.world_size)
+            comms[axis] = (
+                self.comm
+                if axis == "data" and len(groups) == 1
+                else connect_groups(
+                    groups,
+                    device=self.device,
+                    local_world_size=self.local_world_size,
+                    timeout_seconds=self.timeout_seconds,
+                )
+            )
+        return replace(self, mesh=Mesh(topology, world=self.comm, comms=comms))
 
     def stop(self) -> None:
         """Leaves in order: all ranks arrive, then connections close. After a failure do not call it: just exit."""
         self.comm.barrier()
+        self.mesh.close()
         self.comm.close()
         dist.destroy_process_group()
+
+
+def _all_replicas(comm: Comm) -> Mesh:
+    """No axis is cut but the data's."""
+    alone = Comm(Alone(), rank=0, size=1, device=comm.device)
+    whole = ("data", "expert_data")
+    return Mesh(Topology(), world=comm, comms={axis: comm if axis in whole else alone for axis in AXES})
 
 
 def _choose_device(device: str, *, local_rank: int) -> torch.device:

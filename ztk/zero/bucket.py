@@ -33,6 +33,7 @@ class BucketTraits:
     trainable: bool
     shards_parameters: bool
     shards_gradients: bool
+    counted: bool = True  # in the norm and in checkpoints; False: another rank outside the shard group holds the same
 
 
 class Bucket:
@@ -54,7 +55,7 @@ class Bucket:
         self.updated: Future | None = None  # done when the optimizer is done with this bucket; None: it is not running
         self.full: Tensor | None = None  # [layout.size], the parameters
         self.gradient: Tensor | None = None  # [layout.size], the local gradient
-        self._comm, self._pool = comm, pool
+        self.comm, self._pool = comm, pool  # among the ranks that share the shards
         self._work: Pending | None = None
         self._written = [False] * len(parameters)  # whose gradient is in `gradient`
         self._arrived: set[int] = set()  # whose gradient came in this backward
@@ -65,7 +66,7 @@ class Bucket:
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's shard of a buffer that spans the bucket."""
-        shard = self.layout.shard(self._comm.rank)
+        shard = self.layout.shard(self.comm.rank)
         return full[shard.start : shard.stop]
 
     # Parameters
@@ -76,7 +77,7 @@ class Bucket:
         if self.state is not ParameterState.sharded:
             return
         self.full = self._pool.acquire(self.size, dtype=self.traits.dtype)
-        self._work = self._comm.all_gather(self.full, label=self.traits.name, after=_ShardFetch(self))
+        self._work = self.comm.all_gather(self.full, label=self.traits.name, after=_ShardFetch(self))
         self.state = ParameterState.gathering
 
     def fetch_shard(self) -> list[Pending]:

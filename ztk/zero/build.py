@@ -4,14 +4,15 @@ Nothing here is larger than one piece, or, for a model that already has values, 
 shard.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable
-from ztk.runtime import Comm, MemoryLedger, Tier
+from ztk.runtime import MemoryLedger, Mesh, Tier
+from ztk.runtime.part import Part
 from ztk.zero.bucket import Bucket, BucketTraits
 from ztk.zero.buffers import BufferPool
 from ztk.zero.gathering import Unit
@@ -44,7 +45,8 @@ class Builder:
     groups: GroupTable
     stores: Stores
     piece_size: int | None  # elements; None: a shard is one piece
-    comm: Comm
+    mesh: Mesh
+    parts: Mapping[str, Part]  # of the parameters that are cut or copied along other axes than the data's
     ledger: MemoryLedger
     pool: BufferPool
 
@@ -77,7 +79,9 @@ class Builder:
         """Sets the parameters' dtype and device without memory, and returns the values they had."""
         values = {}
         for name, parameter in list(model.named_parameters()):
-            empty = torch.full((), float("nan"), dtype=self.dtype, device=self.comm.device).expand(parameter.shape)
+            empty = torch.full((), float("nan"), dtype=self.dtype, device=self.mesh.world.device).expand(
+                parameter.shape
+            )
             values[name] = parameter.detach()
             if parameter.is_meta:
                 _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))
@@ -93,19 +97,21 @@ class Builder:
             model=model,
             bucket_size=self.policy.bucket_size,
             persistence_threshold=self.policy.param_persistence_threshold,
+            parts=self.parts,
         )
         for number, bucket_plan in enumerate(bucket_plans):
             specs = [
                 ParameterSpec(name=name, shape=tuple(parameters[name].shape), group=self.groups.row_of.get(name, 0))
                 for name in bucket_plan.names
             ]
-            layout = BucketLayout.plan(specs, num_shards=self.comm.size)
+            comm = self.mesh.comm(bucket_plan.axis)
+            layout = BucketLayout.plan(specs, num_shards=comm.size)
             name = plan.name if len(bucket_plans) == 1 else f"{plan.name}#{number}"
             bucket = Bucket(
                 self._traits(bucket_plan, name=name),
                 layout=layout,
                 parameters=[parameters[placement.name] for placement in layout.placements],
-                comm=self.comm,
+                comm=comm,
                 pool=self.pool,
             )
             bucket.parameter_store = self.stores.parameters
@@ -113,8 +119,8 @@ class Builder:
             yield bucket
 
     def _traits(self, plan: BucketPlan, *, name: str) -> BucketTraits:
-        # A world of one has nothing to shard; stage 3 there only means that parameters may be offloaded.
-        alone = self.comm.size == 1 and self.stores.parameters.tier is Tier.device
+        # A group of one has nothing to shard; stage 3 there only means that parameters may be offloaded.
+        alone = self.mesh.comm(plan.axis).size == 1 and self.stores.parameters.tier is Tier.device
         return BucketTraits(
             name=name,
             unit=plan.unit,
@@ -122,13 +128,14 @@ class Builder:
             trainable=plan.trainable,
             shards_parameters=self.policy.shards_parameters and not plan.persistent and not alone,
             shards_gradients=self.policy.shards_gradients,
+            counted=plan.counted,
         )
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """The pieces this rank updates: its own shard, or at stage 0 all shards, cut alike."""
         traits, layout = bucket.traits, bucket.layout
         everything = traits.trainable and not self.policy.shards_optimizer
-        for rank in range(self.comm.size) if everything else (self.comm.rank,):
+        for rank in range(bucket.comm.size) if everything else (bucket.comm.rank,):
             for number, stretch in enumerate(cut_shard(layout, rank=rank, piece_size=self.piece_size)):
                 name, size = f"{traits.name}/{rank}.{number}", len(stretch)
                 states = gradient = parameter = None
@@ -162,17 +169,17 @@ class Builder:
     # First values
 
     def _values_of(self, bucket: Bucket, *, whole: dict[str, Tensor]) -> InitialValues:
-        """Rank 0's values of a model that has them, one bucket at a time."""
+        """The values of a model that has them, the first rank's of each shard group, one bucket at a time."""
         values = {}
         for placement in bucket.layout.placements:
-            value = whole.pop(placement.name).to(self.comm.device).contiguous()
-            self.comm.broadcast(value, source=0, label=placement.name).wait()
+            value = whole.pop(placement.name).to(bucket.comm.device).contiguous()
+            bucket.comm.broadcast(value, source=0, label=placement.name).wait()
             values[placement.name] = value.view(-1)
         return lambda *, name, start, stop: values[name][start:stop].float()
 
     def _fill(self, bucket: Bucket, *, source: InitialValues) -> None:
         if not bucket.traits.shards_parameters:
-            bucket.full = torch.zeros(bucket.size, dtype=bucket.traits.dtype, device=self.comm.device)
+            bucket.full = torch.zeros(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
             self.ledger.add(tier=Tier.device, category="parameters", nbytes=bucket.full.nbytes)
             bucket.show_parameters()
         for piece in bucket.pieces:
@@ -182,7 +189,7 @@ class Builder:
                 place.copy_(source(name=fragment.name, start=fragment.start, stop=fragment.stop))
             self.set_master(bucket, piece=piece, values=values)
         if not bucket.traits.shards_parameters:
-            self.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+            bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
 
     def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         """Sets the master weights of a piece, fp32 [n], and the parameter that follows from them."""

@@ -44,7 +44,7 @@ class GradientReduction:
         policy: ZeroPolicy,
         store: Store,
         gathering: Gathering,
-        comm: Comm,
+        comm: Comm,  # of all ranks that hold the same part of the model
         dtype: torch.dtype | None,
         pool: BufferPool,
         ledger: MemoryLedger,
@@ -159,18 +159,18 @@ class GradientReduction:
         bucket.fill_missing(acquire=functools.partial(self._acquire, bucket))
         label = bucket.traits.name
         if self._policy.stage == 0:
-            work = self._comm.all_reduce(bucket.gradient, label=label)
+            work = bucket.comm.all_reduce(bucket.gradient, label=label)
             flight = _InFlight(bucket=bucket, work=work, local=None, shard=bucket.own(bucket.gradient))
         elif not bucket.traits.shards_gradients:
             shard = bucket.own(bucket.gradient)
-            work = self._comm.reduce_scatter(bucket.gradient, out=shard, label=label)
+            work = bucket.comm.reduce_scatter(bucket.gradient, out=shard, label=label)
             flight = _InFlight(bucket=bucket, work=work, local=None, shard=shard)
         else:
             while any(flight.bucket is bucket for flight in self._in_flight):  # few buckets: the last micro-batch's
                 self._land(self._in_flight.popleft())
             local = bucket.forget_gradient()
             shard = self._landing_place(bucket, dtype=local.dtype)
-            work = self._comm.reduce_scatter(local, out=shard, label=label)
+            work = bucket.comm.reduce_scatter(local, out=shard, label=label)
             flight = _InFlight(bucket=bucket, work=work, local=local, shard=shard)
         self._in_flight.append(flight)
         while len(self._in_flight) > MAX_IN_FLIGHT:

@@ -5,11 +5,13 @@ transformer block), each large leaf outside of them (an embedding, a head), and 
 runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from ztk.runtime.part import Part
 
 LARGE_LEAF = 1 << 20  # elements; a leaf module with more is a unit of its own
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -28,13 +30,18 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """Parameters that share a flat buffer: of one unit, one dtype, all trained or all frozen."""
+    """Parameters that share a flat buffer: of one unit, one dtype, all trained or all frozen, the same ranks holding them.
+
+    axis: along which the buffer is sharded. counted: this rank's copy is the one that counts, see `Part.replica`.
+    """
 
     unit: str
     names: tuple[str, ...]
     dtype: torch.dtype
     trainable: bool
     persistent: bool  # never sharded, whatever the stage
+    axis: str = "data"
+    counted: bool = True
 
 
 def plan_units(model: nn.Module) -> list[UnitPlan]:
@@ -58,21 +65,40 @@ def plan_units(model: nn.Module) -> list[UnitPlan]:
 
 
 def plan_buckets(
-    unit: UnitPlan, *, model: nn.Module, bucket_size: int, persistence_threshold: int = 0
+    unit: UnitPlan,
+    *,
+    model: nn.Module,
+    bucket_size: int,
+    persistence_threshold: int = 0,
+    parts: Mapping[str, Part] | None = None,
 ) -> list[BucketPlan]:
-    """Cuts a unit's own parameters into buckets of at most `bucket_size` elements, in order of definition."""
-    parameters = dict(model.named_parameters())
+    """Cuts a unit's own parameters into buckets of at most `bucket_size` elements, in order of definition.
+
+    parts: of the parameters that are not simply whole on all data-parallel ranks.
+    """
+    parameters, parts = dict(model.named_parameters()), parts or {}
 
     def kind(name: str) -> tuple:
         parameter = parameters[name]
-        return parameter.dtype, parameter.requires_grad, parameter.numel() <= persistence_threshold
+        part = parts.get(name) or Part.everything(tuple(parameter.shape))
+        common = parameter.dtype, parameter.requires_grad, parameter.numel() <= persistence_threshold
+        return *common, part.axis, part.replica == 0, part.is_whole  # the last so that all ranks cut alike
 
     plans = []
-    for dtype, trainable, persistent in dict.fromkeys(kind(name) for name in unit.owned):
-        names = [name for name in unit.owned if kind(name) == (dtype, trainable, persistent)]
+    for wanted in dict.fromkeys(kind(name) for name in unit.owned):
+        dtype, trainable, persistent, axis, counted, _ = wanted
+        names = [name for name in unit.owned if kind(name) == wanted]
         for chunk in _cut(names, size_of=lambda name: parameters[name].numel(), limit=bucket_size):
             plans.append(
-                BucketPlan(unit=unit.name, names=chunk, dtype=dtype, trainable=trainable, persistent=persistent)
+                BucketPlan(
+                    unit=unit.name,
+                    names=chunk,
+                    dtype=dtype,
+                    trainable=trainable,
+                    persistent=persistent,
+                    axis=axis,
+                    counted=counted,
+                )
             )
     return plans
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ztk.kernels import Control
 from ztk.optim import FlatOptimizer
-from ztk.runtime import Comm, PhaseClock, Tier
+from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.serial import SerialThread
 from ztk.zero.bucket import Bucket
 from ztk.zero.piece import Piece
@@ -66,13 +66,12 @@ class ShardUpdate:
         *,
         optimizer: FlatOptimizer,
         stores: Stores,
-        comm: Comm,
         clock: PhaseClock,
         pieces_ahead: int,
     ) -> None:
         """pieces_ahead: how many pieces' states may be fetched before the step, see [Note: States ahead]."""
         self._optimizer, self._stores = optimizer, stores
-        self._comm, self._clock = comm, clock
+        self._clock = clock
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
@@ -152,7 +151,9 @@ class ShardUpdate:
                 _wait(puts.popleft(), clock=clock)
             if current.piece is current.bucket.pieces[-1]:
                 if self._needs_gather(current.bucket):
-                    gathers.append(self._comm.all_gather(current.bucket.full, label=current.bucket.traits.name))
+                    gathers.append(
+                        current.bucket.comm.all_gather(current.bucket.full, label=current.bucket.traits.name)
+                    )
                 if current.bucket.updated is not None:
                     current.bucket.updated.set_result(None)
         for put in puts:

@@ -61,11 +61,11 @@ def write_whole(zero: Zero, *, bucket: Bucket, values: dict[str, Tensor], kind: 
         else:
             _write_moment(zero, piece=piece, fragments=fragments, flat=flat, kind=kind)
     if kind in ("master", "parameter") and not bucket.traits.shards_parameters:
-        zero._comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+        bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
 
 
 def _assemble(zero: Zero, *, bucket: Bucket, name: str, stretch: Callable[[Piece], Tensor]) -> Tensor:
-    comm = zero._comm
+    comm = bucket.comm
     placement = next(placement for placement in bucket.layout.placements if placement.name == name)
     whole = torch.zeros(-(-placement.numel // comm.size) * comm.size, dtype=torch.float32, device=comm.device)
     own = bucket.layout.shard(comm.rank)

@@ -1,6 +1,6 @@
 """ZeRO over one model: built once, then gathering, reduction and update take turns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
-from ztk.runtime import Comm, MemoryLedger, PhaseClock
+from ztk.runtime import MemoryLedger, Mesh, PhaseClock
+from ztk.runtime.part import Part
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.buffers import BufferPool
 from ztk.zero.build import Builder, InitialValues
@@ -26,12 +27,12 @@ class StateShard:
     """This rank's stretch [start, stop) of one parameter's flat state: what a checkpoint is made of.
 
     kind: "master" (fp32 weights; the parameter is their cast), a name of the optimizer's states, or "parameter" for a frozen
-    parameter, which has nothing else.
+    parameter, which has nothing else. start and stop count the elements of what this rank holds of the parameter: of its `part`.
     """
 
     name: str
     kind: str
-    shape: tuple[int, ...]
+    part: Part
     start: int
     stop: int
     value: Tensor  # [stop - start]
@@ -43,6 +44,7 @@ class StateSlice:
 
     name: str
     kind: str
+    part: Part
     dtype: torch.dtype
     start: int
     stop: int
@@ -60,16 +62,18 @@ class Zero:
         optimizer: FlatOptimizer,
         groups: GroupTable,
         stores: Stores,
-        comm: Comm,
+        mesh: Mesh,
         ledger: MemoryLedger,
         clock: PhaseClock,
         piece_size: int | None = None,
         pieces_ahead: int = 0,
+        parts: Mapping[str, Part] | None = None,
         initial_values: InitialValues | None = None,
     ) -> None:
-        self.policy, self.optimizer, self._stores, self._comm = policy, optimizer, stores, comm
-        gathered = BufferPool(device=comm.device, ledger=ledger, category="gathered")
-        passing = BufferPool(device=comm.device, ledger=ledger, category="gradients in flight")
+        self.policy, self.optimizer, self._stores, self._comm = policy, optimizer, stores, mesh.world
+        self.parts = parts or {}
+        gathered = BufferPool(device=mesh.world.device, ledger=ledger, category="gathered")
+        passing = BufferPool(device=mesh.world.device, ledger=ledger, category="gradients in flight")
         self._builder = Builder(
             policy=policy,
             dtype=precision.dtype,
@@ -78,7 +82,8 @@ class Zero:
             groups=groups,
             stores=stores,
             piece_size=piece_size,
-            comm=comm,
+            mesh=mesh,
+            parts=self.parts,
             ledger=ledger,
             pool=gathered,
         )
@@ -92,7 +97,7 @@ class Zero:
             policy=policy,
             store=stores.gradients,
             gathering=self.gathering,
-            comm=comm,
+            comm=mesh.comm("data"),
             dtype=precision.reduce_dtype,
             pool=passing,
             ledger=ledger,
@@ -105,7 +110,6 @@ class Zero:
             in_order_of_use,
             optimizer=optimizer,
             stores=stores,
-            comm=comm,
             clock=clock,
             pieces_ahead=pieces_ahead,
         )
@@ -135,7 +139,8 @@ class Zero:
     def sum_of_squares(self) -> Tensor:
         """fp32 [1]: over all ranks' gradients, scaled and summed as they are, the same bits at every stage and on every rank."""
         self.reduction.finish_step()
-        partial = torch.cat([self.reduction.squares[bucket] for bucket in self._trained]).sum().view(1)
+        counted = [self.reduction.squares[bucket] for bucket in self._trained if bucket.traits.counted]
+        partial = torch.cat(counted or [torch.zeros(1, device=self._comm.device)]).sum().view(1)
         return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
 
     def update(self, control: Tensor) -> None:
@@ -164,13 +169,13 @@ class Zero:
         first, names = float("inf"), []
         for bucket in self._trained:
             for piece in bucket.pieces:
-                if piece.start in bucket.layout.shard(self._comm.rank):
+                if piece.start in bucket.layout.shard(bucket.comm.rank):
                     bad = self._non_finite_in(bucket, piece=piece)
                     first = min([first, *(len(names) + index for index in bad)])
             names += [placement.name for placement in bucket.layout.placements]
-        answer = torch.tensor([first], dtype=torch.float64, device=self._comm.device)
-        first = float(self._comm.gather_scalars(answer, label="first non-finite gradient").min())
-        return None if first == float("inf") else names[int(first)]
+        name = None if first == float("inf") else names[int(first)]
+        first, name = min(self._comm.gather_objects((first, name)), key=lambda found: found[0])
+        return name
 
     def _non_finite_in(self, bucket: Bucket, *, piece: Piece) -> list[int]:
         """Numbers of the bucket's parameters with a non-finite gradient in `piece`."""
@@ -232,8 +237,18 @@ class Zero:
             for kind, dtype in kinds.items():
                 for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
                     yield StateSlice(
-                        name=fragment.name, kind=kind, dtype=dtype, start=fragment.start, stop=fragment.stop
+                        name=fragment.name,
+                        kind=kind,
+                        part=self.part_of(fragment.name, bucket=bucket),
+                        dtype=dtype,
+                        start=fragment.start,
+                        stop=fragment.stop,
                     )
+
+    def part_of(self, name: str, *, bucket: Bucket) -> Part:
+        """What this rank holds of parameter `name`, which lies in `bucket`."""
+        shape = next(placement.shape for placement in bucket.layout.placements if placement.name == name)
+        return self.parts.get(name) or Part.everything(shape)
 
     def load_state(self, read: Callable[..., Tensor]) -> None:
         """Sets this rank's state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece.
@@ -256,13 +271,14 @@ class Zero:
         """After `load_state`, a collective call: replicated parameters become whole on all ranks."""
         for bucket in self.buckets:
             if not bucket.traits.shards_parameters:
-                self._comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+                bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
 
     def _own_pieces(self) -> Iterator[tuple[Bucket, Piece]]:
-        """Stage 0 keeps all shards; each rank answers for its own."""
+        """Stage 0 keeps all shards; each rank answers for its own, and one of several copies for all."""
         for bucket in self.buckets:
-            own = bucket.layout.shard(self._comm.rank)
-            yield from ((bucket, piece) for piece in bucket.pieces if piece.start in own)
+            own = bucket.layout.shard(bucket.comm.rank)
+            if bucket.traits.counted:
+                yield from ((bucket, piece) for piece in bucket.pieces if piece.start in own)
 
     def _load_moments(self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor]) -> None:
         states = self._stores.optimizer.fetch(piece.states).wait()
@@ -298,13 +314,12 @@ class Zero:
         return out
 
     def _shards(self, bucket: Bucket, *, piece: Piece, kind: str, values: Tensor) -> Iterator[StateShard]:
-        shapes = {placement.name: placement.shape for placement in bucket.layout.placements}
         for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
             offset = fragment.offset - piece.start
             yield StateShard(
                 name=fragment.name,
                 kind=kind,
-                shape=shapes[fragment.name],
+                part=self.part_of(fragment.name, bucket=bucket),
                 start=fragment.start,
                 stop=fragment.stop,
                 value=values[offset : offset + fragment.stop - fragment.start],

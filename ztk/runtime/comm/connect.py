@@ -1,6 +1,7 @@
 """Which transport a group of ranks uses."""
 
 import datetime
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,22 @@ from ztk.runtime.comm.transport import Alone, Transport
 def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> Comm:
     """Connects all ranks of the running process group. A collective call: every rank makes it."""
     group = dist.group.WORLD
-    return Comm(
-        _transport(group, device=device, one_node=one_node, timeout_seconds=timeout_seconds),
-        rank=group.rank(),
-        size=group.size(),
-        device=device,
-    )
+    transport = _transport(group, device=device, one_node=one_node, timeout_seconds=timeout_seconds)
+    return Comm(transport, rank=group.rank(), size=group.size(), device=device)
+
+
+def connect_groups(
+    groups: Sequence[Sequence[int]], *, device: torch.device, local_world_size: int, timeout_seconds: float
+) -> Comm:
+    """This rank's `Comm` of a division of the world into `groups`. A collective call: every rank makes it with the same groups."""
+    rank, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_seconds)
+    own = next(group for group in groups if rank in group)
+    if len(own) == 1:  # then all are: a division is into equal parts
+        return Comm(Alone(), rank=0, size=1, device=device)
+    made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+    one_node = len({member // local_world_size for member in own}) == 1
+    transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
+    return Comm(transport, rank=own.index(rank), size=len(own), device=device)
 
 
 def _transport(group: dist.ProcessGroup, *, device: torch.device, one_node: bool, timeout_seconds: float) -> Transport:
@@ -30,5 +41,7 @@ def _transport(group: dist.ProcessGroup, *, device: torch.device, one_node: bool
         return NcclTransport(group=group)
     if one_node:
         return SharedMemoryTransport(group=group, timeout_seconds=timeout_seconds)
+    if group is not dist.group.WORLD:
+        return GlooTransport(group=group)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     return GlooTransport(group=dist.new_group(backend="gloo", timeout=timeout))

@@ -2,6 +2,11 @@
 
 Nothing is left in any filesystem: segments are memfds handed over the sockets, sockets have abstract names. When a
 process dies the kernel closes its sockets, and every peer that waits for it knows within milliseconds.
+
+[Note: Meeting for the first time]
+Every rank listens, all wait for each other, then every rank calls every other and waits for their calls. Whoever waits for a call watches
+its own connection to that rank: it closes if that rank dies. (It also closes when that rank is done, but then its call has come.)
+Of the two connections of a pair the one that the higher rank made is kept.
 """
 
 import mmap
@@ -9,6 +14,8 @@ import os
 import secrets
 import socket
 import struct
+import time
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -17,12 +24,14 @@ from torch import Tensor
 from ztk.runtime.comm.errors import CommMismatch, PeerLost
 
 _MESSAGE = struct.Struct("<Q88s")  # running number of the meeting, label
+_RANK = struct.Struct("<I")
 
 
 class NodeMeeting:
     """`slabs[r]` is rank r's segment as uint8 [slab_bytes]; `meet` is a barrier that checks what everybody is doing."""
 
     def __init__(self, *, group: dist.ProcessGroup, slab_bytes: int, timeout_seconds: float) -> None:
+        """A collective call. Raises PeerLost if a rank dies meanwhile or does not come in time."""
         self.rank, self.size = group.rank(), group.size()
         self._timeout = timeout_seconds
         self._number = 0
@@ -34,32 +43,71 @@ class NodeMeeting:
         self.slabs = self._exchange(own_fd, slab_bytes=slab_bytes)
 
     def _connect(self, name: str, *, group: dist.ProcessGroup) -> dict[int, socket.socket]:
-        """Every rank listens, then connects to all lower ranks."""
+        """A connection to every other rank. See [Note: Meeting for the first time]."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(name + str(self.rank))
         listener.listen(self.size)
-        listener.settimeout(self._timeout)
+        listener.setblocking(False)
         dist.barrier(group=group)
-        sockets: dict[int, socket.socket] = {}
-        for lower in range(self.rank):
-            sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sockets[lower].connect(name + str(lower))
-            sockets[lower].sendall(struct.pack("<I", self.rank))
-        for _ in range(self.rank + 1, self.size):
-            connection, _ = listener.accept()
-            (peer,) = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))
-            sockets[peer] = connection
+        made = {peer: self._call(peer, name=name) for peer in range(self.size) if peer != self.rank}
+        heard = self._await_calls(listener, made=made)
         listener.close()
-        for connection in sockets.values():
+        for peer in made:
+            (heard if peer < self.rank else made)[peer].close()
+        return {peer: (made if peer < self.rank else heard)[peer] for peer in made}
+
+    def _call(self, peer: int, *, name: str) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self._timeout)
+        try:
+            connection.connect(name + str(peer))
+            connection.sendall(_RANK.pack(self.rank))
+        except OSError as error:  # it listened before the barrier, and stops when all have called
+            raise PeerLost(f"rank {peer} is gone (connecting): {error}") from error
+        return connection
+
+    def _await_calls(self, listener: socket.socket, *, made: dict[int, socket.socket]) -> dict[int, socket.socket]:
+        """The connections that the other ranks make; `made`: those to them."""
+        deadline = time.monotonic() + self._timeout
+        heard: dict[int, socket.socket] = {}
+        while missing := made.keys() - heard.keys():
+            ready = wait([listener, *(made[peer] for peer in missing)], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise PeerLost(f"rank {min(missing)} did not connect within {self._timeout:g} s")
+            ended = {peer for peer in missing if made[peer] in ready}
+            heard |= self._accept(listener)
+            if lost := ended - heard.keys():
+                raise PeerLost(f"rank {min(lost)} is gone (connecting): its connection closed")
+        return heard
+
+    def _accept(self, listener: socket.socket) -> dict[int, socket.socket]:
+        """The calls that have come so far, without waiting."""
+        heard = {}
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return heard
             connection.settimeout(self._timeout)
-        return dict(sorted(sockets.items()))
+            said = connection.recv(_RANK.size, socket.MSG_WAITALL)
+            if len(said) == _RANK.size:  # else it died between its two calls; its other connection says so
+                heard[_RANK.unpack(said)[0]] = connection
 
     def _exchange(self, own_fd: int, *, slab_bytes: int) -> list[Tensor]:
         descriptors = {self.rank: own_fd}
-        for connection in self._sockets.values():
-            socket.send_fds(connection, [b"f"], [own_fd])
         for peer, connection in self._sockets.items():
-            _, (descriptors[peer],), _, _ = socket.recv_fds(connection, 1, 1)
+            try:
+                socket.send_fds(connection, [b"f"], [own_fd])
+            except OSError as error:
+                raise PeerLost(f"rank {peer} is gone (sharing memory): {error}") from error
+        for peer, connection in self._sockets.items():
+            try:
+                _, found, _, _ = socket.recv_fds(connection, 1, 1)
+            except OSError as error:
+                raise PeerLost(f"rank {peer} is gone (sharing memory): {error}") from error
+            if not found:
+                raise PeerLost(f"rank {peer} is gone (sharing memory): its connection closed")
+            (descriptors[peer],) = found
         slabs = []
         for peer in range(self.size):
             slabs.append(torch.frombuffer(mmap.mmap(descriptors[peer], slab_bytes), dtype=torch.uint8))

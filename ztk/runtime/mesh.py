@@ -1,0 +1,160 @@
+"""Which ranks work together: the world cut along the axes of parallelism.
+
+Rank = ((pp * DP + dp) * SP + sp) * TP + tp: neighbours share tensors, which needs the fastest wires; pipeline stages, which talk least, lie
+farthest apart. Ranks that differ in dp or sp alone hold the same part of the model: they are the `data` group, whose members ZeRO
+shards it over. Experts cut that group once more: EP neighbours hold different experts, and the ranks of `expert_data` the same ones.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+
+from ztk.runtime.comm import Comm, CommCounters
+
+# axis -> how the ranks [pp, dp, sp, tp] become groups [number of groups, size]
+_GROUPS = {
+    "pp": "pp dp sp tp -> (dp sp tp) pp",
+    "data": "pp dp sp tp -> (pp tp) (dp sp)",
+    "sp": "pp dp sp tp -> (pp dp tp) sp",
+    "tp": "pp dp sp tp -> (pp dp sp) tp",
+}
+_EXPERT_GROUPS = {  # the same, from the data groups
+    "ep": "rest (expert_data ep) -> (rest expert_data) ep",
+    "expert_data": "rest (expert_data ep) -> (rest ep) expert_data",
+}
+AXES = (*_GROUPS, *_EXPERT_GROUPS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """Degrees of parallelism; what they leave of the world is data parallelism.
+
+    pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks that a layer's experts are spread
+    over; they are data-parallel ranks too, so this degree does not multiply the number of ranks.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "sequence", "expert"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"topology.{name}={getattr(self, name)}: must be 1 or more")
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one batch needs."""
+        return self.pipeline * self.tensor * self.sequence
+
+    @property
+    def min_ranks(self) -> int:
+        """The smallest world with these degrees."""
+        unit = self.pipeline * self.tensor
+        data = self.sequence
+        while data % self.expert:
+            data += self.sequence
+        return unit * data
+
+    def replicas(self, *, world_size: int) -> int:
+        """Ranks along dp: how many different batches there are. Raises ValueError if the degrees do not fit the world."""
+        if world_size % self.model_ranks or (world_size // (self.pipeline * self.tensor)) % self.expert:
+            raise ValueError(
+                f"{world_size} ranks cannot be cut into topology.pipeline={self.pipeline} x topology.tensor={self.tensor} x "
+                f"topology.sequence={self.sequence} with topology.expert={self.expert}: use launch.ranks={self.min_ranks} or a "
+                "multiple of it"
+            )
+        return world_size // self.model_ranks
+
+    def groups(self, axis: str, *, world_size: int) -> list[tuple[int, ...]]:
+        """All groups of ranks along `axis` ("pp", "data", "sp", "tp", "ep", "expert_data"), each in order of the axis."""
+        ranks = torch.arange(world_size).view(
+            self.pipeline, self.replicas(world_size=world_size), self.sequence, self.tensor
+        )
+        if axis in _GROUPS:
+            groups = rearrange(ranks, _GROUPS[axis])
+        else:
+            groups = rearrange(rearrange(ranks, _GROUPS["data"]), _EXPERT_GROUPS[axis], ep=self.expert)
+        return [tuple(group) for group in groups.tolist()]
+
+    def replica(self, rank: int, *, world_size: int) -> int:
+        """Which batch `rank` works on: its coordinate along dp."""
+        return rank // (self.sequence * self.tensor) % self.replicas(world_size=world_size)
+
+
+class Mesh:
+    """One rank's view of the world: a `Comm` per axis (of one rank where the axis is not cut)."""
+
+    def __init__(self, topology: Topology, *, world: Comm, comms: dict[str, Comm]) -> None:
+        self.topology, self.world = topology, world
+        self.replicas = topology.replicas(world_size=world.size)
+        self.replica = topology.replica(world.rank, world_size=world.size)
+        self._comms = comms
+
+    def comm(self, axis: str) -> Comm:
+        """The collectives along "pp", "data", "sp", "tp", "ep" or "expert_data"."""
+        return self._comms[axis]
+
+    @property
+    def comms(self) -> list[Comm]:
+        """Every different one, the world's first."""
+        return list(dict.fromkeys([self.world, *self._comms.values()]))
+
+    @property
+    def counters(self) -> "MeshCounters":
+        """What all axes moved together."""
+        return MeshCounters([comm.counters for comm in self.comms])
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank computes losses."""
+        stages = self.comm("pp")
+        return stages.rank == stages.size - 1
+
+    def close(self) -> None:
+        """Closes what the mesh opened; the world's collectives stay."""
+        for comm in self.comms:
+            if comm is not self.world:
+                comm.close()
+
+
+class MeshCounters:
+    """Several counters read as one."""
+
+    def __init__(self, counters: Iterable[CommCounters]) -> None:
+        self._counters = list(counters)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return self._total("bytes")
+
+    @property
+    def elements(self) -> dict[str, int]:
+        """Elements by kind."""
+        return self._total("elements")
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls by kind."""
+        return self._total("calls")
+
+    @property
+    def busy_seconds(self) -> float:
+        return sum(counters.busy_seconds for counters in self._counters)
+
+    @property
+    def wait_seconds(self) -> float:
+        return sum(counters.wait_seconds for counters in self._counters)
+
+    def reset(self) -> None:
+        """Everything back to zero."""
+        for counters in self._counters:
+            counters.reset()
+
+    def _total(self, name: str) -> dict[str, int]:
+        tables = [getattr(counters, name) for counters in self._counters]
+        return {kind: sum(table.get(kind, 0) for table in tables) for table in tables for kind in table}

@@ -1,0 +1,62 @@
+"""Which part of a parameter of the whole model this rank's model holds.
+
+Techniques that cut parameters (tensor and expert parallelism) leave a `Part` per parameter they cut or copy; ZeRO then shards
+what the rank holds over the ranks that hold the same, and checkpoints write it under the whole parameter's name and shape.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The box [start, start + shape) of a parameter of shape `whole`.
+
+    axis: "data" or "expert_data", the ranks that hold the same box and train it on different data.
+    replica: this rank's number among ranks on other axes that hold the same box and compute the same gradient; number 0 counts it in the
+        gradient norm and writes it to checkpoints.
+    """
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    axis: str = "data"
+    replica: int = 0
+
+    @staticmethod
+    def everything(shape: tuple[int, ...], *, axis: str = "data", replica: int = 0) -> "Part":
+        """The whole parameter."""
+        return Part(whole=shape, start=(0,) * len(shape), shape=shape, axis=axis, replica=replica)
+
+    @staticmethod
+    def cut(whole: tuple[int, ...], *, dim: int, start: int, stop: int, axis: str = "data", replica: int = 0) -> "Part":
+        """[start, stop) along `dim`."""
+        starts, shape = [0] * len(whole), list(whole)
+        starts[dim], shape[dim] = start, stop - start
+        return Part(whole=whole, start=tuple(starts), shape=tuple(shape), axis=axis, replica=replica)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The box of a tensor that has the whole shape: a view."""
+        return tensor[tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))]
+
+    def positions(self, start: int, *, stop: int) -> Tensor:
+        """int64 [stop - start]: where the box's flat elements [start, stop) lie in the flattened whole."""
+        rest = torch.arange(start, stop)
+        position, stride = torch.zeros_like(rest), 1
+        for whole, first, size in zip(reversed(self.whole), reversed(self.start), reversed(self.shape), strict=True):
+            position += (rest % size + first) * stride
+            rest = rest // size
+            stride *= whole
+        return position
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return prod(self.shape)
