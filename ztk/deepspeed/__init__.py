@@ -6,34 +6,23 @@
         engine.backward(loss)
         engine.step()
 
-docs/deepspeed.md says what works and what is refused.
+`python -m ztk.deepspeed script.py` and `ztk.deepspeed.install()` make it the module `deepspeed` itself. Names are imported when they are
+first used; `ztk/deepspeed/names/table.py` lists them with their homes. docs/deepspeed.md says what works and what is refused.
 """
 
-from ztk.deepspeed import zero
-from ztk.deepspeed.arguments import add_config_arguments, init_distributed
-from ztk.deepspeed.config import DeepSpeedConfigError
-from ztk.deepspeed.engine import DeepSpeedEngine
-from ztk.deepspeed.entry import initialize
-from ztk.deepspeed.schedules import VALID_LR_SCHEDULES
-from ztk.deepspeed.zero import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from ztk.deepspeed.names.tree import lookup as _lookup
+from ztk.deepspeed.names.tree import names_of as _names_of
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "DeepSpeedConfigError",
-    "DeepSpeedEngine",
-    "add_config_arguments",
-    "init_distributed",
-    "initialize",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_optimizer_state",
-    "zero",
-]
+__all__ = _names_of("deepspeed")
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__") and not name.startswith("__version"):
+        raise AttributeError(name)
+    value = _lookup(name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

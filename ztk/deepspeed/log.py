@@ -1,7 +1,11 @@
 """One logger; it writes to standard output unless the program has set up logging itself."""
 
+import functools
 import logging
 import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
 
 logger = logging.getLogger("ztk.deepspeed")
 
@@ -15,3 +19,18 @@ def show_messages(level: str | None) -> None:
         logger.propagate = False
     if level is not None or logger.level == logging.NOTSET:
         logger.setLevel((level or "info").upper())
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on the `ranks`; [-1] means all, None only before the ranks have met."""
+    met = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if met else -1
+    wanted = ranks and (ranks[0] == -1 or rank in ranks)
+    if wanted or not met:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """A warning that the process says once."""
+    logger.warning(message)

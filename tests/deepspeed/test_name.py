@@ -1,0 +1,123 @@
+"""The name `deepspeed`: who sees it, who does not, and what stands under it."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import Distribution
+
+import pytest
+
+from ztk.deepspeed.names import SHIM
+from ztk.deepspeed.names.table import MODULES, TOP
+from ztk.deepspeed.names.tree import lookup, module_of, names_of
+from ztk.deepspeed.version import version
+
+SEEN = f"""
+import importlib.metadata, importlib.util
+assert importlib.util.find_spec("deepspeed") is not None
+assert importlib.metadata.version("deepspeed") == "{version}"
+assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
+import deepspeed
+import deepspeed.runtime.zero.stage3 as stage3
+from deepspeed import zero
+from deepspeed.runtime.lr_schedules import WarmupLR
+import ztk.deepspeed
+assert deepspeed is ztk.deepspeed and deepspeed.__version__ == "{version}"
+assert deepspeed.zero is zero is ztk.deepspeed.zero and zero.__spec__.name == "ztk.deepspeed.zero"
+assert deepspeed.runtime.zero.stage3 is stage3
+assert deepspeed.runtime.lr_schedules.WarmupLR is WarmupLR
+stage3.patched = 1  # scripts replace names of DeepSpeed's modules
+assert deepspeed.runtime.zero.stage3.patched == 1
+for wrong in ("deepspeed.nebula", "deepspeed.runtime.amp"):
+    try:
+        __import__(wrong)
+    except ModuleNotFoundError as error:
+        assert "does not offer it" in str(error) and error.name == wrong
+    else:
+        raise AssertionError(wrong)
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_install_gives_the_name_in_this_process():
+    done = run(f"import ztk.deepspeed\nztk.deepspeed.install()\nztk.deepspeed.install()\n{SEEN}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_on_the_path_gives_the_name_to_every_process_below():
+    """What the runner does: no call in the script, and the processes that it starts see the name, too."""
+    again = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SEEN!r}], check=True)"
+    done = run(SEEN + again, PYTHONPATH=os.pathsep.join([str(SHIM), *sys.path]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_either_nobody_sees_it(tmp_path):
+    """A DeepSpeed that is installed stays what it is; ztk.deepspeed alone takes no name."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("here = 'the real one'")
+    (tmp_path / "deepspeed-0.1.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.1.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.1\n")
+    code = (
+        "import importlib.metadata, ztk.deepspeed, ztk\nztk.deepspeed.initialize, ztk.deepspeed.runtime.lr_schedules\n"
+        "import deepspeed\nassert deepspeed.here == 'the real one'\n"
+        "assert importlib.metadata.version('deepspeed') == '0.1'\n"
+        "try:\n    ztk.deepspeed.install()\nexcept RuntimeError as error:\n    assert 'already imported' in str(error)\n"
+        "else:\n    raise AssertionError\n"
+    )
+    done = run(code, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert done.returncode == 0, done.stderr
+    before = "import ztk.deepspeed\nztk.deepspeed.install()\nimport deepspeed\nassert deepspeed is ztk.deepspeed"
+    done = run(before, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate"])
+def test_too_late_is_said(library):
+    """Their classes for DeepSpeed are made at import: with none there they are wrong for good."""
+    planted = {
+        "transformers": "'transformers.integrations.deepspeed': types.SimpleNamespace(DeepSpeedConfig=object)",
+        "accelerate": "'accelerate.accelerator': types.SimpleNamespace()",
+    }[library]
+    done = run(f"import sys, types\nsys.modules |= {{{planted}}}\nimport ztk.deepspeed\nztk.deepspeed.install()")
+    assert done.returncode == 1
+    assert f"{library} was imported before and found no deepspeed: call ztk.deepspeed.install() before" in done.stderr
+
+
+def test_the_door_is_cheap():
+    """`import ztk.deepspeed` loads what is used: the runner's own process needs no torch."""
+    done = run("import sys, ztk.deepspeed\nassert 'torch' not in sys.modules\nztk.deepspeed.__version__")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_row_holds_what_it_says(name):
+    module = module_of(name)
+    above = name.rpartition(".")[0]
+    assert above in ("", "deepspeed") or isinstance(MODULES[above], dict), "a module above others is a facade"
+    for own in names_of(name):
+        assert getattr(module, own) is not None
+    if name == "deepspeed":
+        assert set(names_of("deepspeed")) <= set(module.__all__)
+
+
+def test_names_of_deepspeed_itself():
+    for home, names in TOP.items():
+        for name in names.split():
+            assert lookup(name) is getattr(importlib.import_module(home), name)
+
+
+def test_the_distribution_has_the_version_of_the_module():
+    (found,) = SHIM.glob("*.dist-info")
+    assert Distribution.at(found).version == version
+
+
+def test_this_test_process_has_no_deepspeed():
+    assert importlib.util.find_spec("deepspeed") is None

@@ -1,0 +1,96 @@
+"""`install`: from then on `import deepspeed` in this process is ztk, and libraries that look for it find it.
+
+Hugging Face asks three things of a package: `importlib.util.find_spec`, `importlib.metadata.version`, and the import itself. One object on
+`sys.meta_path` answers all three; an entry in `sys.modules` alone would not.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+
+from ztk.deepspeed.names.table import MODULES
+from ztk.deepspeed.names.tree import module_of
+from ztk.deepspeed.version import version
+
+SHIM = Path(__file__).resolve().parents[1] / "shim"  # on PYTHONPATH it does the same for every process that inherits it
+
+
+def install() -> None:
+    """Gives the name `deepspeed` to ztk in this process. A second call does nothing.
+
+    Call it before transformers or accelerate are imported: they decide at their import whether DeepSpeed is there.
+    Raises RuntimeError if they are already imported without it, or if the real DeepSpeed is already imported.
+    """
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return
+    _refuse_another(sys.modules.get("deepspeed"))
+    _refuse_too_late()
+    sys.meta_path.insert(0, Finder())
+    sys.modules["deepspeed"] = module_of("deepspeed")
+
+
+class Finder(DistributionFinder, Loader):
+    """Finds the modules of the table, and the distribution that Hugging Face reads the version of."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None for a module of another name. Raises ModuleNotFoundError for one of DeepSpeed's that ztk does not have."""
+        if fullname.partition(".")[0] != "deepspeed":
+            return None
+        if fullname not in MODULES:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: ztk answers for deepspeed here and does not offer it; docs/deepspeed.md says what it "
+                "offers",
+                name=fullname,
+            )
+        return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{fullname}.") for other in MODULES))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = module_of(spec.name)
+        self._spec_of = getattr(self, "_spec_of", {})
+        self._spec_of[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module is ready; one that is ztk's own keeps the spec it was imported by."""
+        name = module.__spec__.name
+        module.__spec__ = self._spec_of.pop(name) or module.__spec__
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        name = getattr(context, "name", None)
+        if name is None or name.lower() == "deepspeed":
+            yield Distribution.at(SHIM / f"deepspeed-{version}.dist-info")
+
+
+def _refuse_another(module: ModuleType | None) -> None:
+    """The module that `shim` is executing right now is no other."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    if module is None or (origin and Path(origin).resolve().is_relative_to(SHIM)):
+        return
+    raise RuntimeError(
+        f"deepspeed is already imported, from {origin}: call ztk.deepspeed.install() before the first `import deepspeed`"
+    )
+
+
+def _refuse_too_late() -> None:
+    """What these two define at their import depends on whether DeepSpeed is there."""
+    transformers = sys.modules.get("transformers.integrations.deepspeed")
+    accelerate = sys.modules.get("accelerate.accelerator")
+    late = [
+        name
+        for name, without in (
+            ("transformers", transformers is not None and transformers.DeepSpeedConfig is object),
+            ("accelerate", accelerate is not None and not hasattr(accelerate, "DeepSpeedEngineWrapper")),
+        )
+        if without
+    ]
+    if late:
+        raise RuntimeError(
+            f"{' and '.join(late)} was imported before and found no deepspeed: call ztk.deepspeed.install() before the first "
+            f"`import {late[0]}`, or start the script by `python -m ztk.deepspeed`"
+        )

@@ -1,0 +1,60 @@
+"""Which module of ztk answers for which module of DeepSpeed.
+
+A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names
+(`"*"`: all that `ztk.y` offers). A module above others needs a row of its own and is never ztk's module itself, which would not know
+what stands under it. Nothing is imported before it is used. A module that is not here does not exist: importing it raises
+ModuleNotFoundError.
+"""
+
+Row = str | dict[str, str]
+
+_STATES = "ztk.deepspeed.zero.states"
+
+TOP: dict[str, str] = {  # names of `deepspeed` itself
+    "ztk.deepspeed.arguments": "add_config_arguments init_distributed",
+    "ztk.deepspeed.config": "DeepSpeedConfigError",
+    "ztk.deepspeed.engine": "DeepSpeedEngine",
+    "ztk.deepspeed.entry": "initialize",
+    "ztk.deepspeed.log": "log_dist logger",
+    "ztk.deepspeed.names": "install",
+    "ztk.deepspeed.device": "get_accelerator",
+    "ztk.deepspeed.schedules": "VALID_LR_SCHEDULES",
+    "ztk.deepspeed.version": "__version__ __version_major__ __version_minor__ __version_patch__",
+    _STATES: (
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_set_full_fp32_param safe_set_full_optimizer_state"
+    ),
+}
+
+MODULES: dict[str, Row] = {
+    "deepspeed": "ztk.deepspeed",
+    "deepspeed.accelerator": {"ztk.deepspeed.device": "get_accelerator Accelerator"},
+    "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
+    "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
+    "deepspeed.version": "ztk.deepspeed.version",
+    "deepspeed.zero": "ztk.deepspeed.zero",
+    # deepspeed.runtime
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.config": {"ztk.deepspeed.config": "DeepSpeedConfigError"},
+    "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
+    "deepspeed.runtime.lr_schedules": {
+        "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
+    },
+    "deepspeed.runtime.utils": {"ztk.deepspeed.memory": "see_memory_usage"},
+    "deepspeed.runtime.zero": {"ztk.deepspeed.zero": "*"},
+    "deepspeed.runtime.zero.partition_parameters": {"ztk.deepspeed.zero": "GatheredParameters"},
+    "deepspeed.runtime.zero.stage3": {
+        "ztk.deepspeed.zero": (
+            "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
+        ),
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "ztk.deepspeed.zero": (
+            "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
+        ),
+    },
+    # deepspeed.utils
+    "deepspeed.utils": {"ztk.deepspeed.log": "logger log_dist", _STATES: "*"},
+    "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
+    "deepspeed.utils.tensor_fragment": {_STATES: "*"},
+}

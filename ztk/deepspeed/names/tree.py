@@ -1,0 +1,68 @@
+"""Modules of the name `deepspeed`, made from the table when they are first asked for."""
+
+import functools
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+
+from ztk.deepspeed.names.table import MODULES, TOP
+
+
+class Facade(ModuleType):
+    """A module that DeepSpeed has and ztk has elsewhere. A name is fetched when it is first used, and can be replaced."""
+
+    def __init__(self, name: str, *, homes: Mapping[str, str]) -> None:
+        super().__init__(name, f"DeepSpeed's module {name}, answered by ztk.")
+        self.__path__ = []  # a package, whose submodules only ztk's finder knows
+        self._homes = homes
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _named(name, homes=self._homes, module=self.__name__)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *names_of(self.__name__)})
+
+
+@functools.cache
+def module_of(name: str) -> ModuleType:
+    """The module that stands for `deepspeed...`. Raises KeyError for one that is not in the table."""
+    row = MODULES[name]
+    return importlib.import_module(row) if isinstance(row, str) else Facade(name, homes=row)
+
+
+def lookup(name: str) -> object:
+    """A name of `deepspeed` itself: a function, a class, or a module under it. Raises AttributeError."""
+    return _named(name, homes=TOP, module="deepspeed")
+
+
+def names_of(module: str) -> list[str]:
+    """What `module` offers by the table: its names, and the modules right under it."""
+    row = TOP if module == "deepspeed" else MODULES[module]
+    listed = [] if isinstance(row, str) else [n for home, names in row.items() for n in _expand(names, home=home)]
+    below = [other.rpartition(".") for other in MODULES]
+    return sorted({*listed, *(child for parent, _, child in below if parent == module)})
+
+
+def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
+    for home, names in homes.items():
+        if name in _expand(names, home=home):
+            return getattr(importlib.import_module(home), name)
+    if f"{module}.{name}" in MODULES:
+        return module_of(f"{module}.{name}")
+    raise AttributeError(f"{module}.{name}: not offered by ztk; docs/deepspeed.md says what is")
+
+
+def _expand(names: str, *, home: str) -> list[str]:
+    if names != "*":
+        return names.split()
+    module = importlib.import_module(home)
+    return list(getattr(module, "__all__", None) or _defined_in(module))
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    return sorted(name for name in own if not name.startswith("_"))
