@@ -1,0 +1,78 @@
+"""What a rank of a pipeline does, one small step at a time."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """The kinds of actions. `stage` below is the stage that the action belongs to."""
+
+    forward = "F"
+    backward = "B"  # gradients of input and weights
+    backward_input = "I"  # the gradient of the input alone, which is all that the stage before waits for
+    backward_weight = "W"  # the gradients of the weights, put off by `backward_input`
+    send_activation = "SA"  # the stage's output, to the stage after it
+    receive_activation = "RA"  # the stage's input, from the stage before it
+    send_gradient = "SG"  # the gradient of the stage's input, to the stage before it
+    receive_gradient = "RG"  # the gradient of the stage's output, from the stage after it
+
+    @property
+    def computes(self) -> bool:
+        return self in _COMPUTES
+
+    @property
+    def sends(self) -> bool:
+        return self in (Kind.send_activation, Kind.send_gradient)
+
+    @property
+    def receives(self) -> bool:
+        return self in (Kind.receive_activation, Kind.receive_gradient)
+
+
+_COMPUTES = frozenset({Kind.forward, Kind.backward, Kind.backward_input, Kind.backward_weight})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Action:
+    """One step: `kind` for one stage and one micro-batch. Stages are counted over the whole model, 0 first."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+    @property
+    def other_end(self) -> "Action":
+        """The receive of a send and the send of a receive."""
+        match self.kind:
+            case Kind.send_activation:
+                kind, stage = Kind.receive_activation, self.stage + 1
+            case Kind.receive_activation:
+                kind, stage = Kind.send_activation, self.stage - 1
+            case Kind.send_gradient:
+                kind, stage = Kind.receive_gradient, self.stage - 1
+            case Kind.receive_gradient:
+                kind, stage = Kind.send_gradient, self.stage + 1
+            case _:
+                raise ValueError(f"{self} talks to nobody")
+        return Action(kind=kind, stage=stage, micro_batch=self.micro_batch)
+
+
+def needs(action: Action, *, num_stages: int, is_split: bool) -> list[Action]:
+    """The compute actions that must be over before the compute `action` may begin, on whatever rank they run."""
+    stage, micro_batch = action.stage, action.micro_batch
+    backward = Kind.backward_input if is_split else Kind.backward
+    match action.kind:
+        case Kind.forward:
+            return [Action(kind=Kind.forward, stage=stage - 1, micro_batch=micro_batch)] if stage else []
+        case Kind.backward | Kind.backward_input:
+            needed = [Action(kind=Kind.forward, stage=stage, micro_batch=micro_batch)]
+            if stage + 1 < num_stages:
+                needed.append(Action(kind=backward, stage=stage + 1, micro_batch=micro_batch))
+            return needed
+        case Kind.backward_weight:
+            return [Action(kind=Kind.backward_input, stage=stage, micro_batch=micro_batch)]
+        case _:
+            raise ValueError(f"{action} computes nothing")
