@@ -36,16 +36,30 @@ class Decoder(nn.Module):
 
         Targets of -100 do not count. Raises ValueError for T above `config.max_seq_len`.
         """
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.through(block, x)
+        return self.finish(x, targets)
+
+    # The three parts of the forward, which a pipeline runs on different ranks.
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, T] -> the residual stream [B, T, C]. Raises ValueError for T above `config.max_seq_len`."""
         T = tokens.shape[1]
         if self.config.max_seq_len < T:
             raise ValueError(
                 f"{T} tokens in a sequence, model.max_seq_len={self.config.max_seq_len}: shorten data.seq_len or raise "
                 "model.max_seq_len"
             )
-        cos, sin = self.rope_cos[:T], self.rope_sin[:T]
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, cos=cos, sin=sin)
+        return self.embedding(tokens)
+
+    def through(self, block: Block, x: Tensor) -> Tensor:
+        """One block: x [B, T, C] -> [B, T, C]."""
+        T = x.shape[1]
+        return block(x, cos=self.rope_cos[:T], sin=self.rope_sin[:T])
+
+    def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """x [B, T, C] -> logits [B, T, V], or with targets the loss, as `forward`."""
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
