@@ -1,7 +1,8 @@
 """Collectives with handles and counters.
 
 Blocking transports run on one thread per process, in the order of submission, which is the same on all ranks because all ranks run the
-same program. So communication overlaps with compute, and no rank can overtake another.
+same program. So communication overlaps with compute, and no rank can overtake another. Messages between two ranks have threads of
+their own.
 """
 
 import ctypes
@@ -57,6 +58,7 @@ class Comm:
         self.before: Callable[[str], None] | None = None
         self._transport = transport
         self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
+        self._lanes: dict[str, SerialThread] = {}
 
     def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
         """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given.
@@ -102,6 +104,23 @@ class Comm:
         flat = tensor.view(-1)
         return self._submit(f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name))
 
+    def send(self, tensor: Tensor, *, to: int, label: str, kind: str = "send") -> Work:
+        """The bytes of `tensor` (contiguous, any dtype) go to rank `to`, which calls `recv` with the same size and label.
+
+        Messages to one rank arrive in the order of the calls; they overtake collectives and messages to others. `tensor` is kept
+        alive and must not change before `wait()` has returned. kind: under what the counters book it, at the sender alone.
+        """
+        self.counters.count(kind, numel=tensor.numel(), itemsize=tensor.itemsize)
+        return self._pass(
+            f"send {to}", label, lambda: self._transport.send(tensor.detach().view(-1), to=to, label=label)
+        )
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> Work:
+        """`out` becomes the next message of rank `source`."""
+        return self._pass(
+            f"recv {source}", label, lambda: self._transport.recv(out.view(-1), source=source, label=label)
+        )
+
     def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
         """A few numbers [k] of every rank: returns [size, k], the same bits on all ranks. Waits."""
         full = values.new_empty(self.size, *values.shape)
@@ -128,9 +147,24 @@ class Comm:
 
     def close(self) -> None:
         """Ends the thread and the connections; peers that still wait see this rank as lost."""
-        if self._thread is not None:
-            self._thread.close()
+        for thread in (self._thread, *self._lanes.values()):
+            if thread is not None:
+                thread.close()
         self._transport.close()
+
+    def _pass(self, lane: str, label: str, run: Callable) -> Work:
+        """A message to or from one rank: each direction of each pair has a thread, so that none waits behind another's."""
+
+        def task():
+            if self.before is not None:
+                self.before(f"{lane.split()[0]} {label}")
+            return run()
+
+        if not self._transport.blocking or self.size == 1:
+            return Work(task(), counters=self.counters)
+        if lane not in self._lanes:
+            self._lanes[lane] = SerialThread(name=f"ztk-{lane}")
+        return Work(self._lanes[lane].submit(task), counters=self.counters)
 
     def _check(self, full: Tensor) -> None:
         assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)

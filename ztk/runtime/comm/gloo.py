@@ -43,6 +43,14 @@ class GlooTransport:
         with _peer_errors(label):
             dist.broadcast(tensor, group_src=source, group=self._group)
 
+    def send(self, tensor: Tensor, *, to: int, label: str) -> None:
+        with _peer_errors(label):
+            dist.send(tensor.view(torch.uint8), group_dst=to, group=self._group)
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> None:
+        with _peer_errors(label):
+            dist.recv(out.view(torch.uint8), group_src=source, group=self._group)
+
     def close(self) -> None:
         pass  # the group ends with torch.distributed
 

@@ -30,5 +30,11 @@ class NcclTransport:
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> dist.Work:
         return dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)
 
+    def send(self, tensor: Tensor, *, to: int, label: str) -> dist.Work:
+        return dist.isend(tensor, group_dst=to, group=self._group)
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> dist.Work:
+        return dist.irecv(out, group_src=source, group=self._group)
+
     def close(self) -> None:
         pass

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ztk.runtime.comm.errors import CommMismatch, PeerLost
+from ztk.runtime.comm.lanes import SocketLanes
 
 _MESSAGE = struct.Struct("<Q88s")  # running number of the meeting, label
 _RANK = struct.Struct("<I")
@@ -113,6 +114,10 @@ class NodeMeeting:
             slabs.append(torch.frombuffer(mmap.mmap(descriptors[peer], slab_bytes), dtype=torch.uint8))
             os.close(descriptors[peer])  # the mapping keeps the memory
         return slabs
+
+    def lanes(self) -> SocketLanes:
+        """Connections for messages between two ranks. A collective call."""
+        return SocketLanes(self._sockets, rank=self.rank, timeout_seconds=self._timeout)
 
     def meet(self, label: str) -> None:
         """Returns when every rank of the node has called `meet`; raises if one is lost, late or doing something else."""

@@ -24,6 +24,7 @@ class SharedMemoryTransport:
 
     def __init__(self, *, group: dist.ProcessGroup, timeout_seconds: float, slot_bytes: int = SLOT_BYTES) -> None:
         self._meeting = NodeMeeting(group=group, slab_bytes=2 * slot_bytes, timeout_seconds=timeout_seconds)
+        self._lanes = self._meeting.lanes()
         self._rank, self._size = group.rank(), group.size()
         self._slots = [[slab[:slot_bytes], slab[slot_bytes:]] for slab in self._meeting.slabs]
         self._slot_bytes = slot_bytes
@@ -85,5 +86,12 @@ class SharedMemoryTransport:
     def _peers(self) -> list[int]:
         return [peer for peer in range(self._size) if peer != self._rank]
 
+    def send(self, tensor: Tensor, *, to: int, label: str) -> None:
+        self._lanes.send(tensor, to=to, label=label)
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> None:
+        self._lanes.recv(out, source=source, label=label)
+
     def close(self) -> None:
+        self._lanes.close()
         self._meeting.close()

@@ -23,6 +23,10 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str): ...
 
+    def send(self, tensor: Tensor, *, to: int, label: str): ...  # to one rank, which expects the same size and label
+
+    def recv(self, out: Tensor, *, source: int, label: str): ...
+
     def close(self) -> None: ...
 
 
@@ -43,6 +47,12 @@ class Alone:
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
         pass
+
+    def send(self, tensor: Tensor, *, to: int, label: str) -> None:
+        raise ValueError(f"{label}: a world of one has nobody to send to")
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> None:
+        raise ValueError(f"{label}: a world of one has nobody to hear from")
 
     def close(self) -> None:
         pass
