@@ -57,6 +57,14 @@ def exercise(process, *, transport: str) -> None:
             comm.all_to_all(everyone[rank], out=out, label="test").wait()
             assert torch.equal(out, torch.cat([everyone[r][own] for r in range(world)]))
 
+            send = [(rank + 2 * r) % 3 * n // 4 for r in range(world)]  # some ranks send nothing, others three chunks
+            receive = [(r + 2 * rank) % 3 * n // 4 for r in range(world)]
+            rows = [part(10 * rank + r, numel=4 * size, dtype=dtype).view(-1, 4) for r, size in enumerate(send)]
+            out = torch.full((sum(receive), 4), float("nan"), dtype=dtype)
+            comm.all_to_all_rows(torch.cat(rows), out=out, send=send, receive=receive, label="test").wait()
+            came = [part(10 * r + rank, numel=4 * size, dtype=dtype).view(-1, 4) for r, size in enumerate(receive)]
+            assert torch.equal(out, torch.cat(came))
+
             message = everyone[rank].clone()
             comm.broadcast(message, source=world - 1, label="test").wait()
             assert torch.equal(message, everyone[world - 1])

@@ -8,7 +8,7 @@ their own.
 import ctypes
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -97,6 +97,28 @@ class Comm:
         self.counters.count("all_to_all", numel=source.numel(), itemsize=source.itemsize)
         return self._submit(f"all_to_all {label}", source, lambda t, name: t.all_to_all(source, out=out, label=name))
 
+    def all_to_all_rows(
+        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> Work:
+        """The same with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, `receive[r]` rows of `out` come from it.
+
+        What this rank sends to r is what r receives from it. Counts may be zero: every rank makes the call all the same.
+        """
+        assert sum(send) == source.shape[0] and sum(receive) == out.shape[0] and source.shape[1:] == out.shape[1:]
+        assert source.is_contiguous() and out.is_contiguous() and source.dtype == out.dtype
+        self.counters.count("all_to_all", numel=source.numel(), itemsize=source.itemsize)
+        width = source.shape[1]
+        sent, received = [rows * width for rows in send], [rows * width for rows in receive]
+
+        def run(transport: Transport, name: str):
+            return transport.all_to_all_uneven(
+                source.view(-1), out=out.view(-1), send=sent, receive=received, label=name
+            )
+
+        return self._submit(
+            f"all_to_all {label} rows of", source, run, size=str(width)
+        )  # ranks hold different numbers of them
+
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> Work:
         """`tensor` of rank `source` reaches every rank."""
         assert tensor.is_contiguous()
@@ -169,8 +191,11 @@ class Comm:
     def _check(self, full: Tensor) -> None:
         assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)
 
-    def _submit(self, label: str, tensor: Tensor, run: Callable, *, after: object | None = None) -> Work:
-        name = f"{label} {tensor.numel()} x {str(tensor.dtype)[6:]}"
+    def _submit(
+        self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: object | None = None
+    ) -> Work:
+        """size: what the label says of it, the same on all ranks; None: the number of elements."""
+        name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
 
         def task():
             if after is not None:

@@ -4,6 +4,8 @@ Measured on 2 cores, 64 MB: a reduce-scatter as all-to-all plus a local sum is u
 rank order; an all-gather as one broadcast per slice is up to four times as fast as gloo's `all_gather_into_tensor`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +40,12 @@ class GlooTransport:
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:
         with _peer_errors(label):
             dist.all_to_all_single(out, source, group=self._group)
+
+    def all_to_all_uneven(
+        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> None:
+        with _peer_errors(label):
+            dist.all_to_all_single(out, source, list(receive), list(send), group=self._group)
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
         with _peer_errors(label):

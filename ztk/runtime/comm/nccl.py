@@ -1,5 +1,7 @@
 """Collectives on GPUs: NCCL's own, in place on the flat buffers."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +28,11 @@ class NcclTransport:
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> dist.Work:
         return dist.all_to_all_single(out, source, group=self._group, async_op=True)
+
+    def all_to_all_uneven(
+        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> dist.Work:
+        return dist.all_to_all_single(out, source, list(receive), list(send), group=self._group, async_op=True)
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> dist.Work:
         return dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)

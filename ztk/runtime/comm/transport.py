@@ -21,6 +21,10 @@ class Transport(Protocol):
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str): ...  # equal parts; part r of `source` goes to r
 
+    def all_to_all_uneven(  # `send[r]` elements of `source` go to rank r, `receive[r]` of `out` come from it
+        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ): ...
+
     def broadcast(self, tensor: Tensor, *, source: int, label: str): ...
 
     def send(self, tensor: Tensor, *, to: int, label: str): ...  # to one rank, which expects the same size and label
@@ -43,6 +47,11 @@ class Alone:
             out.copy_(full)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:
+        out.copy_(source)
+
+    def all_to_all_uneven(
+        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> None:
         out.copy_(source)
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
