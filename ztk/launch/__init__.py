@@ -1,18 +1,32 @@
 """Starting ranks, stopping them, and finding out which failed first. Imports no torch."""
 
-from ztk.launch.errors import RankError, RankFailure, failure_of, first_cause, log_path, read_failure, write_failure
+from ztk.launch.errors import (
+    RankError,
+    RankFailure,
+    failure_of,
+    first_cause,
+    forget_failure,
+    log_path,
+    read_failure,
+    write_failure,
+)
 from ztk.launch.external import Agreement, ExternalRank
-from ztk.launch.ranks import run_ranks, worker_command
+from ztk.launch.processes import Child, run_children
+from ztk.launch.ranks import python_path, run_ranks, worker_command
 
 __all__ = [
     "Agreement",
+    "Child",
     "ExternalRank",
     "RankError",
     "RankFailure",
     "failure_of",
     "first_cause",
+    "forget_failure",
     "log_path",
+    "python_path",
     "read_failure",
+    "run_children",
     "run_ranks",
     "worker_command",
     "write_failure",

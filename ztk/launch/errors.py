@@ -22,7 +22,10 @@ _SECONDARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if it could write none."""
+    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if it could write none.
+
+    code: with which its process ended, 128 + n after signal n.
+    """
 
     rank: int
     kind: str
@@ -30,25 +33,30 @@ class RankFailure:
     trace: str
     time: float
     secondary: bool
+    code: int = 1
+
+    @property
+    def killed(self) -> bool:
+        """A signal ended the rank, which says nothing against starting the others again."""
+        return not self.kind and self.code > 128 and not self.secondary
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
 
 
 class RankError(RuntimeError):
-    """A run failed. The text is one line about the first cause; `failure` has the rest."""
+    """A run failed. The text is one line about the first cause; `failure` has the rest. killed: the ranks that signals ended."""
 
-    def __init__(self, failure: RankFailure, *, log: str) -> None:
+    def __init__(self, failure: RankFailure, *, log: str, killed: tuple[int, ...] = ()) -> None:
         super().__init__(str(failure))
-        self.failure = failure
-        self.log = log
+        self.failure, self.log, self.killed = failure, log, killed
 
     def __reduce__(self) -> tuple:
-        return (_rebuilt, (self.failure, self.log))
+        return (_rebuilt, (self.failure, self.log, self.killed))
 
 
-def _rebuilt(failure: RankFailure, log: str) -> RankError:
-    return RankError(failure, log=log)
+def _rebuilt(failure: RankFailure, log: str, killed: tuple[int, ...]) -> RankError:
+    return RankError(failure, log=log, killed=killed)
 
 
 def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
@@ -88,7 +96,8 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
         message = f"ended with exit code {returncode}"
     # An abort is how a communication library reacts to a lost peer.
     secondary = returncode == -signal.SIGABRT
-    return RankFailure(rank=rank, kind="", message=message, trace="", time=noticed, secondary=secondary)
+    code = 128 - returncode if returncode < 0 else returncode
+    return RankFailure(rank=rank, kind="", message=message, trace="", time=noticed, secondary=secondary, code=code)
 
 
 def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
@@ -97,6 +106,11 @@ def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> Non
     staging = path.with_suffix(f".{os.getpid()}")
     staging.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     os.replace(staging, path)
+
+
+def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
+    """What an earlier start of the rank left must not be taken for this one's."""
+    error_path(output_dir, rank=rank).unlink(missing_ok=True)
 
 
 def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:

@@ -1,0 +1,141 @@
+"""Child processes that belong together: when one fails or a signal comes, all of them end.
+
+The parent imports no torch, has no threads and holds no GPU, so it may fork and it answers a signal at once. Each child leads its own
+process group: a Ctrl-C of the terminal reaches the parent alone, which then stops every group. Children also ask the kernel to be killed
+when the parent dies.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ztk.launch.errors import RankFailure, failure_of_exit
+
+_POLL_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to say what they saw
+_GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Child:
+    """One process. environment: the whole of it. log: where its output goes, None: to the terminal. cores: it runs on these alone."""
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path | None = None
+    cores: tuple[int, ...] | None = None
+
+
+def _silent(rank: int) -> None:
+    return None
+
+
+def run_children(
+    children: Sequence[Child], *, told: Callable[[int], RankFailure | None] = _silent
+) -> list[RankFailure]:
+    """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
+
+    told: what a failed rank has written about itself, if it has.
+    Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
+    """
+    processes: list[subprocess.Popen] = []
+    with _signals() as received, ExitStack() as logs:
+        try:
+            for child in children:
+                log = None if child.log is None else logs.enter_context(open(child.log, "w"))
+                processes.append(_start(child, log=log))
+            failures = _watch(processes, children=children, received=received, told=told)
+        finally:
+            _stop(processes, received=received)
+    if received:
+        raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
+    return failures
+
+
+def _start(child: Child, *, log) -> subprocess.Popen:
+    parent = os.getpid()
+    libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        os.setpgrp()
+        if child.cores is not None:
+            os.sched_setaffinity(0, child.cores)
+        if sys.platform == "linux":
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before prctl
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return subprocess.Popen(
+        child.command,
+        env=child.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=None if log is None else subprocess.STDOUT,
+        preexec_fn=before_exec,
+    )
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT, SIGTERM and SIGHUP instead of acting on them."""
+    received: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, lambda number, frame: received.append(number)) for kind in kinds}
+    try:
+        yield received
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _watch(
+    processes: list[subprocess.Popen],
+    *,
+    children: Sequence[Child],
+    received: list[int],
+    told: Callable[[int], RankFailure | None],
+) -> list[RankFailure]:
+    """Waits for the end of all, of one that failed, or for a signal. Returns what failed."""
+    ended: dict[int, float] = {}
+    patience: float | None = None
+    while not received:
+        for place, process in enumerate(processes):
+            if place not in ended and process.poll() is not None:
+                ended[place] = time.time()
+                if process.returncode != 0 and patience is None:
+                    patience = time.monotonic() + _LAST_WORDS_SECONDS
+        if len(ended) == len(processes) or (patience is not None and time.monotonic() > patience):
+            break
+        time.sleep(_POLL_SECONDS)
+    failures = []
+    for place, (child, process) in enumerate(zip(children, processes, strict=True)):
+        own = told(child.rank)
+        if own is not None:
+            failures.append(own)
+        elif place in ended and process.returncode != 0:
+            failures.append(failure_of_exit(process.returncode, rank=child.rank, noticed=ended[place]))
+    return failures
+
+
+def _stop(processes: list[subprocess.Popen], *, received: list[int]) -> None:
+    """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace."""
+    if all(process.poll() == 0 for process in processes):
+        return
+    for kind, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 1.0)):
+        for process in processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, kind)  # also what an ended child has left in its group
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(process.poll() is None for process in processes) and len(received) < 2:
+            time.sleep(_POLL_SECONDS)
+    for process in processes:
+        process.wait()
