@@ -150,6 +150,41 @@ def test_a_forward_without_a_backward_leaves_no_old_parameters(ranks):
     assert ranks(2).run(extra_forward, stage=3)[0] == ranks(2).run(extra_forward, stage=0)[0]
 
 
+class Wrapped(nn.Module):
+    """A model inside another, as libraries for adapters wrap them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Views()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens)
+
+
+def parts_by_themselves(process, *, stage: int) -> list[float]:
+    """A loop that calls the inner model, its embedding and its head, never the whole; gathered afterwards: nothing."""
+    torch.manual_seed(0)
+    engine = make_engine(process, layout=Layout(stage=stage), model=Wrapped())
+    inner = engine.module.inner
+    losses = []
+    for _ in range(3):
+        with torch.no_grad():
+            losses.append(inner(TOKENS).item())
+        inner_loss = F.cross_entropy(inner.head(inner.body(inner.embedding(TOKENS))).flatten(0, 1), TOKENS.flatten())
+        engine.backward(inner_loss)
+        engine.step()
+        losses.append(inner_loss.item())
+    assert stage < 3 or all(bucket.state is ParameterState.sharded for bucket in engine.zero.buckets)
+    engine.close()
+    return losses
+
+
+def test_parts_of_a_model_may_be_called_by_themselves(ranks):
+    first = ranks(2).run(parts_by_themselves, stage=0)[0]
+    assert first[-1] < first[0]
+    assert ranks(2).run(parts_by_themselves, stage=3)[0] == first
+
+
 def inference_mode(process, *, stage: int) -> list[float]:
     engine = make_engine(process, layout=Layout(stage=stage))
     losses = []

@@ -68,7 +68,9 @@ class Gathering:
         self._trace = self._traces[True]
         self._placeholders: dict[tuple, Tensor] = {}
         for unit in units:
-            self._wrap(unit)
+            self._wrap(unit.module, unit=unit, is_root=unit is units[-1])
+        for module in _entries(units):
+            self._wrap(module, unit=units[-1], is_root=True)
         for module in units[-1].module.modules() if units else ():
             if any(parameter in self._bucket_of for parameter in module._parameters.values()):
                 module._parameters = _GatherOnAccess(module._parameters, on_access=self._on_access)
@@ -138,16 +140,19 @@ class Gathering:
 
     # Hooks into the model
 
-    def _wrap(self, unit: Unit) -> None:
-        original = unit.module.forward
-        is_root = unit is self._units[-1]
+    def _wrap(self, module: nn.Module, *, unit: Unit, is_root: bool) -> None:
+        """`module`'s forward opens `unit`. A part of the model outside of the units does so only when it is called by itself."""
+        original = module.forward
+        is_part = module is not unit.module
 
         @functools.wraps(original)
         def forward(*args, **kwargs):
+            if is_part and self._open_units:
+                return original(*args, **kwargs)
             with self._open(unit, is_root=is_root):
                 return self._keep_views(original(*args, **kwargs), is_root=is_root)
 
-        unit.module.forward = forward
+        module.forward = forward
 
     def _keep_views(self, output: object, *, is_root: bool) -> object:
         """What a unit returns may be a view of its parameters: then its bucket stays till the model's forward ends; the model itself
@@ -255,6 +260,21 @@ class _GatherOnAccess(dict):
         if parameter is not None:
             self._on_access(parameter)
         return parameter
+
+
+def _entries(units: list[Unit]) -> Iterator[nn.Module]:
+    """The modules between the root and the units: who calls one by itself (generation calls the model inside its wrappers, a loss the head
+    alone) starts a pass there."""
+    if not units:
+        return
+    inside = {module for unit in units[:-1] for module in unit.module.modules()}
+    needed = {parameter for bucket in units[-1].buckets for parameter in bucket.parameters}
+    for module in units[-1].module.modules():
+        if module is units[-1].module or module in inside:
+            continue
+        holds_units = any(part in inside for part in module.modules())
+        if holds_units or any(parameter in needed for parameter in module.parameters()):
+            yield module
 
 
 def _inside_backward() -> bool:
