@@ -7,6 +7,7 @@ Nothing here knows where parameters, gradients and optimizer states live: `paral
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,12 +65,27 @@ def build_engine(config: Config, *, process: Process) -> Engine:
 
 def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
     """Sets engine and stream from `checkpoint.resume`; returns what the reporter needs to go on with its record."""
-    if config.checkpoint.resume is None:
+    path = resume_path(config, engine=engine)
+    if path is None:
         return {}
-    loaded = checkpoint.load(engine, path=config.checkpoint.resume)
+    loaded = checkpoint.load(engine, path=path)
+    if engine.process.rank == 0:
+        print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
     if loaded.data_state is not None:  # an imported checkpoint knows nothing of this text: it starts at the beginning
         stream.load_state_dict(loaded.data_state)
     return (loaded.extra or {}) | {"first_step": engine.global_steps}
+
+
+def resume_path(config: Config, *, engine: Engine) -> str | Path | None:
+    """Where to continue from, the same on all ranks; None: from the start.
+
+    A run that can be started again by itself goes on from its own newest checkpoint as soon as it has one.
+    """
+    given = None if config.checkpoint.resume == "auto" else config.checkpoint.resume
+    if config.checkpoint.resume != "auto" and not config.launch.elastic:
+        return given
+    own = checkpoint.newest_whole(RunFolder(config.output_dir).checkpoints) if engine.process.rank == 0 else None
+    return engine.comm.gather_objects(own)[0] or given
 
 
 def train(
@@ -102,7 +118,7 @@ def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tens
     losses = []
     for _ in range(engine.accumulation_steps):
         batch = on_device(stream.next_batch(), device=engine.process.device)
-        loss = engine(batch.tokens, batch.targets)
+        loss = engine(batch.tokens, batch.targets) * batch.weight
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -113,7 +129,7 @@ def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
     """The mean loss over all ranks' batches, the same number on every rank."""
     with engine.evaluating():
         placed = (on_device(batch, device=engine.process.device) for batch in batches)
-        losses = torch.stack([engine(batch.tokens, batch.targets) for batch in placed])
+        losses = torch.stack([engine(batch.tokens, batch.targets) * batch.weight for batch in placed])
     return engine.comm.gather_scalars(losses.double(), label="validation loss").mean().item()
 
 

@@ -1,5 +1,7 @@
 """From the checked configuration to a rank's batches."""
 
+from dataclasses import replace
+
 import torch
 
 from ztk.config import Config
@@ -30,11 +32,11 @@ def open_stream(config: Config, *, corpus: ByteCorpus | None, process: Process) 
 
 
 def open_held_out(config: Config, *, corpus: ByteCorpus | None, process: Process) -> list[Batch]:
-    """This rank's validation batches, `train.eval_batches` of them; none for synthetic tokens."""
+    """This rank's part of `train.eval_batches` global batches to validate on; none for synthetic tokens."""
     if corpus is None or not config.train.eval_batches:
         return []
     share = share_of(config, process=process)
-    wanted = config.train.eval_batches * share.micro_batch * share.world_size
+    wanted = config.train.eval_batches * share.global_batch
     return list(held_out_batches(corpus.validation, seq_len=config.data.seq_len, share=share, num_sequences=wanted))
 
 
@@ -42,6 +44,7 @@ def share_of(config: Config, *, process: Process) -> Share:
     return Share(
         micro_batch=config.train.micro_batch_size,
         accumulation_steps=config.train.accumulation_steps,
+        global_batch=config.train.global_batch_size,
         rank=process.rank,
         world_size=process.world_size,
     )
@@ -51,7 +54,8 @@ def on_device(batch: Batch, *, device: torch.device) -> Batch:
     """Copies beside the host's work: from pinned memory a copy to a GPU waits for nothing."""
     if device.type == "cpu":
         return batch
-    return Batch(
+    return replace(
+        batch,
         tokens=batch.tokens.pin_memory().to(device, non_blocking=True),
         targets=batch.targets.pin_memory().to(device, non_blocking=True),
     )

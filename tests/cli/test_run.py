@@ -54,7 +54,7 @@ def test_a_refused_command_leaves_nothing(tmp_path):
 def test_help_shows_groups_keys_and_examples(tmp_path):
     done = run("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for words in ("zero: ddp, fsdp2, stage0, stage1, stage2, stage3", "accumulation_steps: 1", "python run.py -m"):
+    for words in ("zero: ddp, fsdp2, stage0, stage1, stage2, stage3", "global_batch_size: null", "python run.py -m"):
         assert words in done.stdout
 
 

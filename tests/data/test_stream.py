@@ -108,16 +108,47 @@ def test_held_out_batches_are_the_same_sequences_for_every_split(world_size):
         return [batch.tokens for batch in held_out_batches(DATA, seq_len=7, share=share, num_sequences=36)]
 
     parts = [rows(rank) for rank in range(world_size)]
-    assert all(len(part) == 4 for part in parts)  # 32 of 36: whole batches of 8
-    joined = torch.cat([torch.cat(step) for step in zip(*parts, strict=True)])
-    assert joined[:, 0].tolist() == [i * 142 // 32 * 7 for i in range(32)]
+    assert all(len(part) == 5 for part in parts)  # 36 in batches of 8
+    joined = torch.cat([tokens for part in parts for tokens in part])
+    assert joined[:, 0].tolist() == [i * 142 // 36 * 7 for i in range(36)]
 
 
-def test_held_out_batches_cover_a_small_part_at_least_once():
+def test_held_out_batches_are_as_many_as_there_are_sequences():
     share = Share(micro_batch=8, world_size=2)
-    batches = list(held_out_batches(DATA[:30], seq_len=7, share=share, num_sequences=64))
-    assert len(batches) == 1
-    assert batches[0].tokens.shape == (8, 7)
+    (batch,) = held_out_batches(DATA[:30], seq_len=7, share=share, num_sequences=64)
+    assert batch.tokens.shape == (2, 7) and batch.weight == 1.0
+
+
+UNEVEN = [(3, 2, 8), (3, 1, 8), (5, 4, 7), (4, 8, 3), (2, 3, 5), (7, 2, 30)]
+
+
+@pytest.mark.parametrize("world_size, micro_batch, total", UNEVEN)
+def test_a_global_batch_that_does_not_divide_is_whole_and_weighs_right(world_size, micro_batch, total):
+    shares = [
+        Share.of_total(total, micro_batch=micro_batch, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    one = TokenStream(DATA, seq_len=7, share=Share(micro_batch=total), seed=3)
+    ranks = [TokenStream(DATA, seq_len=7, share=share, seed=3) for share in shares]
+    for _ in range(20):
+        whole = one.next_batch()
+        parts = [stream.next_batch() for stream in ranks for _ in range(shares[0].accumulation_steps)]
+        assert all(1 <= len(part.tokens) <= micro_batch for part in parts)
+        used = [part.tokens for part in parts if part.weight]
+        assert torch.equal(torch.cat(used), whole.tokens)
+        # any function of a sequence: the weighted mean of the parts' means is the mean
+        mean = sum(part.weight * part.tokens.double().mean() for part in parts) / len(parts)
+        assert mean.item() == pytest.approx(whole.tokens.double().mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_held_out_batches_weigh_right_on_any_number_of_ranks(world_size):
+    def weighted(rank):
+        share = Share(micro_batch=4, rank=rank, world_size=world_size)
+        batches = list(held_out_batches(DATA, seq_len=7, share=share, num_sequences=32))
+        return [batch.weight * batch.tokens.double().mean() for batch in batches]
+
+    values = torch.stack([value for rank in range(world_size) for value in weighted(rank)])
+    assert values.mean().item() == pytest.approx(sum(i * 142 // 32 * 7 + 3 for i in range(32)) / 32, rel=1e-12)
 
 
 def test_too_short_text_is_refused():
@@ -139,3 +170,5 @@ def test_bad_sizes_are_refused():
         Share(micro_batch=1, accumulation_steps=0)
     with pytest.raises(ValueError, match=r"data\.seq_len=0"):
         stream(seq_len=0)
+    with pytest.raises(ValueError, match=r"use train\.global_batch_size=8 or less"):
+        Share(micro_batch=4, world_size=2, global_batch=9)

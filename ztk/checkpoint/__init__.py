@@ -1,7 +1,7 @@
 """Checkpoints that belong to the model: saved by slices under one layout, loaded under any other."""
 
 from ztk.checkpoint.errors import CheckpointError, SaveFailed
-from ztk.checkpoint.folder import Retention, checkpoints, resolve
+from ztk.checkpoint.folder import Retention, checkpoints, newest_whole, resolve
 from ztk.checkpoint.load import LoadReport, load
 from ztk.checkpoint.manifest import Manifest, read_manifest
 from ztk.checkpoint.save import Saver, SaveReport, save
@@ -16,6 +16,7 @@ __all__ = [
     "Saver",
     "checkpoints",
     "load",
+    "newest_whole",
     "read_manifest",
     "resolve",
     "save",

@@ -80,6 +80,22 @@ def resolve(path: str | os.PathLike) -> Path:
     return path / name
 
 
+def newest_whole(folder: Path) -> Path | None:
+    """What an unattended restart goes on from: the latest checkpoint, or if that looks damaged the newest that does not.
+
+    Manifests and the files' lengths are looked at; the bytes are checked when they are loaded.
+    """
+    found = checkpoints(folder)
+    try:
+        pointed = resolve(folder) if found else None
+    except CheckpointError:
+        pointed = None
+    for path in ([pointed] if pointed else []) + found[::-1]:
+        if _looks_whole(path):
+            return path
+    return None
+
+
 def open_manifest(path: Path) -> Manifest:
     """`read_manifest`, and in the error what can be loaded instead."""
     try:

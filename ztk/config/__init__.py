@@ -1,6 +1,7 @@
 """The Hydra door: a typed schema, the rules between its groups, and composing. Imports no torch."""
 
 from ztk.config.arguments import extra_folders, parse_arguments, split_flags
+from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
 from ztk.config.machine import Machine
 from ztk.config.rules import ConfigError
@@ -15,6 +16,7 @@ __all__ = [
     "extra_folders",
     "from_yaml",
     "load",
+    "on_fewer_ranks",
     "parse_arguments",
     "refusal",
     "save",

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.arguments import parse_arguments
+from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.effects import device_of, settle_parameter_tier, silence_idle
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
@@ -148,6 +149,8 @@ def _settle(config: Config, *, machine: Machine) -> None:
     settle_parameter_tier(config)
     silence_idle(config, machine=machine)
     _settle_launch(config, machine=machine)
+    record = record_of(config.output_dir) if config.checkpoint.resume == AUTO else None
+    settle_batch(config, recorded=load(record) if record else None)
     _settle_paths(config)
     scheduler, steps = config.scheduler, config.train.steps
     if scheduler.name in (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine):
@@ -178,7 +181,7 @@ def _settle_paths(config: Config) -> None:
         config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
-    if config.checkpoint.resume is not None:
+    if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 
 

@@ -169,6 +169,16 @@ EFFECTS = (
         only="checkpoint.every above 0",
     ),
     Effect(
+        keys=("launch.elastic",),
+        when=lambda c, m: not m.started_ranks,
+        only="python run.py; torchrun starts ranks again by itself, with --max-restarts",
+    ),
+    Effect(
+        keys=("launch.min_ranks",),
+        when=lambda c, m: bool(c.launch.elastic) and not m.started_ranks,
+        only="launch.elastic=true",
+    ),
+    Effect(
         keys=_section("logger", "project", "every"),
         when=lambda c, m: c.logger.mode is not LoggerMode.disabled,
         only="logger=offline or online",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
@@ -85,6 +86,7 @@ _RANGES = {
     "train.steps": _ONE,
     "train.micro_batch_size": _ONE,
     "train.accumulation_steps": _ONE,
+    "train.global_batch_size": _ONE,
     "train.seed": _ZERO,
     "train.log_every": _ONE,
     "train.eval_every": _ZERO,
@@ -112,6 +114,7 @@ _RANGES = {
     "logger.every": _ONE,
     "launch.ranks": _ONE,
     "launch.threads": _ONE,
+    "launch.min_ranks": _ONE,
     "launch.timeout_seconds": _POSITIVE,
 }
 
@@ -262,10 +265,15 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"checkpoint.every={checkpoint.every} would never come with train.steps={train.steps}: "
             f"use checkpoint.every={train.steps}, or checkpoint.every=0"
         )
-    if checkpoint.resume is not None and not os.path.exists(os.path.expanduser(checkpoint.resume)):
+    if train.global_batch_size is not None and train.accumulation_steps is not None:
+        yield (
+            f"train.accumulation_steps={train.accumulation_steps} has no effect beside "
+            f"train.global_batch_size={train.global_batch_size}, which takes as many forwards as it needs: leave one out"
+        )
+    if checkpoint.resume not in (None, AUTO) and not os.path.exists(os.path.expanduser(checkpoint.resume)):
         yield (
             f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with "
-            "checkpoints, or leave it out"
+            "checkpoints, or checkpoint.resume=auto for the run's own, or leave it out"
         )
     logger = config.logger
     if (
@@ -321,6 +329,13 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
             f"launch.ranks={launch.ranks} with {machine.gpus} GPUs: use launch.ranks={machine.gpus}, or "
             "launch.device=cpu"
         )
+    if launch.elastic and not config.checkpoint.every:
+        yield (
+            "launch.elastic=true has nothing to go on from without checkpoints: use checkpoint=periodic, or "
+            "checkpoint.every=N"
+        )
+    if launch.elastic and launch.ranks and launch.min_ranks and launch.min_ranks > launch.ranks:
+        yield f"launch.min_ranks={launch.min_ranks} with launch.ranks={launch.ranks}: use launch.min_ranks={launch.ranks}"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.kernels.backend is KernelBackend.triton and device == "cpu" and not interpreted:
         yield "kernels=triton needs a GPU: use kernels=auto (torch's kernels on a CPU), or kernels=reference"

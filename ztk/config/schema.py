@@ -167,7 +167,8 @@ class DataConfig:
 class TrainConfig:
     steps: int
     micro_batch_size: int
-    accumulation_steps: int
+    accumulation_steps: int | None = None
+    global_batch_size: int | None = None
     seed: int
     log_every: int
     eval_every: int
@@ -216,7 +217,7 @@ class CheckpointConfig:
     every: int  # 0: none
     keep: int | None = None
     asynchronous: bool | None = None
-    resume: str | None = None
+    resume: str | None = None  # a path, or auto
 
 
 @dataclass(kw_only=True)
@@ -232,6 +233,8 @@ class LaunchConfig:
     threads: int | None = None
     timeout_seconds: float
     device: DeviceName
+    elastic: bool | None = None
+    min_ranks: int | None = None
 
 
 @dataclass(kw_only=True)

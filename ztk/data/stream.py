@@ -2,9 +2,14 @@
 
 [Note: Global order]
 Training reads one endless row of sequences, `position` counting them over all ranks: a step takes the next
-`world_size * accumulation_steps * micro_batch` of them, rank r the r-th contiguous part, and each of its micro-batches
-the next part of that. So the global batch of a step is the same sequences in the same order for every number of ranks
-with the same global batch, and the position alone is the state.
+`global_batch` of them, rank r the r-th contiguous part, and each of its micro-batches the next part of that. So the global
+batch of a step is the same sequences in the same order for every number of ranks, and the position alone is the state.
+
+[Note: Uneven parts]
+Where the global batch does not divide, the first parts have one sequence more: 8 sequences on 3 ranks are 3, 3 and 2. All ranks run
+equally many forwards, because they meet in every one. A batch's weight makes up for its size: the mean over ranks and micro-batches
+of `weight * mean loss of the micro-batch` is the mean over the global batch, and so are the gradients. A micro-batch that would have no
+sequence at all takes any one with the weight 0.
 """
 
 from collections.abc import Iterator
@@ -19,20 +24,25 @@ from ztk.runtime.seed import generator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One micro-batch of one rank, on CPU: `targets[b, t]` is the token that follows `tokens[b, t]`."""
+    """One micro-batch of one rank, on CPU: `targets[b, t]` is the token that follows `tokens[b, t]`.
+
+    weight: of its mean loss, see [Note: Uneven parts]; 1 where all micro-batches are equally large.
+    """
 
     tokens: Tensor  # int64 [micro_batch, seq_len]
     targets: Tensor  # int64 [micro_batch, seq_len]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank takes of every step."""
+    """What one rank takes of every step. Raises ValueError for a global batch that the micro-batches cannot hold."""
 
-    micro_batch: int  # sequences per forward
+    micro_batch: int  # sequences per forward, at most
     accumulation_steps: int = 1  # forwards per step
     rank: int = 0  # coordinate among the data-parallel ranks
     world_size: int = 1  # number of data-parallel ranks
+    global_batch: int = 0  # sequences per step over all ranks; 0 becomes as many as the micro-batches hold
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size
@@ -40,11 +50,31 @@ class Share:
             if getattr(self, name) < 1:
                 key = "micro_batch_size" if name == "micro_batch" else name
                 raise ValueError(f"train.{key}={getattr(self, name)}: must be at least 1")
+        most = self.world_size * self.accumulation_steps * self.micro_batch
+        if not self.global_batch:
+            object.__setattr__(self, "global_batch", most)
+        if not 0 < self.global_batch <= most:
+            raise ValueError(
+                f"train.global_batch_size={self.global_batch}: {self.world_size} ranks with {self.accumulation_steps} "
+                f"micro-batches of {self.micro_batch} take {most} at most; use train.global_batch_size={most} or less"
+            )
 
-    @property
-    def global_batch(self) -> int:
-        """Sequences per step over all ranks."""
-        return self.world_size * self.accumulation_steps * self.micro_batch
+    @staticmethod
+    def of_total(total: int, *, micro_batch: int, rank: int, world_size: int) -> "Share":
+        """The share of `total` sequences in as few micro-batches as hold them."""
+        steps = -(-total // (world_size * micro_batch))
+        return Share(
+            micro_batch=micro_batch, accumulation_steps=steps, rank=rank, world_size=world_size, global_batch=total
+        )
+
+    def sequences(self, micro_step: int) -> range:
+        """Which of a step's sequences, counted from 0, the rank's `micro_step`-th micro-batch has. See [Note: Uneven parts]."""
+        own = _part(range(self.global_batch), index=self.rank, parts=self.world_size)
+        return _part(own, index=micro_step, parts=self.accumulation_steps)
+
+    def weight(self, micro_step: int) -> float:
+        """Of the micro-batch, see [Note: Uneven parts]."""
+        return len(self.sequences(micro_step)) * self.world_size * self.accumulation_steps / self.global_batch
 
 
 class _Stream:
@@ -58,15 +88,17 @@ class _Stream:
 
     def next_batch(self) -> Batch:
         """The next micro-batch of this rank."""
-        share = self.share
-        first = share.rank * share.accumulation_steps + self._micro_step
-        start = self._position + first * share.micro_batch
-        sequences = torch.stack([self._sequence(start + i) for i in range(share.micro_batch)])  # [B, T + 1]
+        share, step = self.share, self._micro_step
+        numbers = share.sequences(step)
+        batch = _batch(
+            [self._sequence(self._position + number) for number in numbers or [numbers.start]],
+            weight=share.weight(step),
+        )
         self._micro_step += 1
         if self._micro_step == share.accumulation_steps:
             self._position += share.global_batch
             self._micro_step = 0
-        return _batch(sequences)
+        return batch
 
     def state_dict(self) -> dict[str, object]:
         """The position, the same on all ranks; valid between steps."""
@@ -156,20 +188,19 @@ class SyntheticStream(_Stream):
 
 
 def held_out_batches(data: Tensor, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
-    """This rank's micro-batches of about `num_sequences` sequences spread evenly over `data`; always the same ones.
+    """This rank's micro-batches of `num_sequences` sequences, or as many as there are, spread evenly over `data`; always the same ones.
 
-    The number is rounded down to whole batches over all ranks, at least one, so every rank gets equally many and the
-    mean of the ranks' mean losses is the mean over all tokens. Accumulation plays no part.
+    Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean losses is the mean over
+    all tokens, see [Note: Uneven parts]. Of `share` the ranks and the micro-batch's size play a part.
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = _num_sequences(data, seq_len=seq_len)
-    width = share.world_size * share.micro_batch
-    num_batches = max(1, min(num_sequences, available) // width)
-    count = num_batches * width
-    for batch in range(num_batches):
-        first = batch * width + share.rank * share.micro_batch
-        picks = [(first + i) * available // count for i in range(share.micro_batch)]
-        yield _batch(torch.stack([_window(data, index=pick, seq_len=seq_len) for pick in picks]))
+    count = min(num_sequences, available)
+    held = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
+    for step in range(held.accumulation_steps):
+        numbers = held.sequences(step)
+        picks = [min(number, count - 1) * available // count for number in numbers or [numbers.start]]
+        yield _batch([_window(data, index=pick, seq_len=seq_len) for pick in picks], weight=held.weight(step))
 
 
 def _num_sequences(data: Tensor, *, seq_len: int) -> int:
@@ -188,5 +219,14 @@ def _window(data: Tensor, *, index: int, seq_len: int) -> Tensor:
     return data[start : start + seq_len + 1].long()
 
 
-def _batch(sequences: Tensor) -> Batch:
-    return Batch(tokens=sequences[:, :-1].contiguous(), targets=sequences[:, 1:].contiguous())
+def _batch(sequences: list[Tensor], *, weight: float) -> Batch:
+    """From the tokens of its sequences, int64 [seq_len + 1] each."""
+    stacked = torch.stack(sequences)
+    return Batch(tokens=stacked[:, :-1].contiguous(), targets=stacked[:, 1:].contiguous(), weight=weight)
+
+
+def _part(numbers: range, *, index: int, parts: int) -> range:
+    """The `index`-th of so many contiguous parts, the first ones one longer where it does not divide."""
+    size, longer = divmod(len(numbers), parts)
+    start = index * size + min(index, longer)
+    return numbers[start : start + size + (index < longer)]
