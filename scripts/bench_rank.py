@@ -213,6 +213,7 @@ def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
             zero["offload_param"] = target
     settings = {
         "train_micro_batch_size_per_gpu": task.micro_batch,
+        "gradient_clipping": OPTIMIZER.clip_grad_norm,  # DeepSpeed's default is 1.0
         "zero_optimization": zero,
         "optimizer": {
             "type": "AdamW",
