@@ -81,6 +81,10 @@ def initialize(
         training_dataloader=_loader(training_data, settings=settings, process=process, collate_fn=collate_fn),
     )
     owners.register(engine)
+    if settings.activation_checkpointing is not None:
+        from ztk.deepspeed import checkpointing  # here: it imports this module
+
+        checkpointing.configure_from(settings.activation_checkpointing)
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
 
 

@@ -57,25 +57,14 @@ SECTIONS = {
         *("offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
         *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
     ),
-    "activation_checkpointing": (
-        *("partition_activations", "number_checkpoints", "contiguous_memory_optimization", "cpu_checkpointing"),
-        *("synchronize_checkpoint_boundary", "profile"),
-    ),
     "datastates_ckpt": ("host_cache_size",),
 }
 _INSTEAD = {
-    "activation_checkpointing": "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in the model",
     "wandb": "log from the script",
     "tensorboard": "log from the script",
     "csv_monitor": "log from the script",
     "flops_profiler": "use torch.utils.flop_counter",
     "compile": "compile the model with torch.compile before",
-}
-_WRONG = {
-    "activation_checkpointing": {
-        "partitioned_activations": "there is no such key; did you mean partition_activations?"
-    },
-    "checkpoint": {},
 }
 REMOVED = (
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
@@ -112,8 +101,7 @@ def check_absent(given: dict, *, findings: Findings) -> None:
             continue
         wrong = [key for key in section if key not in keys]
         for key in wrong:
-            mend = _WRONG.get(name, {}).get(key) or f"there is no such key{did_you_mean(key, known=keys)}"
-            findings.faults.append(f"{name}.{key}: {mend}")
+            findings.faults.append(f"{name}.{key}: there is no such key{did_you_mean(key, known=keys)}")
         if not wrong and (active := _active(section, keys=keys)):
             instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
             key = active if active == "enabled" else f"{active}={shown(section[active])}"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ztk.deepspeed.config.absent import check_absent, read_checkpoint
+from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activation_checkpointing
 from ztk.deepspeed.config.batch import BatchSizes, solve_batch
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings, read_section
@@ -23,7 +24,7 @@ from ztk.zero import ZeroPolicy
 class Settings:
     """What a configuration says, as the engine takes it.
 
-    optimizer, schedule: None if the configuration has no such section.
+    optimizer, schedule, activation_checkpointing: None if the configuration has no such section.
     static_loss_scale: 0 for dynamic. notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     offload: OffloadPolicy
     optimizer: OptimizerPolicy | None
     schedule: ScheduleChoice | None
+    activation_checkpointing: ActivationCheckpointing | None
     gradient_clipping: float
     communication_data_type: str | None
     steps_per_print: int | None
@@ -63,6 +65,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     clip = top.get("gradient_clipping", 1.0)
     optimizer = read_optimizer(given.get("optimizer"), clip=clip, findings=findings)
     schedule = read_scheduler(given.get("scheduler"), findings=findings)
+    activations = read_activation_checkpointing(given.get("activation_checkpointing"), findings=findings)
     tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
     check_absent(given, findings=findings)
     if findings.faults:
@@ -79,6 +82,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         offload=offload,
         optimizer=optimizer,
         schedule=schedule,
+        activation_checkpointing=activations,
         gradient_clipping=clip,
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),

@@ -30,11 +30,14 @@ MODULES: dict[str, Row] = {
     "deepspeed": "ztk.deepspeed",
     "deepspeed.accelerator": {"ztk.deepspeed.device": "get_accelerator Accelerator"},
     "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
+    "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
     "deepspeed.version": "ztk.deepspeed.version",
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.runtime
     "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.runtime.config": {"ztk.deepspeed.config": "DeepSpeedConfigError"},
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {

@@ -1,0 +1,201 @@
+"""Where the inputs of recomputed blocks wait for the backward: kept, cut over tensor-parallel ranks, in main memory, in one buffer.
+
+A `SavedInput` is a handle: it gives its tensor back as often as the backward asks, and its bytes go when autograd drops it.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.recompute.arena import Arena
+from ztk.recompute.policy import RecomputePolicy
+from ztk.runtime import Comm, MemoryLedger, Tier
+
+CATEGORY = "recompute inputs"  # in the memory ledger
+
+
+class SavedInput:
+    """A tensor as it is, for the device tier: no copy, so it must not be changed till the backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor. Raises RuntimeError if it was changed in place."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"the input {tuple(self._tensor.shape)} of a recomputed block was changed in place after the block had run: "
+                "make a new tensor instead (x = x + y for x += y)"
+            )
+        return self._tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """What a flat part was cut from."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _SavedPart:
+    """A flat copy of the tensor, or of this rank's part of it, in main memory or on the device.
+
+    previous: the copy that was made before this one, which the backward will want next.
+    """
+
+    def __init__(self, data: Tensor, *, form: _Form, store: "InputStore", previous: "weakref.ref | None") -> None:
+        self._data, self._form, self._store, self._previous = data, form, store, previous
+        self._coming: _Coming | None = None
+
+    def restore(self) -> Tensor:
+        """The whole tensor on the device. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        part = self._data
+        if part.device != self._form.device:
+            self._fetch()
+            part, self._coming = self._coming.wait(), None
+            if self._previous is not None and (before := self._previous()) is not None:
+                before._fetch()
+        return self._store.whole(part, shape=self._form.shape)
+
+    def _fetch(self) -> None:
+        """Starts the way back."""
+        if self._coming is None:
+            self._coming = self._store.copies.back(self._data, device=self._form.device)
+
+
+class InputStore:
+    """Takes the inputs of recomputed blocks and hands out their handles."""
+
+    def __init__(
+        self,
+        policy: RecomputePolicy,
+        *,
+        num_regions: int,
+        comm: Comm | None = None,
+        ledger: MemoryLedger | None = None,
+    ) -> None:
+        self._policy, self._ledger = policy, ledger
+        self._comm = comm if policy.partition_inputs and comm is not None and comm.size > 1 else None
+        self._num_checkpoints = policy.num_checkpoints or num_regions
+        self._arenas: dict[tuple, Arena] = {}
+        self._last: weakref.ref | None = None
+        self.copies = _Copies()
+
+    @property
+    def copies_inputs(self) -> bool:
+        """A handle does not hold the very tensor."""
+        return self._policy.inputs_on_cpu or self._policy.contiguous or self._comm is not None
+
+    def save(self, tensor: Tensor, *, place: int) -> SavedInput | _SavedPart:
+        """place: which of its region's inputs this is; inputs at one place share a buffer."""
+        if not self.copies_inputs:
+            saved = SavedInput(tensor)
+            self._book(saved, tensor)
+            return saved
+        part = self._own_part(tensor)
+        target, arena_slot = self._target(part, place=place)
+        self.copies.out(part, into=target)
+        form = _Form(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        saved = _SavedPart(target, form=form, store=self, previous=self._last)
+        self._last = weakref.ref(saved)
+        if arena_slot is None:
+            self._book(saved, target)
+        else:
+            arena, slot = arena_slot
+            weakref.finalize(saved, arena.give, slot).atexit = False
+        return saved
+
+    def whole(self, part: Tensor, *, shape: torch.Size) -> Tensor:
+        """The tensor that `part` was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        if self._comm is None:
+            return part.view(shape)
+        full = part.new_empty(part.numel() * self._comm.size)
+        full.chunk(self._comm.size)[self._comm.rank].copy_(part)
+        self._comm.all_gather(full, label="recompute input").wait()
+        return full[: shape.numel()].view(shape)
+
+    def _own_part(self, tensor: Tensor) -> Tensor:
+        """Flat: all of it, or this rank's part, padded to equal parts."""
+        flat = tensor.reshape(-1)
+        if self._comm is None:
+            return flat
+        size = -(-flat.numel() // self._comm.size)
+        own = flat[self._comm.rank * size : (self._comm.rank + 1) * size]
+        return own if own.numel() == size else torch.cat([own, own.new_zeros(size - own.numel())])
+
+    def _target(self, part: Tensor, *, place: int) -> tuple[Tensor, tuple[Arena, int] | None]:
+        """Memory of its own for a part, in the buffer or not."""
+        device = torch.device("cpu") if self._policy.inputs_on_cpu else part.device
+        pinned = device.type == "cpu" and part.device.type == "cuda"
+        if not self._policy.contiguous:
+            return torch.empty(part.shape, dtype=part.dtype, device=device, pin_memory=pinned), None
+        key = part.dtype, device, place
+        if key not in self._arenas:
+            self._arenas[key] = Arena(
+                slots=self._num_checkpoints, dtype=part.dtype, device=device, pinned=pinned, on_resize=self._book_arena
+            )
+        arena = self._arenas[key]
+        slot, target = arena.take(part.numel())
+        return target, (arena, slot)
+
+    def _book(self, handle: object, data: Tensor) -> None:
+        """The ledger counts the bytes until the handle is gone."""
+        if self._ledger is None:
+            return
+        entry = {"tier": self._tier, "category": CATEGORY, "nbytes": data.numel() * data.itemsize}
+        self._ledger.add(**entry)
+        weakref.finalize(handle, self._ledger.remove, **entry).atexit = False
+
+    def _book_arena(self, *, freed: int, taken: int) -> None:
+        if self._ledger is not None:
+            self._ledger.remove(tier=self._tier, category=CATEGORY, nbytes=freed)
+            self._ledger.add(tier=self._tier, category=CATEGORY, nbytes=taken)
+
+    @property
+    def _tier(self) -> Tier:
+        return Tier.host if self._policy.inputs_on_cpu else Tier.device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Coming:
+    """A copy on its way to the GPU."""
+
+    tensor: Tensor
+    arrived: torch.cuda.Event
+
+    def wait(self) -> Tensor:
+        """The current stream waits, not the host."""
+        current = torch.cuda.current_stream(self.tensor.device)
+        current.wait_event(self.arrived)
+        self.tensor.record_stream(current)
+        return self.tensor
+
+
+class _Copies:
+    """Copies to main memory and back; beside a GPU on a stream of their own, behind its computation."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def out(self, source: Tensor, *, into: Tensor) -> None:
+        """`into` gets the values of `source`, which may go at once."""
+        if into.device == source.device:
+            into.copy_(source)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(source.device)
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+
+    def back(self, data: Tensor, *, device: torch.device) -> _Coming:
+        """Starts to copy `data` to the GPU; what `out` wrote there is complete, because one stream does both."""
+        with torch.cuda.stream(self._stream):
+            out = torch.empty(data.shape, dtype=data.dtype, device=device)
+            out.copy_(data, non_blocking=True)
+            return _Coming(tensor=out, arrived=self._stream.record_event())

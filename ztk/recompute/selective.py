@@ -1,0 +1,35 @@
+"""What a selectively recomputed block keeps: the results of matrix products and attention, which cost most and are small."""
+
+import functools
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_KEPT = {
+    "aten": (
+        *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        *("_flash_attention_forward", "_efficient_attention_forward"),
+    ),
+    "mkldnn": ("_linear_pointwise",),
+    "ztk": ("attention", "grouped_gemm"),
+}
+
+
+@functools.cache
+def kept_operators() -> frozenset:
+    """The operators whose results are kept, as far as this torch has them."""
+    packets = [
+        getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _KEPT.items() for name in names
+    ]
+    return frozenset(packet.default for packet in packets if packet is not None and "default" in packet.overloads())
+
+
+def contexts():
+    """A pair of contexts for `torch.utils.checkpoint`: around the forward, and around its repetition."""
+    return create_selective_checkpoint_contexts(_choose)
+
+
+def _choose(ctx: object, operator: object, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE
