@@ -1,8 +1,9 @@
-"""The one place where techniques meet. Order: groups of parameters, stores, ZeRO, engine.
+"""The one place where techniques meet. Order: tensors, sequences, groups of parameters, stores, ZeRO, engine.
 
 A technique is applied to a plain module from outside; the module, the optimizer and the training program know nothing of it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,10 @@ from ztk.optim import FlatOptimizer, OptimizerPolicy, flat_optimizer, group_para
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
+from ztk.runtime.part import InitialValues, Part, values_of_parts
+from ztk.sequence import cut_sequences
+from ztk.tensor import TensorPolicy, shard_tensors
 from ztk.zero import DeviceStore, Store, Stores, Zero, ZeroPolicy
-from ztk.zero.build import InitialValues
 from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
 from ztk.zero.units import plan_units
 
@@ -33,10 +36,12 @@ def parallelize(
     precision: PrecisionPolicy | None = None,
     zero: ZeroPolicy | None = None,
     offload: OffloadPolicy | None = None,
+    tensor: TensorPolicy | None = None,
     accumulation_steps: int = 1,
     initial_values: InitialValues | None = None,
 ) -> Engine:
-    """Makes `model` train under a memory strategy. A collective call: every rank makes it with the same arguments.
+    """Makes `model` train under a memory strategy on the mesh of `process`. A collective call: every rank makes it with the same
+    arguments.
 
     model: a plain module, on any device; on the meta device it needs `initial_values(name=, start=, stop=)`, otherwise rank 0's values
         are everybody's. Its parameters are taken over: dtype, memory and place follow the policies.
@@ -45,6 +50,7 @@ def parallelize(
     Raises ValueError for policies that do not fit together.
     """
     precision, zero, offload = precision or PrecisionPolicy(), zero or ZeroPolicy(), offload or OffloadPolicy()
+    mesh = process.mesh
     if offload.parameters is not OffloadTarget.none and not zero.shards_parameters:
         raise ValueError(
             f"offload.parameters={offload.parameters} needs zero=stage3 (have stage {zero.stage}); "
@@ -58,8 +64,16 @@ def parallelize(
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if not trained and optimizer.lr > 0:  # lr=0: a model that shall only run forward, its parameters frozen
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
+    parts, tensors = {}, None
+    if mesh.comm("tp").size > 1:
+        tensors = shard_tensors(model, mesh=mesh, policy=tensor or TensorPolicy())
+        parts |= tensors.parts
+    if mesh.comm("sp").size > 1:
+        cut_sequences(model, mesh=mesh)
+    if initial_values is not None:
+        initial_values = values_of_parts(initial_values, parts=parts)
     groups = group_parameters(optimizer, shapes=trained)
-    offload = _fitted(offload, model=model, num_shards=process.mesh.comm("data").size, optimizer=step)
+    offload = _fitted(offload, model=model, process=process, parts=parts, optimizer=step)
     stores = _stores(offload, process=process, memory=memory, io=io, shards_gradients=zero.shards_gradients)
     sharded = Zero(
         model,
@@ -68,23 +82,26 @@ def parallelize(
         optimizer=step,
         groups=groups,
         stores=stores,
-        mesh=process.mesh,
+        mesh=mesh,
+        parts=parts,
         ledger=memory,
         clock=clock,
         piece_size=_piece_size(offload, optimizer=step),
         pieces_ahead=max(0, offload.buffer_count - BUFFERS_OF_AN_UPDATE),
         initial_values=initial_values,
     )
+    if tensors is not None:
+        tensors.sum_partial_gradients(model)
     _place_buffers(model, process=process)
     control = StepControl(
         optimizer=optimizer,
         groups=groups,
         loss_scale=precision.loss_scale,
         lr_table=lr_table,
-        gradient_divisor=process.mesh.comm("data").size * accumulation_steps,
+        gradient_divisor=mesh.comm("data").size * accumulation_steps,
         device=process.device,
     )
-    process.mesh.counters.reset()  # what building moved is not what training moves
+    mesh.counters.reset()  # what building moved is not what training moves
     return Engine(
         model,
         zero=sharded,
@@ -121,13 +138,25 @@ def _stores(
     )
 
 
-def _fitted(policy: OffloadPolicy, *, model: nn.Module, num_shards: int, optimizer: FlatOptimizer) -> OffloadPolicy:
+def _fitted(
+    policy: OffloadPolicy,
+    *,
+    model: nn.Module,
+    process: Process,
+    parts: Mapping[str, Part],
+    optimizer: FlatOptimizer,
+) -> OffloadPolicy:
     """Pool buffers no larger than the largest unit's shard needs: a small model does not reserve what a large one would use."""
     if policy.optimizer is not OffloadTarget.nvme:
         return policy
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+    def shard(name: str, parameter: nn.Parameter) -> int:
+        axis = parts[name].axis if name in parts else "data"
+        return -(-parameter.numel() // process.mesh.comm(axis).size)
+
+    sizes = {name: shard(name, parameter) for name, parameter in model.named_parameters()}
     largest = max(sum(sizes[name] for name in unit.owned) for unit in plan_units(model))
-    elements = largest // num_shards + SHARD_ALIGNMENT * PARAMETER_ALIGNMENT  # with room for padding
+    elements = largest + SHARD_ALIGNMENT * PARAMETER_ALIGNMENT  # with room for padding
     needed = -(-elements * _bytes_per_element(optimizer) // PAGE_BYTES) * PAGE_BYTES
     return replace(policy, buffer_bytes=min(policy.buffer_bytes, needed))
 

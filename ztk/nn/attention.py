@@ -1,6 +1,7 @@
 """Causal self-attention with grouped queries and rotary positions.
 
-Shapes: B batch, T time, H query heads, K key and value heads, G = H / K, D head size, C width of the residual stream.
+Shapes: B batch, T time, H query heads, K key and value heads, G = H / K, D head size, C width of the residual stream. H and K are those
+of the projections' weights as they are: a rank may hold some of the heads.
 """
 
 import torch
@@ -20,18 +21,30 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.head_dim = config.head_dim
+        self.first_position = 0  # of x: not 0 where a rank holds a later part of the sequence
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
         self.value = Linear(config.dim, config.kv_heads * config.head_dim)
+        self.core = CausalAttention()
         self.out = Linear(config.heads * config.head_dim, config.dim)
 
     def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        query = rope(self.query(x).view(B, T, self.heads, self.head_dim), cos=cos, sin=sin)  # [B, T, H, D]
-        key = rope(self.key(x).view(B, T, self.kv_heads, self.head_dim), cos=cos, sin=sin)  # [B, T, K, D]
-        value = self.value(x).view(B, T, self.kv_heads, self.head_dim)  # [B, T, K, D]
-        return self.out(causal_attention(query, key=key, value=value).flatten(2))
+        """cos, sin: fp32 [max_seq_len, D / 2]."""
+        query, key, value = (
+            projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
+        )  # [B, T, H or K, D]
+        positions = slice(self.first_position, self.first_position + query.shape[1])
+        query = rope(query, cos=cos[positions], sin=sin[positions])
+        key = rope(key, cos=cos[positions], sin=sin[positions])
+        return self.out(self.core(query, key=key, value=value).flatten(2))
+
+
+class CausalAttention(nn.Module):
+    """See `causal_attention`. A module so that it can be wrapped from outside."""
+
+    def forward(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key=key, value=value)
 
 
 def causal_attention(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from ztk.kernels import cross_entropy
 from ztk.nn.block import Block
 from ztk.nn.config import DecoderConfig
 from ztk.nn.linear import Linear
+from ztk.nn.loss import LanguageLoss
 from ztk.nn.norm import RMSNorm
 
 
@@ -21,11 +21,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, number=number) for number in range(config.layers))
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+        self.loss = LanguageLoss()
         nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # torch's 1.0 is far too loud for a tied head
         cos, sin = _rotary_tables(config)
         self.register_buffer("rope_cos", cos, persistent=False)  # [max_seq_len, D / 2]
@@ -55,15 +56,11 @@ class Decoder(nn.Module):
 
     def through(self, block: Block, x: Tensor) -> Tensor:
         """One block: x [B, T, C] -> [B, T, C]."""
-        T = x.shape[1]
-        return block(x, cos=self.rope_cos[:T], sin=self.rope_sin[:T])
+        return block(x, cos=self.rope_cos, sin=self.rope_sin)
 
     def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """x [B, T, C] -> logits [B, T, V], or with targets the loss, as `forward`."""
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, inplace=True)
+        return self.loss(self.head(self.norm(x)), targets)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward per token, at sequences of `seq_len`."""

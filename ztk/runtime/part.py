@@ -4,11 +4,15 @@ Techniques that cut parameters (tensor and expert parallelism) leave a `Part` pe
 what the rank holds over the ranks that hold the same, and checkpoints write it under the whole parameter's name and shape.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
+
+# (name=, start=, stop=) -> fp32 [stop - start]: a stretch of a parameter's first values, the same on all ranks
+InitialValues = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,3 +64,17 @@ class Part:
     def numel(self) -> int:
         """Elements in the box."""
         return prod(self.shape)
+
+
+def values_of_parts(whole: InitialValues, *, parts: Mapping[str, Part]) -> InitialValues:
+    """First values of what this rank holds, from those of the whole parameters: the same as one rank would have."""
+
+    def values(*, name: str, start: int, stop: int) -> Tensor:
+        part = parts.get(name)
+        if part is None or part.is_whole or start == stop:
+            return whole(name=name, start=start, stop=stop)
+        positions = part.positions(start, stop=stop)
+        first = int(positions[0])
+        return whole(name=name, start=first, stop=int(positions[-1]) + 1)[positions - first]
+
+    return values

@@ -48,7 +48,7 @@ class Process:
             local_world_size=local_world,
             device=chosen,
             comm=comm,
-            mesh=_all_replicas(comm),
+            mesh=all_replicas(comm),
             timeout_seconds=timeout_seconds,
         )
 
@@ -59,7 +59,7 @@ class Process:
         """
         topology.replicas(world_size=self.world_size)
         if topology == Topology():
-            return replace(self, mesh=_all_replicas(self.comm))
+            return replace(self, mesh=all_replicas(self.comm))
         comms = {}
         for axis in AXES:
             groups = topology.groups(axis, world_size=self.world_size)
@@ -83,8 +83,8 @@ class Process:
         dist.destroy_process_group()
 
 
-def _all_replicas(comm: Comm) -> Mesh:
-    """No axis is cut but the data's."""
+def all_replicas(comm: Comm) -> Mesh:
+    """The mesh in which every rank is a data-parallel replica."""
     alone = Comm(Alone(), rank=0, size=1, device=comm.device)
     whole = ("data", "expert_data")
     return Mesh(Topology(), world=comm, comms={axis: comm if axis in whole else alone for axis in AXES})

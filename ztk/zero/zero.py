@@ -115,6 +115,7 @@ class Zero:
         )
         self.reduction.on_boundary_launch = self._update.fetch_one_ahead
         self._trained = trained
+        self.num_parameters = self._count_parameters()  # of the whole model, frozen ones included, padding not
 
     @property
     def tiers(self) -> dict[str, str]:
@@ -131,10 +132,12 @@ class Zero:
         """The dtype in which gradients travel and add up."""
         return self._builder.reduce_dtype or self._builder.dtype
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the model, frozen ones included, padding not."""
-        return sum(bucket.layout.num_parameters for bucket in self.buckets)
+    def _count_parameters(self) -> int:
+        """Over all ranks, each part once."""
+        first = [bucket for bucket in self.buckets if bucket.traits.counted and bucket.comm.rank == 0]
+        count = sum(bucket.layout.num_parameters for bucket in first)
+        counts = torch.tensor([count], dtype=torch.float64, device=self._comm.device)  # exact up to 2^53
+        return int(self._comm.gather_scalars(counts, label="number of parameters").sum())
 
     def sum_of_squares(self) -> Tensor:
         """fp32 [1]: over all ranks' gradients, scaled and summed as they are, the same bits at every stage and on every rank."""
@@ -145,7 +148,7 @@ class Zero:
 
     def update(self, control: Tensor) -> None:
         """The optimizer step, after `step_control` has written `control`."""
-        self.gathering.release_all()  # a forward without a backward may have left old parameters gathered
+        self.gathering.drop_all()  # a forward without a backward may have left old parameters gathered
         self._update.run(control)
         self.reduction.forget()
 
@@ -255,7 +258,7 @@ class Zero:
 
         Local: when all ranks have come through, all call `share_parameters`.
         """
-        self.gathering.release_all()
+        self.gathering.drop_all()
         self._update.finish()
         for bucket in self.buckets:
             for piece in bucket.pieces:

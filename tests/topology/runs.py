@@ -1,0 +1,124 @@
+"""A small decoder trained under any topology and memory strategy, and on one rank alone: the same batches, the same first weights."""
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ztk.nn import Decoder, DecoderConfig, initial_values
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.precision import LossScalePolicy, PrecisionPolicy
+from ztk.runtime import Comm, Process, Tier, Topology
+from ztk.runtime.comm.transport import Alone
+from ztk.runtime.process import all_replicas
+from ztk.runtime.seed import generator
+from ztk.zero import ZeroPolicy
+
+CONFIG = DecoderConfig(vocab_size=48, dim=32, layers=4, heads=4, kv_heads=2, hidden_dim=40, max_seq_len=32)
+BATCH, LENGTH = 4, 16  # of all replicas together, tokens
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """What must not change the numbers."""
+
+    topology: Topology = field(default_factory=Topology)
+    stage: int = 0
+    offload: str = "none"
+    dtype: str = "fp32"
+    options: dict = field(default_factory=dict)  # of `parallelize`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """losses: means over all ranks. digest: over losses and this rank's weights. bytes: by axis, then kind, per step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    digest: str
+    elements: dict[str, dict[str, int]]
+    state_bytes: int
+    parameters: int
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets int64 [BATCH, LENGTH]."""
+    first = torch.randint(CONFIG.vocab_size, (BATCH, 1), generator=generator("topology", step))
+    tokens = (first + 5 * torch.arange(LENGTH + 1)) % CONFIG.vocab_size  # something that can be learnt
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def alone(process: Process) -> Process:
+    """This rank as a world of its own."""
+    comm = Comm(Alone(), rank=0, size=1, device=process.device)
+    return replace(process, rank=0, world_size=1, local_world_size=1, comm=comm, mesh=all_replicas(comm))
+
+
+def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig = CONFIG):
+    with torch.device("meta"):
+        model = Decoder(config)
+    parameters = strategy.offload if strategy.stage == 3 else "none"
+    return parallelize(
+        model,
+        process=process,
+        optimizer=OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8),
+        precision=PrecisionPolicy(
+            dtype=DTYPES[strategy.dtype],
+            loss_scale=LossScalePolicy(initial=2.0**17, window=4, hysteresis=1) if strategy.dtype == "fp16" else None,
+        ),
+        zero=ZeroPolicy(stage=strategy.stage, bucket_size=3000),
+        offload=OffloadPolicy(
+            optimizer=strategy.offload,
+            parameters=parameters,
+            nvme_path=tempfile.mkdtemp(dir=os.environ.get("ZTK_TEST_NVME")),
+            buffer_bytes=1 << 15,
+            buffer_count=9,
+            threads=2,
+            block_bytes=1 << 14,
+        ),
+        initial_values=partial(initial_values, model, seed=3),
+        **strategy.options,
+    )
+
+
+def train(process: Process, *, strategy: Strategy, steps: int = 20, config: DecoderConfig = CONFIG) -> Outcome:
+    """`steps` optimizer steps on the mesh of `strategy`."""
+    arranged = process.arrange(strategy.topology)
+    mesh = arranged.mesh
+    engine = make_engine(arranged, strategy=strategy, config=config)
+    losses, norms = [], []
+    for step in range(steps):
+        tokens, targets = (whole.chunk(mesh.replicas)[mesh.replica] for whole in batch(step))
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(process.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
+        norms.append(engine.read_metrics().grad_norm)
+    elements = {axis: dict(mesh.comm(axis).counters.elements) for axis in ("pp", "data", "sp", "tp", "ep")}
+    bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())
+    for _, value in engine.zero.whole_parameters():
+        bits.update(value.float().contiguous().numpy().tobytes())
+    outcome = Outcome(
+        losses=losses,
+        grad_norms=norms,
+        digest=bits.hexdigest(),
+        elements=elements,
+        state_bytes=sum(engine.memory.by_category(tier).get("optimizer", 0) for tier in Tier),
+        parameters=engine.num_parameters,
+    )
+    engine.close()
+    if mesh is not process.mesh:
+        mesh.close()
+    return outcome
+
+
+def train_alone(process: Process, *, strategy: Strategy, steps: int = 20, config: DecoderConfig = CONFIG) -> Outcome:
+    """The one-rank run of the same model on the same batches."""
+    return train(alone(process), strategy=replace(strategy, topology=Topology()), steps=steps, config=config)

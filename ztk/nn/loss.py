@@ -1,0 +1,14 @@
+"""From logits to the loss."""
+
+from torch import Tensor, nn
+
+from ztk.kernels import cross_entropy
+
+
+class LanguageLoss(nn.Module):
+    """logits [B, T, V] -> themselves, or, given targets [B, T], their mean cross entropy (float32 scalar); -100 does not count."""
+
+    def forward(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, inplace=True)

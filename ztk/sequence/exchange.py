@@ -1,0 +1,52 @@
+"""The two all-to-alls of Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509), each the backward of the other.
+
+Bytes per rank: a tensor of n bytes crosses once each way, whatever the number of ranks; ring attention moves n (N - 1).
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ztk.runtime import Comm
+
+
+class SequenceToHeads(torch.autograd.Function):
+    """[B, T / n, H, D], all heads of a part of the sequence -> [B, T, H / n, D], some heads of all of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
+        ctx.comm, ctx.label = comm, label
+        return _to_heads(x, comm=comm, label=label)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple:
+        return _to_sequence(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
+
+
+class HeadsToSequence(torch.autograd.Function):
+    """[B, T, H / n, D] -> [B, T / n, H, D]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
+        ctx.comm, ctx.label = comm, label
+        return _to_sequence(x, comm=comm, label=label)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple:
+        return _to_heads(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
+
+
+def _to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+    source = rearrange(x, "b t (n h) d -> n b t h d", n=comm.size).contiguous()
+    return rearrange(_exchange(source, comm=comm, label=label), "n b t h d -> b (n t) h d")
+
+
+def _to_sequence(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+    source = rearrange(x, "b (n t) h d -> n b t h d", n=comm.size).contiguous()
+    return rearrange(_exchange(source, comm=comm, label=label), "n b t h d -> b t (n h) d")
+
+
+def _exchange(source: Tensor, *, comm: Comm, label: str) -> Tensor:
+    out = torch.empty_like(source)
+    comm.all_to_all(source.view(-1), out=out.view(-1), label=label).wait()
+    return out

@@ -1,0 +1,131 @@
+"""The forwards of modules whose weights are cut.
+
+[Note: Shared inputs]
+Query, key and value multiply the same input, and its gradient needs one sum over ranks, not three. So the copy (or gather) of an input is
+remembered as long as it lives, and layers that get the same tensor share it. Recomputed activations are new tensors and get their own.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ztk.nn.linear import Linear, linear
+from ztk.runtime import Comm
+from ztk.tensor.collectives import CopyIn, GatherIn, GatherLast, ScatterOut, SumOut
+
+
+class TensorAxis:
+    """How activations enter and leave layers that are cut, along one mesh axis.
+
+    sequence: between such layers every rank keeps its part of the sequence (dim 1) instead of a copy of all of it.
+    """
+
+    def __init__(self, comm: Comm, *, sequence: bool = False) -> None:
+        self.comm, self.sequence = comm, sequence
+        self._shared: tuple[weakref.ref, weakref.ref, bool] | None = None
+        self._cut = False  # this pass: the sequence is cut now
+
+    def begin(self, length: int) -> None:
+        """A forward over sequences of `length` begins. Raises ValueError in training if they cannot be cut."""
+        self._cut = self.sequence and length % self.comm.size == 0
+        if self.sequence and not self._cut and torch.is_grad_enabled():
+            raise ValueError(
+                f"data.seq_len={length} is not a multiple of topology.tensor={self.comm.size}, as "
+                "topology.sequence_norms=true needs; change one of them"
+            )
+
+    def enter(self, x: Tensor, *, label: str) -> Tensor:
+        """See [Note: Shared inputs]."""
+        if self._shared is not None:
+            source, entered, with_grad = self._shared
+            if source() is x and entered() is not None and with_grad == torch.is_grad_enabled():
+                return entered()
+        entered = (GatherIn if self._cut else CopyIn).apply(x, self.comm, label)
+        self._shared = weakref.ref(x), weakref.ref(entered), torch.is_grad_enabled()
+        return entered
+
+    def leave(self, x: Tensor, *, label: str) -> Tensor:
+        """Partial results become whole ones (this rank's part of the sequence of them)."""
+        return (ScatterOut if self._cut else SumOut).apply(x, self.comm, label)
+
+
+def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
+    """x [..., in] -> this rank's outputs [..., out / n]."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(x: Tensor, *args, **kwargs) -> Tensor:
+        return original(axis.enter(x, label=name), *args, **kwargs)
+
+    module.forward = forward
+    _set_size(module, name="out_features", dim=0)
+
+
+def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[int, ...]) -> None:
+    """x [..., in] -> all outputs [..., out] on every rank."""
+    cut_column(module, axis=axis, name=name)
+    local = module.forward
+
+    @functools.wraps(local)
+    def forward(x: Tensor, *args, **kwargs) -> Tensor:
+        return GatherLast.apply(local(x, *args, **kwargs), axis.comm, sizes, name)
+
+    module.forward = forward
+
+
+def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
+    """This rank's inputs [..., in / n] -> [..., out], summed over ranks; a bias is added once, to the sum.
+
+    Raises ValueError for a module whose forward is not a linear layer's and which has a bias.
+    """
+    plain = _plain_forward(module)
+    if plain is None and getattr(module, "bias", None) is not None:
+        raise ValueError(
+            f"tensor plan {name}=row: {type(module).__name__} has a bias and a forward of its own, so it is not known where "
+            "the bias goes; use a linear layer, or leave this module out of the plan"
+        )
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(x: Tensor, *args, **kwargs) -> Tensor:
+        if plain is None or module.bias is None:
+            return axis.leave(original(x, *args, **kwargs), label=name)
+        return axis.leave(plain(x), label=name) + module.bias
+
+    module.forward = forward
+    _set_size(module, name="in_features", dim=1)
+
+
+def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: range) -> None:
+    """tokens [B, T] -> [B, T, width]: each rank looks up the words it knows, the others are zero, the sum is whole."""
+    if module.max_norm is not None or module.sparse:
+        raise ValueError(
+            f"tensor plan {name}=vocabulary: an embedding with max_norm or sparse gradients cannot be cut; leave it out of the plan"
+        )
+
+    def forward(tokens: Tensor) -> Tensor:
+        axis.begin(tokens.shape[1] if tokens.dim() > 1 else 1)
+        here = (tokens >= words.start) & (tokens < words.stop)
+        local = torch.where(here, tokens - words.start, 0)
+        rows = F.embedding(local, module.weight) * here.unsqueeze(-1)
+        return axis.leave(rows, label=name)
+
+    module.forward = forward
+    module.padding_idx = None
+    _set_size(module, name="num_embeddings", dim=0)
+
+
+def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The product without the bias, for modules that are known to be linear layers."""
+    if type(module).forward in (nn.Linear.forward, Linear.forward):
+        return lambda x: linear(x, weight=module.weight)
+    return None
+
+
+def _set_size(module: nn.Module, *, name: str, dim: int) -> None:
+    if hasattr(module, name):
+        setattr(module, name, module.weight.shape[dim])

@@ -1,0 +1,80 @@
+"""Cross entropy on logits of which every rank has some columns: the logits are never gathered.
+
+Per row and rank three numbers travel: log-sum-exp of the own columns, the target's logit if it is among them, and zero or one for
+having it. Backward needs no communication: d_logits = (exp(logits - lse) - onehot) / number of targets.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ztk.runtime import Comm
+from ztk.tensor.collectives import GatherLast
+
+_CHUNK = 1 << 22  # logits that are fp32 at one time: 16 MB
+
+
+class VocabularyParallelLoss(nn.Module):
+    """Takes the place of `ztk.nn.LanguageLoss`: logits [B, T, own columns] and targets [B, T] -> mean cross entropy; without targets the whole
+    logits [B, T, V].
+
+    sizes: columns per rank, in rank order.
+    """
+
+    def __init__(self, comm: Comm, *, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self._comm, self._sizes = comm, sizes
+
+    def forward(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return GatherLast.apply(logits, self._comm, self._sizes, "logits")
+        first = sum(self._sizes[: self._comm.rank])
+        return vocabulary_parallel_cross_entropy(
+            logits.flatten(0, 1), targets=targets.flatten(), first=first, comm=self._comm
+        )
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, *, targets: Tensor, first: int, comm: Comm, ignore_index: int = -100
+) -> Tensor:
+    """Mean cross entropy, fp32 scalar, the same bits on all ranks.
+
+    logits: [N, own columns], the columns `first`, `first` + 1, ... of the whole; they are overwritten in the backward.
+    targets: int64 [N], in whole columns; `ignore_index` does not count.
+    """
+    return _CrossEntropy.apply(logits, targets, first, comm, ignore_index)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, first: int, comm: Comm, ignore_index: int) -> Tensor:
+        N, V = logits.shape
+        counts = targets != ignore_index
+        local = targets - first
+        here = counts & (local >= 0) & (local < V)
+        index = torch.where(here, local, 0)
+        statistics = logits.new_empty(comm.size, 2, N, dtype=torch.float32)
+        own = statistics[comm.rank]
+        for rows in _chunks(N, width=V):
+            own[0, rows] = logits[rows].float().logsumexp(dim=1)
+        own[1] = torch.where(here, logits.gather(1, index.unsqueeze(1)).squeeze(1).float(), 0.0)
+        comm.all_gather(statistics.view(-1), label="cross entropy").wait()
+        lse = statistics[:, 0].logsumexp(dim=0)  # [N]
+        total = counts.sum().clamp(min=1)
+        ctx.save_for_backward(logits, lse, index, here, counts, total)
+        return torch.where(counts, lse - statistics[:, 1].sum(dim=0), 0.0).sum() / total
+
+    @staticmethod
+    def backward(ctx, d_loss: Tensor) -> tuple:
+        logits, lse, index, here, counts, total = ctx.saved_tensors
+        weight = torch.where(counts, d_loss / total, 0.0)  # [N]
+        d_logits = torch.empty_like(logits)
+        for rows in _chunks(*logits.shape):
+            d_rows = (logits[rows].float() - lse[rows, None]).exp_()
+            d_rows[torch.arange(len(d_rows), device=d_rows.device), index[rows]] -= here[rows].float()
+            d_logits[rows] = d_rows.mul_(weight[rows, None]).to(logits.dtype)
+        return d_logits, None, None, None, None
+
+
+def _chunks(rows: int, width: int) -> list[slice]:
+    step = max(1, _CHUNK // max(1, width))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,0 +1,145 @@
+"""Which module is cut how: for the native models, for Hugging Face models by the plan they carry, or as the user says."""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import nn
+
+from ztk.nn import Decoder
+
+
+class Style(Enum):
+    """What happens to a module's weight [out, in] (an embedding's: [vocabulary, width])."""
+
+    column = "column"  # each rank computes some of the outputs
+    row = "row"  # each rank uses some of the inputs; results are summed
+    vocabulary = "vocabulary"  # each rank knows some of the words; results are summed
+    head = "head"  # as column; the outputs, logits, stay cut for the loss and are put together without one
+    column_gathered = "column_gathered"  # as column, and the outputs are put together
+    loss = "loss"  # a module without weights that takes cut logits: see `ztk.tensor.loss`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRule:
+    """How one module is cut, in whole multiples of `grain` elements (a head's size, say)."""
+
+    style: Style
+    grain: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlan:
+    """Patterns of module names (`blocks.*.mlp.up`; * stands for any text without a dot) to rules. What no pattern names is copied."""
+
+    rules: Mapping[str, TensorRule]
+
+    @staticmethod
+    def of(patterns: Mapping[str, "str | TensorRule"]) -> "TensorPlan":
+        """From a user's `{pattern: "column"|"row"|...}`. Raises ValueError for an unknown style."""
+        known = [style.value for style in Style if style is not Style.loss]
+        rules = {}
+        for pattern, rule in patterns.items():
+            if not isinstance(rule, TensorRule):
+                if rule not in known:
+                    raise ValueError(f"tensor plan {pattern}={rule}: must be one of {', '.join(known)}")
+                rule = TensorRule(style=Style(rule))
+            rules[pattern] = rule
+        return TensorPlan(rules=rules)
+
+    def matches(self, model: nn.Module) -> dict[str, TensorRule]:
+        """Module name -> rule, in order of definition. Raises ValueError for a pattern that names no module."""
+        found, unused = {}, set(self.rules)
+        for name, _ in model.named_modules():
+            for pattern, rule in self.rules.items():
+                if _matches(name, pattern=pattern):
+                    found[name] = rule
+                    unused.discard(pattern)
+        if unused:
+            raise ValueError(
+                f"tensor plan {sorted(unused)[0]}: the model has no such module; name modules as model.named_modules() does, "
+                "with * for a part of a name"
+            )
+        return found
+
+
+def plan_of(model: nn.Module) -> TensorPlan:
+    """The plan that comes with the model. Raises ValueError if none does."""
+    if isinstance(model, Decoder):
+        return _decoder_plan(model)
+    if plan := _hugging_face_plan(model):
+        return plan
+    raise ValueError(
+        f"topology.tensor: {type(model).__name__} brings no tensor-parallel plan; pass tensor_plan={{'layers.*.up': 'column', "
+        "'layers.*.down': 'row', ...}}"
+    )
+
+
+def _decoder_plan(model: Decoder) -> TensorPlan:
+    config = model.config
+    key_grain = config.head_dim
+    query_grain = config.head_dim * (config.heads // config.kv_heads)  # queries stay with their keys
+    rules = {
+        "embedding": TensorRule(style=Style.vocabulary),
+        "blocks.*.attention.query": TensorRule(style=Style.column, grain=query_grain),
+        "blocks.*.attention.key": TensorRule(style=Style.column, grain=key_grain),
+        "blocks.*.attention.value": TensorRule(style=Style.column, grain=key_grain),
+        "blocks.*.attention.out": TensorRule(style=Style.row, grain=query_grain),
+        "blocks.*.mlp.gate": TensorRule(style=Style.column),
+        "blocks.*.mlp.up": TensorRule(style=Style.column),
+        "blocks.*.mlp.down": TensorRule(style=Style.row),
+        "head": TensorRule(style=Style.head),
+        "loss": TensorRule(style=Style.loss),
+    }
+    here = TensorPlan(rules=rules)
+    names = [name for name, _ in model.named_modules()]  # a pipeline stage has only some of them
+    return TensorPlan(
+        rules={
+            pattern: rule
+            for pattern, rule in here.rules.items()
+            if any(_matches(name, pattern=pattern) for name in names)
+        }
+    )
+
+
+# What the styles of transformers' `tp_plan` are here; those that are not named leave their module whole.
+_HUGGING_FACE = {
+    "colwise": Style.column,
+    "colwise_rep": Style.column_gathered,
+    "colwise_gather_output": Style.column_gathered,
+    "rowwise": Style.row,
+    "embedding_rowwise": Style.vocabulary,
+}
+
+
+def _hugging_face_plan(model: nn.Module) -> TensorPlan | None:
+    """From `model.tp_plan` (transformers 5): {"model.layers.*.self_attn.q_proj": "colwise", ...}."""
+    patterns = getattr(model, "tp_plan", None)
+    if not patterns:
+        return None
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = [name for name, _ in model.named_modules()]
+    rules = {}
+    for pattern, style in patterns.items():
+        if style in _HUGGING_FACE and any(_matches(name, pattern=pattern) for name in names):
+            rules[pattern] = TensorRule(style=_HUGGING_FACE[style], grain=_grain(pattern, config=config))
+    return TensorPlan(rules=rules)
+
+
+def _grain(pattern: str, *, config: object) -> int:
+    """Attention is cut between groups of heads."""
+    heads, key_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    size = getattr(config, "head_dim", None)
+    if heads is None or not ("attn" in pattern or "attention" in pattern):
+        return 1
+    size = size or config.hidden_size // heads
+    if pattern.endswith(("k_proj", "v_proj")):
+        return size
+    return size * (heads // (key_heads or heads))
+
+
+def _matches(name: str, *, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

@@ -1,0 +1,143 @@
+"""Cuts a model's weights over the tensor axis.
+
+Phases: match the plan, cut and rewire each module it names, mark everything else as copied.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ztk.runtime import Comm, Mesh
+from ztk.runtime.part import Part
+from ztk.tensor import collectives, layers
+from ztk.tensor.layers import TensorAxis
+from ztk.tensor.loss import VocabularyParallelLoss
+from ztk.tensor.plan import Style, TensorPlan, TensorRule, plan_of
+from ztk.tensor.policy import TensorPolicy
+from ztk.tensor.split import stretch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedTensors:
+    """parts: of every parameter, by name. partial: copied parameters whose gradients each rank knows a part of: they are summed over
+    `comm` before ZeRO sees them."""
+
+    parts: dict[str, Part]
+    partial: frozenset[str]
+    comm: Comm
+
+    def sum_partial_gradients(self, model: nn.Module) -> None:
+        """Hooks the sums into the backward. After ZeRO has taken over the parameters, which may replace them."""
+        for name, parameter in model.named_parameters():
+            if name in self.partial and parameter.requires_grad:
+                parameter.register_hook(_summing(self.comm, name=name))
+
+
+def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> ShardedTensors:
+    """Cuts `model` in place; parameters on the meta device stay there. A collective call along "tp".
+
+    Raises ValueError for a plan that does not fit the model or the number of ranks.
+    """
+    comm = mesh.comm("tp")
+    plan = plan_of(model) if policy.plan is None else TensorPlan.of(policy.plan)
+    matched = plan.matches(model)
+    if policy.sequence_norms and not any(rule.style is Style.vocabulary for rule in matched.values()):
+        raise ValueError("topology.sequence_norms=true: the model's tensor plan does not cut its embedding; use false")
+    axis = TensorAxis(comm, sequence=policy.sequence_norms)
+    canonical = {parameter: name for name, parameter in model.named_parameters()}
+    cutter = _Cutter(axis=axis, canonical=canonical)
+    modules = dict(model.named_modules())
+    for name, rule in matched.items():
+        if rule.style is not Style.loss:
+            cutter.cut(modules[name], name=name, rule=rule)
+    for name, rule in matched.items():
+        if rule.style is Style.loss:
+            _replace_loss(model, name=name, comm=comm, sizes=cutter.head_sizes)
+    parts, partial = dict(cutter.parts), set()
+    for name, parameter in model.named_parameters():
+        if name not in parts:
+            _agree(parameter, comm=comm, name=name)
+            parts[name] = Part.everything(tuple(parameter.shape), replica=comm.rank)
+            if policy.sequence_norms:
+                partial.add(name)
+    return ShardedTensors(parts=parts, partial=frozenset(partial), comm=comm)
+
+
+class _Cutter:
+    def __init__(self, *, axis: TensorAxis, canonical: dict[nn.Parameter, str]) -> None:
+        self.parts: dict[str, Part] = {}
+        self.head_sizes: tuple[int, ...] = ()
+        self._axis, self._canonical = axis, canonical
+        self._made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+
+    def cut(self, module: nn.Module, *, name: str, rule: TensorRule) -> None:
+        """Replaces the module's parameters by this rank's part and its forward by one that talks."""
+        comm, style = self._axis.comm, rule.style
+        if not isinstance(getattr(module, "weight", None), nn.Parameter) or module.weight.dim() != 2:
+            raise ValueError(
+                f"tensor plan {name}={style.value}: {type(module).__name__} has no weight with two dimensions"
+            )
+        dim = 1 if style is Style.row else 0
+        size = module.weight.shape[dim]
+        own = self._stretch(size, name=name, grain=rule.grain, part=comm.rank)
+        sizes = tuple(len(self._stretch(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))
+        self._replace(module, leaf="weight", dim=dim, own=own)
+        if dim == 0 and isinstance(getattr(module, "bias", None), nn.Parameter):
+            self._replace(module, leaf="bias", dim=0, own=own)
+        self._rewire(module, name=name, style=style, own=own, sizes=sizes)
+
+    def _rewire(self, module: nn.Module, *, name: str, style: Style, own: range, sizes: tuple[int, ...]) -> None:
+        match style:
+            case Style.column:
+                layers.cut_column(module, axis=self._axis, name=name)
+            case Style.head:
+                layers.cut_column(module, axis=self._axis, name=name)
+                self.head_sizes = sizes
+            case Style.column_gathered:
+                layers.cut_column_gathered(module, axis=self._axis, name=name, sizes=sizes)
+            case Style.row:
+                layers.cut_row(module, axis=self._axis, name=name)
+            case Style.vocabulary:
+                layers.cut_vocabulary(module, axis=self._axis, name=name, words=own)
+
+    def _stretch(self, size: int, *, name: str, grain: int, part: int) -> range:
+        parts = self._axis.comm.size
+        try:
+            return stretch(size, part=part, parts=parts, grain=grain)
+        except ValueError:
+            raise ValueError(
+                f"topology.tensor={parts}: {name} has {size // grain} units of {grain} to share out; "
+                f"use topology.tensor={max(1, size // grain)} or less"
+            ) from None
+
+    def _replace(self, module: nn.Module, *, leaf: str, dim: int, own: range) -> None:
+        old = getattr(module, leaf)
+        name = self._canonical[old]
+        part = Part.cut(tuple(old.shape), dim=dim, start=own.start, stop=own.stop)
+        if self.parts.setdefault(name, part) != part:
+            raise ValueError(f"tensor plan: {name} is shared by modules that the plan cuts in different ways")
+        if old not in self._made:
+            _agree(old, comm=self._axis.comm, name=name)
+            self._made[old] = nn.Parameter(part.of(old.detach()).clone(), requires_grad=old.requires_grad)
+        module._parameters[leaf] = self._made[old]
+
+
+def _replace_loss(model: nn.Module, *, name: str, comm: Comm, sizes: tuple[int, ...]) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, VocabularyParallelLoss(comm, sizes=sizes))
+
+
+def _agree(parameter: nn.Parameter, *, comm: Comm, name: str) -> None:
+    """Values are those of the axis' first rank."""
+    if not parameter.is_meta:
+        value = parameter.data.to(comm.device).contiguous()
+        comm.broadcast(value, source=0, label=name).wait()
+        parameter.data.copy_(value)
+
+
+def _summing(comm: Comm, *, name: str) -> Callable[[Tensor], Tensor]:
+    def summed(gradient: Tensor) -> Tensor:
+        return collectives.summed(gradient, comm=comm, label=f"gradient of {name}")
+
+    return summed
