@@ -1,0 +1,146 @@
+"""How other machines are reached: commands as data.
+
+Whatever the launcher, every machine runs one `ztk.deepspeed.launcher.node`, which starts the ranks there. pdsh and ssh are told the machine's
+number; the tasks of srun and mpirun read it from their environment.
+"""
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ztk.deepspeed.launcher.hosts import LOCALHOST, Host
+from ztk.deepspeed.launcher.plan import Plan
+from ztk.launch import python_path
+
+LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "slurm")
+_PROGRAM = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
+# The shell's word for the machine: which variable its task finds.
+_NODE = {
+    "pdsh": "%n",
+    "openmpi": "$OMPI_COMM_WORLD_RANK",
+    "mpich": "$PMI_RANK",
+    "impi": "$PMI_RANK",
+    "slurm": "$SLURMD_NODENAME",
+}
+_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO")  # variables that begin like this go with the run
+ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """starts: the commands, one per machine or one for all. stop: what ends the ranks that a lost connection left running."""
+
+    starts: tuple[tuple[str, ...], ...]
+    stop: tuple[tuple[str, ...], ...] = ()
+
+
+def is_local(host: Host) -> bool:
+    """A machine that needs no connection."""
+    return host.name in {LOCALHOST, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+
+
+def reach(
+    plan: Plan, *, launcher: str, options: Sequence[str], ssh_port: int | None, prepare: str | None = None
+) -> Reach:
+    """The commands for all machines of the plan.
+
+    options: of the launcher itself. prepare: a shell script that is sourced first, as of a virtual environment.
+    """
+    exports = exported(os.environ, files=(Path.home() / ENVIRONMENT_FILE, Path(ENVIRONMENT_FILE)))
+    names = [host.name for host in plan.hosts]
+    if launcher == "ssh":
+        port = () if ssh_port is None else ("-p", str(ssh_port))
+        starts, stop = [], []
+        for number, host in enumerate(plan.hosts):
+            if is_local(host):
+                starts.append((sys.executable, "-u", "-m", "ztk.deepspeed.launcher.node", plan.encoded(), str(number)))
+                continue
+            line = shell_line(plan, node=str(number), exports=exports, prepare=prepare)
+            starts.append(("ssh", *port, *options, host.name, line))
+            stop.append(("ssh", *port, *options, host.name, _stop_line(plan)))
+        return Reach(starts=tuple(starts), stop=tuple(stop))
+    line = shell_line(plan, node=_NODE[launcher], exports=exports, prepare=prepare, percent=launcher == "pdsh")
+    many = str(len(names))
+    if launcher == "pdsh":
+        port = "" if ssh_port is None else f"-p {ssh_port}"
+        head = ("env", "PDSH_RCMD_TYPE=ssh", *([f"PDSH_SSH_ARGS_APPEND={port}"] if port else []))
+        head += ("pdsh", "-S", "-f", "1024", "-w", ",".join(names), *options)
+        return Reach(starts=((*head, line),), stop=((*head, _stop_line(plan)),))
+    task = ("bash", "-c", line)
+    if launcher == "slurm":
+        nodes = ("-N", many, "-n", many, "--ntasks-per-node=1", f"--nodelist={','.join(names)}")
+        return Reach(starts=(("srun", *nodes, *options, *task),))
+    if launcher == "openmpi":
+        return Reach(
+            starts=(("mpirun", "-n", many, "--map-by", "ppr:1:node", "--host", ",".join(names), *options, *task),)
+        )
+    return Reach(starts=(("mpirun", "-n", many, "-ppn", "1", "-hosts", ",".join(names), *options, *task),))
+
+
+def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: str | None, percent: bool = False) -> str:
+    """What a shell on the machine runs: in the same folder, with the exported variables. percent: pdsh replaces %h, so % is doubled."""
+    words = [f"export {key}={shlex.quote(value)};" for key, value in exports.items()]
+    words.append(f"cd {shlex.quote(os.getcwd())} &&")
+    if prepare is not None:
+        words.append(f". {shlex.quote(prepare)} &&")
+    words += ["exec", shlex.quote(sys.executable), "-u", "-m", "ztk.deepspeed.launcher.node", plan.encoded()]
+    line = " ".join(words)
+    return f"{line.replace('%', '%%') if percent else line} {node}"
+
+
+def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[str, str]:
+    """Variables that go with the run: of Python, NCCL and the like, and the lines `KEY=value` of `files`.
+
+    Raises ValueError for another line.
+    """
+    found = {key: value for key, value in environment.items() if key.startswith(_EXPORTED)}
+    found["PYTHONPATH"] = python_path()
+    for path in files:
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            key, equals, value = line.strip().partition("=")
+            if not line.strip() or key.startswith("#"):
+                continue
+            if not equals or not key.isidentifier():
+                raise ValueError(f"{path}: {line!r} must look like NAME=value")
+            found[key] = value
+    return found
+
+
+def choose_launcher(wanted: str | None) -> str:
+    """pdsh where it is installed, else ssh. Raises ValueError for one whose program is missing."""
+    if wanted is None:
+        return "pdsh" if shutil.which("pdsh") else "ssh"
+    program = _PROGRAM.get(wanted, wanted)
+    if shutil.which(program) is None:
+        raise ValueError(
+            f"--launcher={wanted}: this machine has no program {program}; install it, or use --launcher=ssh"
+        )
+    return wanted
+
+
+def address_of(host: Host, *, launcher: str, ssh_port: int | None) -> str:
+    """Where the other machines find `host`. Raises ValueError if it does not say."""
+    if launcher not in ("pdsh", "ssh"):
+        return host.name  # of srun and mpirun: names of the cluster
+    port = () if ssh_port is None else ("-p", str(ssh_port))
+    there = () if is_local(host) else ("ssh", *port, host.name)
+    try:
+        done = subprocess.run([*there, "hostname", "-I"], capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise ValueError(
+            f"{host.name} does not tell its address by `{' '.join([*there, 'hostname', '-I'])}` ({error}): let ssh reach it "
+            "without a password, or give --master_addr"
+        ) from error
+
+
+def _stop_line(plan: Plan) -> str:
+    """Ends the machine's `node`, which ends its ranks. The brackets keep the pattern from finding this very line."""
+    word = plan.encoded()
+    return f"pkill -TERM -f '[{word[0]}]{word[1:]}'"
