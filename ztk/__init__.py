@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ztk.parallel import parallelize as parallelize
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
+    from ztk.recompute import RecomputePolicy as RecomputePolicy
     from ztk.runtime import Process as Process
     from ztk.zero import ZeroPolicy as ZeroPolicy
 
@@ -35,6 +36,7 @@ _HOMES = {
     "ParameterGroup": "ztk.optim",
     "PrecisionPolicy": "ztk.precision",
     "Process": "ztk.runtime",
+    "RecomputePolicy": "ztk.recompute",
     "SchedulePolicy": "ztk.optim",
     "ZeroPolicy": "ztk.zero",
     "initialize": "ztk.deepspeed",

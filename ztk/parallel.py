@@ -1,4 +1,4 @@
-"""The one place where techniques meet. Order: tensors, sequences, groups of parameters, stores, ZeRO, engine.
+"""The one place where techniques meet. Order: tensors, sequences, groups of parameters, stores, ZeRO, recomputation, engine.
 
 A technique is applied to a plain module from outside; the module, the optimizer and the training program know nothing of it.
 """
@@ -15,6 +15,7 @@ from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
 from ztk.offload.policy import PAGE_BYTES
 from ztk.optim import FlatOptimizer, OptimizerPolicy, flat_optimizer, group_parameters
 from ztk.precision import PrecisionPolicy
+from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.runtime.part import InitialValues, Part, values_of_parts
@@ -37,6 +38,7 @@ def parallelize(
     zero: ZeroPolicy | None = None,
     offload: OffloadPolicy | None = None,
     tensor: TensorPolicy | None = None,
+    recompute: RecomputePolicy | None = None,
     accumulation_steps: int = 1,
     initial_values: InitialValues | None = None,
 ) -> Engine:
@@ -55,6 +57,12 @@ def parallelize(
         raise ValueError(
             f"offload.parameters={offload.parameters} needs zero=stage3 (have stage {zero.stage}); "
             "use zero=stage3 or offload.parameters=none"
+        )
+    recompute = recompute or RecomputePolicy()
+    if recompute.partition_inputs and tensor is not None and tensor.sequence_norms:
+        raise ValueError(
+            "recompute.partition_inputs=true needs blocks whose input is the same on all tensor-parallel ranks; with "
+            "topology.sequence_norms=true each has its own part already: leave partition_inputs out"
         )
     memory, clock, io = MemoryLedger(), PhaseClock(), IoCounters()
     step = flat_optimizer(optimizer)
@@ -92,6 +100,7 @@ def parallelize(
     )
     if tensors is not None:
         tensors.sum_partial_gradients(model)
+    recompute_blocks(model, policy=recompute, comm=mesh.comm("tp"), ledger=memory)
     _place_buffers(model, process=process)
     control = StepControl(
         optimizer=optimizer,

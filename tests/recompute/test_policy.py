@@ -5,7 +5,7 @@ from torch import nn
 
 from tests.recompute.models import Block, build
 from ztk.nn import Decoder, DecoderConfig
-from ztk.recompute import RecomputePolicy, recompute
+from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.recompute.apply import blocks
 
 FULL = RecomputePolicy(mode="full")
@@ -57,14 +57,14 @@ def test_blocks_inside_blocks_are_left_alone():
 
 def test_the_decoders_blocks_and_every_other_one():
     config = DecoderConfig(vocab_size=8, dim=8, layers=5, heads=2, kv_heads=1, hidden_dim=8, max_seq_len=4)
-    assert recompute(Decoder(config), policy=FULL) == [f"blocks.{i}" for i in range(5)]
+    assert recompute_blocks(Decoder(config), policy=FULL) == [f"blocks.{i}" for i in range(5)]
     every = RecomputePolicy(mode="full", every=2)
-    assert recompute(Decoder(config), policy=every) == ["blocks.0", "blocks.2", "blocks.4"]
+    assert recompute_blocks(Decoder(config), policy=every) == ["blocks.0", "blocks.2", "blocks.4"]
 
 
 def test_modules_by_name():
     policy = RecomputePolicy(mode="full", modules=(r"blocks\.[12]", "enter"))
-    assert recompute(build(), policy=policy) == ["enter", "blocks.1", "blocks.2"]
+    assert recompute_blocks(build(), policy=policy) == ["enter", "blocks.1", "blocks.2"]
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_modules_by_name():
 )
 def test_nothing_to_recompute_is_refused(model, modules, mend):
     with pytest.raises(ValueError, match=mend):
-        recompute(model, policy=RecomputePolicy(mode="full", modules=modules))
+        recompute_blocks(model, policy=RecomputePolicy(mode="full", modules=modules))

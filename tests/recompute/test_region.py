@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recompute.models import LAYERS, ROWS, WIDTH, Block, LiveBytes, build, rows, train
-from ztk.recompute import RecomputePolicy, Regions, recompute
+from ztk.recompute import RecomputePolicy, Regions, recompute_blocks
 from ztk.runtime import MemoryLedger, Tier
 
 INPUT = ROWS * WIDTH * 4  # bytes of one block's input
@@ -28,21 +28,21 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_bit_is_as_without(name):
     model = build()
-    recompute(model, policy=POLICIES[name])
+    recompute_blocks(model, policy=POLICIES[name])
     assert train(model) == train(build())
 
 
 def test_without_preserved_random_numbers_dropout_differs():
     """The test above would see it."""
     model = build()
-    recompute(model, policy=RecomputePolicy(mode="full", preserve_rng=False))
+    recompute_blocks(model, policy=RecomputePolicy(mode="full", preserve_rng=False))
     assert train(model) != train(build())
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("full", LAYERS * INPUT), ("selective", LAYERS * (INPUT + KEPT))])
 def test_a_forward_leaves_what_arithmetic_says(name, blocks):
     model = build()
-    recompute(model, policy=POLICIES[name])
+    recompute_blocks(model, policy=POLICIES[name])
     with LiveBytes() as live:
         loss = model(rows())
     assert live.now == AROUND + blocks and loss.requires_grad
@@ -57,7 +57,7 @@ def test_a_forward_leaves_what_arithmetic_says(name, blocks):
 )
 def test_the_ledger_counts_the_inputs(name, tier, count):
     model, ledger = build(), MemoryLedger()
-    recompute(model, policy=POLICIES[name], ledger=ledger)
+    recompute_blocks(model, policy=POLICIES[name], ledger=ledger)
     loss = model(rows())
     assert ledger.by_category(tier) == {"recompute inputs": count * INPUT}
     loss.backward()
@@ -67,7 +67,7 @@ def test_the_ledger_counts_the_inputs(name, tier, count):
 
 def test_the_contiguous_buffer_is_one_and_stays():
     model, ledger = build(), MemoryLedger()
-    recompute(model, policy=POLICIES["contiguous"], ledger=ledger)
+    recompute_blocks(model, policy=POLICIES["contiguous"], ledger=ledger)
     for step, count in enumerate((ROWS, ROWS // 2, ROWS)):
         model(rows(step)[:count]).backward()
         assert ledger.by_category(Tier.device) == {"recompute inputs": LAYERS * INPUT}
@@ -76,7 +76,7 @@ def test_the_contiguous_buffer_is_one_and_stays():
 
 def test_the_contiguous_buffer_says_when_it_is_full():
     model = build()
-    recompute(model, policy=RecomputePolicy(mode="full", contiguous=True, num_checkpoints=LAYERS))
+    recompute_blocks(model, policy=RecomputePolicy(mode="full", contiguous=True, num_checkpoints=LAYERS))
     first = model(rows())
     with pytest.raises(RuntimeError, match="set recompute.num_checkpoints=8"):
         model(rows())
@@ -99,7 +99,7 @@ def test_the_contiguous_buffer_refuses_a_larger_input_beside_smaller_ones():
 
 def test_without_gradients_a_region_is_a_call():
     model, ledger = build(), MemoryLedger()
-    recompute(model, policy=POLICIES["full"], ledger=ledger)
+    recompute_blocks(model, policy=POLICIES["full"], ledger=ledger)
     with torch.no_grad():
         assert model.eval()(rows()).item() == build().eval()(rows()).item()
     assert ledger.peak(Tier.device) == 0
@@ -118,11 +118,11 @@ def test_an_input_that_is_changed_in_place_is_told():
             return out.sum()
 
     model = Changed()
-    recompute(model, policy=POLICIES["full"])
+    recompute_blocks(model, policy=POLICIES["full"])
     with pytest.raises(RuntimeError, match="changed in place"):
         model(rows().requires_grad_()).backward()
     model = Changed()
-    recompute(model, policy=POLICIES["cpu"])  # a copy does not mind
+    recompute_blocks(model, policy=POLICIES["cpu"])  # a copy does not mind
     model(rows().requires_grad_()).backward()
 
 
@@ -136,7 +136,7 @@ def test_a_graph_may_be_run_backwards_twice(name):
         return [parameter.grad for parameter in model.parameters()]
 
     model = build()
-    recompute(model, policy=POLICIES[name])
+    recompute_blocks(model, policy=POLICIES[name])
     assert all(torch.equal(a, b) for a, b in zip(twice(model), twice(build()), strict=True))
 
 
@@ -144,8 +144,8 @@ def test_a_graph_may_be_run_backwards_twice(name):
 def test_a_region_in_a_region_saves_nothing_of_its_own(name):
     model, ledger, inner = build(), MemoryLedger(), MemoryLedger()
     for block in model.blocks:
-        recompute(block, policy=replace(POLICIES[name], modules=("up",)), ledger=inner)
-    recompute(model, policy=RecomputePolicy(mode="full", modules=(r"blocks\.\d+",)), ledger=ledger)
+        recompute_blocks(block, policy=replace(POLICIES[name], modules=("up",)), ledger=inner)
+    recompute_blocks(model, policy=RecomputePolicy(mode="full", modules=(r"blocks\.\d+",)), ledger=ledger)
     torch.manual_seed(1)
     loss = model(rows())
     assert ledger.by_category(Tier.device) == {"recompute inputs": LAYERS * INPUT}
@@ -160,7 +160,7 @@ def test_a_region_in_a_region_saves_nothing_of_its_own(name):
 def test_hooks_around_a_region_keep_working():
     """torch's own offloading of saved tensors sees what the region does not take over."""
     model, seen = build(), []
-    recompute(model, policy=POLICIES["full"])
+    recompute_blocks(model, policy=POLICIES["full"])
     torch.manual_seed(1)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t.shape), t)[1], lambda t: t):
         model(rows()).backward()

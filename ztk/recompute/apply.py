@@ -12,16 +12,20 @@ from ztk.runtime import Comm, MemoryLedger
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def recompute(
+def recompute_blocks(
     model: nn.Module, *, policy: RecomputePolicy, comm: Comm | None = None, ledger: MemoryLedger | None = None
 ) -> list[str]:
     """Makes the forwards of `model`'s blocks regions and returns their names. Wrappers of ZeRO go on before.
 
     comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
-    Raises ValueError if the policy finds no block.
+    Raises ValueError if the policy finds no block, and for `partition_inputs` without tensor-parallel ranks.
     """
     if policy.mode is RecomputeMode.none:
         return []
+    if policy.partition_inputs and (comm is None or comm.size == 1):
+        raise ValueError(
+            "recompute.partition_inputs=true has no effect without tensor-parallel ranks: leave it out, or use topology.tensor=2 or more"
+        )
     chosen = blocks(model, policy=policy)[:: policy.every]
     regions = Regions(policy, num_regions=len(chosen), comm=comm, ledger=ledger)
     for _, module in chosen:
