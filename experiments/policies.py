@@ -13,6 +13,7 @@ from ztk.nn import DecoderConfig
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.precision import LossScalePolicy, PrecisionPolicy
+from ztk.recompute import RecomputePolicy
 from ztk.report import ReportPolicy, TrackerPolicy
 from ztk.zero import ZeroPolicy
 
@@ -46,6 +47,10 @@ def zero_policy(config: Config) -> ZeroPolicy:
 
 def offload_policy(config: Config) -> OffloadPolicy:
     return OffloadPolicy(**_given(config.offload))
+
+
+def recompute_policy(config: Config) -> RecomputePolicy:
+    return RecomputePolicy(**_given(config.recompute))
 
 
 def report_policy(config: Config) -> ReportPolicy:

@@ -53,6 +53,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         "optimizer": policies.optimizer_policy(config),
         "lr_table": policies.learning_rates(config),
         "precision": policies.precision_policy(config),
+        "recompute": policies.recompute_policy(config),
         "accumulation_steps": config.train.accumulation_steps,
         "initial_values": partial(initial_values, model, seed=config.train.seed),
     }

@@ -17,6 +17,7 @@ from ztk.config.schema import (
     OffloadTier,
     OptimizerName,
     ParameterTier,
+    RecomputeMode,
     SchedulerName,
     ZeroEngine,
 )
@@ -95,6 +96,22 @@ EFFECTS = (
         keys=_section("precision.loss_scale", "window", "hysteresis", "floor"),
         when=lambda c, m: c.precision.dtype is DType.fp16 and c.precision.loss_scale.dynamic is not False,
         only="precision=fp16 with precision.loss_scale.dynamic=true",
+    ),
+    Effect(
+        keys=_section("recompute", "every", "inputs_on_cpu", "contiguous"),
+        when=lambda c, m: c.recompute.mode is not RecomputeMode.none,
+        only="recompute=full, selective or every2",
+    ),
+    Effect(
+        keys=("recompute.partition_inputs",),
+        when=lambda c, m: c.recompute.mode is not RecomputeMode.none and c.topology.tensor > 1,
+        only="recompute=full, selective or every2 and topology.tensor above 1",
+    ),
+    Effect(
+        keys=("recompute.num_checkpoints",),
+        when=lambda c, m: bool(c.recompute.contiguous),
+        only="recompute.contiguous=true",
+        required=False,
     ),
     Effect(keys=("data.path",), when=lambda c, m: c.data.name is DataName.files, only="data=files"),
     Effect(

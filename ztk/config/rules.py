@@ -82,6 +82,8 @@ _RANGES = {
     "model.rope_theta": _POSITIVE,
     "model.norm_eps": _POSITIVE,
     "data.validation_fraction": Range(low=0, high=1, below=True),
+    "recompute.every": _ONE,
+    "recompute.num_checkpoints": _ONE,
     "data.seq_len": _ONE,
     "train.steps": _ONE,
     "train.micro_batch_size": _ONE,

@@ -36,6 +36,14 @@ class ParameterTier(StrEnum):
     nvme = "nvme"
 
 
+class RecomputeMode(StrEnum):
+    """What the backward finds of a block."""
+
+    none = "none"  # all that the forward saved
+    full = "full"  # its input
+    selective = "selective"  # its input and the results of matrix products and attention
+
+
 class DType(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
@@ -130,6 +138,16 @@ class PrecisionConfig:
     dtype: DType
     reduce_dtype: DType | None = None  # None: as dtype
     loss_scale: LossScaleConfig
+
+
+@dataclass(kw_only=True)
+class RecomputeConfig:
+    mode: RecomputeMode
+    every: int | None = None
+    inputs_on_cpu: bool | None = None
+    partition_inputs: bool | None = None
+    contiguous: bool | None = None
+    num_checkpoints: int | None = None  # None: one per recomputed block
 
 
 @dataclass(kw_only=True)
@@ -245,6 +263,7 @@ class Config:
     zero: ZeroConfig
     offload: OffloadConfig
     precision: PrecisionConfig
+    recompute: RecomputeConfig
     topology: TopologyConfig
     model: ModelConfig
     data: DataConfig

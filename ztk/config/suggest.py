@@ -21,6 +21,8 @@ _ELSEWHERE = {
     "offload_param": "offload.parameters",
     "offload_optimizer": "offload.optimizer",
     "offload.param": "offload.parameters",
+    "gradient_checkpointing": "recompute=full",
+    "activation_checkpointing": "recompute=full",
     "fp16": "precision=fp16",
     "bf16": "precision=bf16",
     "fp32": "precision=fp32",

@@ -11,6 +11,7 @@ from ztk.engine.peers.optimizer import torch_optimizer, torch_scaler, torch_sche
 from ztk.engine.peers.wrap import DataParallelPeer, FullyShardedPeer
 from ztk.optim import OptimizerPolicy
 from ztk.precision import PrecisionPolicy
+from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 
@@ -25,6 +26,7 @@ def parallelize_peer(
     optimizer: OptimizerPolicy,
     lr_table: Tensor | None = None,
     precision: PrecisionPolicy | None = None,
+    recompute: RecomputePolicy | None = None,
     accumulation_steps: int = 1,
     initial_values: Callable[..., Tensor] | None = None,
 ) -> PeerEngine:
@@ -51,6 +53,8 @@ def parallelize_peer(
     elif kind == "ddp":
         _materialise(model, device=process.device)
         _fill(model, initial_values=initial_values)
+    memory = MemoryLedger()
+    recompute_blocks(model, policy=recompute or RecomputePolicy(), ledger=memory)  # inside torch's own hooks
     peer = _PEERS[kind](model, process=process, precision=precision)
     if meta and kind == "fsdp2":
         _materialise(model, device=process.device)
@@ -65,7 +69,7 @@ def parallelize_peer(
         scaler=scaler,
         clip_grad_norm=optimizer.clip_grad_norm,
         process=process,
-        memory=MemoryLedger(),
+        memory=memory,
         clock=PhaseClock(),
         io=IoCounters(),
         accumulation_steps=accumulation_steps,
