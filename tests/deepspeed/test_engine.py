@@ -89,7 +89,7 @@ def test_a_script_with_deepspeeds_arguments(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [({"dist_backend": "mpi"}, "gloo"), ({"rank": 0}, "torchrun"), ({"init_method": "tcp://x:1"}, "torchrun")],
+    [({"dist_backend": "mpi"}, "gloo"), ({"rank": 0}, "give both"), ({"rank": 2, "world_size": 2}, "from 0 to")],
 )
 def test_other_ways_of_joining_are_refused(arguments, part):
     with pytest.raises(ValueError, match=part):

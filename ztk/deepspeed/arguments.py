@@ -1,10 +1,11 @@
 """What a script does before `initialize`: command line arguments, and joining the other ranks."""
 
 import argparse
+import datetime
 
 import torch
 
-from ztk.deepspeed.entry import this_process
+from ztk.deepspeed.started import DEFAULT_PORT, DEFAULT_TIMEOUT, join, this_process
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -20,19 +21,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
-    timeout: object = None,
+    timeout: datetime.timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the ranks that torchrun started; `initialize` does it too. A second call does nothing.
+    """Joins the other ranks; `initialize` does it too under a launcher. A second call does nothing.
 
-    dist_backend: gloo or nccl; ztk takes NCCL where there are GPUs. verbose, config and auto_mpi_discovery change nothing.
-    Raises ValueError for a way of joining that is not torchrun's.
+    rank, world_size, init_method: who this rank is, for scripts that start their ranks themselves (torch.multiprocessing.spawn);
+        -1 and None are what the environment says, else tcp on this machine and distributed_port.
+    dist_backend: gloo or nccl; ztk takes NCCL where there are GPUs. timeout: of every collective, 10 minutes unless given.
+    dist_init_required: False refuses to join: the script has done it. verbose, config and auto_mpi_discovery change nothing.
+    Raises ValueError for a backend that this machine lacks, or for half of the rank's identity.
     """
     del verbose, config, auto_mpi_discovery
     if dist_backend not in (None, "gloo", "nccl"):
@@ -41,11 +45,13 @@ def init_distributed(
         )
     if dist_backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("dist_backend='nccl': torch sees no GPU; leave it out, or use gloo")
-    given = {"init_method": init_method, "timeout": timeout}
-    given |= {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value != -1}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value}: not offered; start the script with torchrun, which tells every rank who it is"
-            )
-    this_process(distributed_port, dist_init_required=None if dist_init_required else dist_init_required)
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    if (rank, world_size, init_method) != (-1, -1, None) and dist_init_required is not False:
+        join(
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+            timeout=timeout,
+            distributed_port=distributed_port,
+        )
+    this_process(distributed_port, dist_init_required=dist_init_required, timeout=timeout)

@@ -26,8 +26,8 @@ from ztk.deepspeed.config import DeepSpeedConfigError, read_source
 from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activation_checkpointing
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.device import get_accelerator
-from ztk.deepspeed.entry import this_process
 from ztk.deepspeed.log import logger
+from ztk.deepspeed.started import this_process
 from ztk.recompute import RecomputePolicy, Regions
 from ztk.runtime import Comm
 from ztk.runtime.comm import connect_groups

@@ -1,7 +1,5 @@
 """`initialize`: from a script's arguments to an engine."""
 
-import functools
-import os
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,8 @@ from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_client,
 from ztk.deepspeed.log import logger, show_messages
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.schedules import SCHEDULES
+from ztk.deepspeed.started import DEFAULT_PORT, this_process
+from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.runtime import Process
@@ -29,7 +29,7 @@ def initialize(
     model_parameters: Iterable | None = None,
     training_data: Dataset | None = None,
     lr_scheduler: object | Callable | None = None,
-    distributed_port: int = 29500,
+    distributed_port: int = DEFAULT_PORT,
     mpu: None = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable | None = None,
@@ -81,25 +81,14 @@ def initialize(
         training_dataloader=_loader(training_data, settings=settings, process=process, collate_fn=collate_fn),
     )
     owners.register(engine)
+    if settings.zero.shards_parameters:
+        for parameter in model.parameters():
+            name_parameter(parameter)
     if settings.activation_checkpointing is not None:
-        from ztk.deepspeed import checkpointing  # here: it imports this module
+        from ztk.deepspeed import checkpointing  # not imported by those who do not use it
 
         checkpointing.configure_from(settings.activation_checkpointing)
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
-
-
-def this_process(distributed_port: int = 29500, *, dist_init_required: bool | None = None) -> Process:
-    """This rank; started by the first call, the same for all engines of a program."""
-    if dist_init_required is False and not torch.distributed.is_initialized():
-        raise ValueError("dist_init_required=False, but torch.distributed is not initialised; leave it out")
-    if "MASTER_ADDR" in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    return _started()
-
-
-@functools.cache
-def _started() -> Process:
-    return Process.start()
 
 
 def _refuse_meshes(*, mpu: object, mesh_param: object) -> None:

@@ -1,5 +1,6 @@
 """Which engine a parameter belongs to: functions such as `GatheredParameters` are given parameters alone."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -11,21 +12,23 @@ from ztk.zero.bucket import Bucket
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """A parameter's place."""
+    """A parameter's place. number: rises in the order in which engines take parameters, the same on all ranks."""
 
     engine: Engine
     bucket: Bucket
     name: str
+    number: int
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_numbers = itertools.count()
 
 
 def register(engine: Engine) -> None:
     """Called by `initialize`."""
     for bucket in engine.zero.buckets:
         for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
-            _owners[parameter] = Owner(engine=engine, bucket=bucket, name=placement.name)
+            _owners[parameter] = Owner(engine=engine, bucket=bucket, name=placement.name, number=next(_numbers))
 
 
 def forget(engine: Engine) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.runtime import MemoryLedger, Mesh, Tier
 from ztk.runtime.part import Part
+from ztk.zero.born import BornParameter, born_of, placeholder
 from ztk.zero.bucket import Bucket, BucketTraits
 from ztk.zero.buffers import BufferPool
 from ztk.zero.gathering import Unit
-from ztk.zero.layout import BucketLayout, ParameterSpec
+from ztk.zero.layout import BucketLayout, ParameterSpec, Placement
 from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.units import BucketPlan, UnitPlan, plan_buckets, plan_units
@@ -75,18 +76,19 @@ class Builder:
                         "model on a real device"
                     )
 
-    def _adopt(self, model: nn.Module) -> dict[str, Tensor]:
-        """Sets the parameters' dtype and device without memory, and returns the values they had."""
+    def _adopt(self, model: nn.Module) -> dict[str, Tensor | BornParameter]:
+        """Sets the parameters' dtype and device without memory, and returns the values they had, or who has them."""
         values = {}
         for name, parameter in list(model.named_parameters()):
-            empty = torch.full((), float("nan"), dtype=self.dtype, device=self.mesh.world.device).expand(
-                parameter.shape
-            )
+            empty = placeholder(parameter.shape, dtype=self.dtype, device=self.mesh.world.device)
             values[name] = parameter.detach()
             if parameter.is_meta:
                 _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))
             else:
-                values[name] = parameter.data
+                born = born_of(parameter)
+                values[name] = parameter.data if born is None else born
+                if born is not None:
+                    born.shard(source=0)
                 parameter.data = empty
         return values
 
@@ -168,14 +170,24 @@ class Builder:
 
     # First values
 
-    def _values_of(self, bucket: Bucket, *, whole: dict[str, Tensor]) -> InitialValues:
+    def _values_of(self, bucket: Bucket, *, whole: dict[str, Tensor | BornParameter]) -> InitialValues:
         """The values of a model that has them, the first rank's of each shard group, one bucket at a time."""
         values = {}
         for placement in bucket.layout.placements:
-            value = whole.pop(placement.name).to(bucket.comm.device).contiguous()
+            value = whole.pop(placement.name)
+            if isinstance(value, BornParameter):
+                values[placement.name] = self._taken(value, bucket=bucket, placement=placement)
+                continue
+            value = value.to(bucket.comm.device).contiguous()
             bucket.comm.broadcast(value, source=0, label=placement.name).wait()
-            values[placement.name] = value.view(-1)
-        return lambda *, name, start, stop: values[name][start:stop].float()
+            values[placement.name] = value.view(-1), 0
+        return lambda *, name, start, stop: values[name][0][start - values[name][1] : stop - values[name][1]].float()
+
+    def _taken(self, born: BornParameter, *, bucket: Bucket, placement: Placement) -> tuple[Tensor, int]:
+        """What this rank's pieces need of a parameter that was built sharded, and where it starts; the rest is whole for a moment only."""
+        first, last = bucket.pieces[0].start - placement.offset, bucket.pieces[-1].stop - placement.offset
+        start, stop = (min(max(bound, 0), placement.numel) for bound in (first, last))
+        return born.take()[start:stop].clone(), start
 
     def _fill(self, bucket: Bucket, *, source: InitialValues) -> None:
         if not bucket.traits.shards_parameters:

@@ -62,6 +62,8 @@ class Gathering:
         self._users: dict[Bucket, int] = dict.fromkeys(self._buckets, 0)  # open units that need it
         self._touched: set[Bucket] = set()  # used since it was gathered
         self._lent: set[Bucket] = set()  # a unit returned a view of it: it stays till the model's forward ends
+        self._holders: dict[Bucket, int] = {}  # contexts that keep it gathered whatever passes come in between
+        self._held_first: set[Bucket] = set()  # it was such a context that gathered it
         self._live = 0  # gathered elements
         self._open_units = 0
         self._traces = {True: UseTrace(), False: UseTrace()}  # with gradients, without
@@ -95,9 +97,27 @@ class Gathering:
         self._by_storage[bucket.full.data_ptr()] = bucket
         self._touched.add(bucket)
 
+    def hold(self, bucket: Bucket) -> None:
+        """Gathers `bucket` and keeps it so until `let_go`, also when passes of the model come in between."""
+        if bucket not in self._holders and bucket not in self._touched:
+            self._held_first.add(bucket)
+        self.borrow(bucket)
+        self._holders[bucket] = self._holders.get(bucket, 0) + 1
+
+    def let_go(self, bucket: Bucket) -> None:
+        """The last holder releases what it gathered, unless a unit that runs needs it."""
+        self._holders[bucket] -= 1
+        if self._holders[bucket]:
+            return
+        del self._holders[bucket]
+        if bucket in self._held_first:
+            self._held_first.discard(bucket)
+            if not self._users[bucket] and bucket not in self._lent:
+                self.release(bucket)
+
     def release(self, bucket: Bucket) -> None:
-        """Nobody needs `bucket` for now. A bucket that is never sharded stays."""
-        if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded:
+        """Nobody needs `bucket` for now. A bucket that is never sharded stays, and one that is held."""
+        if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded or bucket in self._holders:
             return
         self._by_storage.pop(bucket.full.data_ptr(), None)
         self._touched.discard(bucket)
@@ -105,9 +125,19 @@ class Gathering:
         bucket.release(placeholder=self._placeholder(bucket))
 
     def release_all(self) -> None:
-        """A pass is over: whatever is still gathered goes, prefetched or used."""
+        """A pass is over: whatever is still gathered goes, prefetched or used, but for what is held."""
         for bucket in self._buckets:
             self.release(bucket)
+
+    def drop_all(self) -> None:
+        """The parameters are about to change. Raises RuntimeError if somebody holds some."""
+        if self._holders:
+            names = ", ".join(bucket.traits.name for bucket in self._holders)
+            raise RuntimeError(
+                f"parameters of {names} are held whole, and a step or a load would leave them with old values: leave "
+                "GatheredParameters before"
+            )
+        self.release_all()
 
     def _release_passed(self) -> None:
         """Frozen buckets never complete, so in the backward they go when another one is used and the forecast has no more use of them."""
@@ -204,8 +234,8 @@ class Gathering:
                     self._touched.discard(bucket)  # so that the next use is recorded
                 else:
                     self.release(bucket)
-        if is_root and not torch.is_grad_enabled():
-            self.release_all()  # no backward follows
+        if is_root and not torch.is_grad_enabled():  # no backward follows
+            self.release_all()
 
     def _is_reused_soon(self, bucket: Bucket) -> bool:
         distance = self._trace.distance_to(bucket)

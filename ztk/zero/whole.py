@@ -1,14 +1,16 @@
-"""One parameter's whole state, fp32, read and written by name: for looking, and for setting by hand. Collective calls.
+"""One parameter's state, fp32, read and written by name: for looking, and for setting by hand.
 
-Reading: every rank fills in the stretch it keeps, and the ranks' sums make the whole. Writing: every rank has the whole new values
-and sets its own pieces from them.
+Whole, as collective calls: reading, every rank fills in the stretch it keeps, and the ranks' sums make the whole; writing, every rank has
+the whole new values and sets its own pieces from them. Or the rank's own elements alone, without the others.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ztk.kernels import sum_of_squares
 from ztk.zero.bucket import Bucket
 from ztk.zero.piece import Piece
 from ztk.zero.zero import Zero
@@ -17,32 +19,33 @@ from ztk.zero.zero import Zero
 def read_whole(zero: Zero, *, bucket: Bucket, name: str, kind: str) -> Tensor:
     """fp32, the parameter's shape. kind: "master", a name of the optimizer's states, or "parameter" for a frozen one."""
     zero._update.finish()
-
-    def stretch(piece: Piece) -> Tensor:
-        try:
-            return next(values for found, values in zero._piece_state(bucket, piece=piece) if found == kind).clone()
-        finally:
-            if piece.states is not None:
-                zero._stores.optimizer.release(piece.states)
-
-    return _assemble(zero, bucket=bucket, name=name, stretch=stretch)
+    return _assemble(zero, bucket=bucket, name=name, stretch=functools.partial(_state, zero, bucket=bucket, kind=kind))
 
 
 def read_gradient(zero: Zero, *, bucket: Bucket, name: str) -> Tensor | None:
     """fp32, the parameter's shape: the gradient as reduced, still scaled and summed. None unless a step is due."""
-    zero.reduction.settle()
-    if bucket not in zero.reduction.squares:
+    if not _has_gradient(zero, bucket=bucket):
         return None
+    return _assemble(zero, bucket=bucket, name=name, stretch=functools.partial(_gradient, zero, bucket=bucket))
 
-    def stretch(piece: Piece) -> Tensor:
-        if piece.gradient is None:
-            return piece.of(bucket.gradient)
-        try:
-            return zero._stores.gradients.fetch(piece.gradient).wait().clone()
-        finally:
-            zero._stores.gradients.release(piece.gradient)
 
-    return _assemble(zero, bucket=bucket, name=name, stretch=stretch)
+def read_own(zero: Zero, *, bucket: Bucket, name: str, kind: str) -> Tensor:
+    """As `read_whole`, but local: the flat elements of the parameter that lie in this rank's shard, perhaps none."""
+    zero._update.finish()
+    return _own(zero, bucket=bucket, name=name, stretch=functools.partial(_state, zero, bucket=bucket, kind=kind))
+
+
+def read_own_gradient(zero: Zero, *, bucket: Bucket, name: str) -> Tensor | None:
+    """As `read_gradient`, but local: the flat elements that lie in this rank's shard, perhaps none."""
+    if not _has_gradient(zero, bucket=bucket):
+        return None
+    return _own(zero, bucket=bucket, name=name, stretch=functools.partial(_gradient, zero, bucket=bucket))
+
+
+def own_range(bucket: Bucket, *, name: str) -> range:
+    """Which flat elements of the parameter lie in this rank's shard."""
+    found = [f for f in bucket.layout.fragments(bucket.layout.shard(bucket.comm.rank)) if f.name == name]
+    return range(found[0].start, found[0].stop) if found else range(0)
 
 
 def write_whole(zero: Zero, *, bucket: Bucket, values: dict[str, Tensor], kind: str) -> None:
@@ -50,9 +53,48 @@ def write_whole(zero: Zero, *, bucket: Bucket, values: dict[str, Tensor], kind: 
 
     kind "master" or "parameter": where a value is the cast of the master weight that is there, the master keeps its precision.
     """
-    zero._update.finish()
     flat = {name: value.detach().reshape(-1) for name, value in values.items()}
+    _write(zero, bucket=bucket, flat=flat, kind=kind, pieces=bucket.pieces)
+    if kind in ("master", "parameter") and not bucket.traits.shards_parameters:
+        bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+
+
+def write_own(zero: Zero, *, bucket: Bucket, name: str, kind: str, value: Tensor) -> None:
+    """Sets the elements that `read_own` reads, from stage 1 on. Local, unless it is the weight of a bucket that all ranks keep whole:
+    then all must call."""
+    own = own_range(bucket, name=name)
+    placement = next(placement for placement in bucket.layout.placements if placement.name == name)
+    flat = torch.zeros(placement.numel, dtype=torch.float32)
+    flat[own.start : own.stop] = value.detach().reshape(-1).to("cpu", torch.float32)
+    _write(zero, bucket=bucket, flat={name: flat}, kind=kind, pieces=_own_pieces(bucket))
+    if kind in ("master", "parameter") and not bucket.traits.shards_parameters:
+        bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+
+
+def write_gradient(zero: Zero, *, bucket: Bucket, name: str, value: Tensor, start: int = 0) -> None:
+    """Sets the reduced gradient, scaled and summed as `read_gradient` gives it; the norm follows. A step must be due.
+
+    value: flat elements [start, start + n) of the parameter, all of those that this rank's pieces hold.
+    """
+    store = zero._stores.gradients
+    squares = torch.zeros_like(zero.reduction.squares[bucket])
+    own = bucket.layout.shard(bucket.comm.rank)
     for piece in bucket.pieces:
+        gradient = piece.of(bucket.gradient) if piece.gradient is None else store.fetch(piece.gradient).wait()
+        for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
+            if fragment.name == name:
+                place = gradient[fragment.offset - piece.start :][: fragment.stop - fragment.start]
+                place.copy_(value[fragment.start - start : fragment.stop - start])
+        if piece.start in own:
+            squares += sum_of_squares(gradient).to(squares.device)
+        if piece.gradient is not None:
+            store.put(piece.gradient, value=gradient).wait()
+    zero.reduction.squares[bucket] = squares
+
+
+def _write(zero: Zero, *, bucket: Bucket, flat: dict[str, Tensor], kind: str, pieces: list[Piece]) -> None:
+    zero._update.finish()
+    for piece in pieces:
         fragments = [f for f in bucket.layout.fragments(range(piece.start, piece.stop)) if f.name in flat]
         if not fragments:
             continue
@@ -60,22 +102,50 @@ def write_whole(zero: Zero, *, bucket: Bucket, values: dict[str, Tensor], kind: 
             _write_weights(zero, bucket=bucket, piece=piece, fragments=fragments, flat=flat)
         else:
             _write_moment(zero, piece=piece, fragments=fragments, flat=flat, kind=kind)
-    if kind in ("master", "parameter") and not bucket.traits.shards_parameters:
-        bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+
+
+def _has_gradient(zero: Zero, *, bucket: Bucket) -> bool:
+    zero.reduction.settle()
+    return bucket in zero.reduction.squares
+
+
+def _state(zero: Zero, piece: Piece, *, bucket: Bucket, kind: str) -> Tensor:
+    try:
+        return next(values for found, values in zero._piece_state(bucket, piece=piece) if found == kind).clone()
+    finally:
+        if piece.states is not None:
+            zero._stores.optimizer.release(piece.states)
+
+
+def _gradient(zero: Zero, piece: Piece, *, bucket: Bucket) -> Tensor:
+    if piece.gradient is None:
+        return piece.of(bucket.gradient)
+    try:
+        return zero._stores.gradients.fetch(piece.gradient).wait().clone()
+    finally:
+        zero._stores.gradients.release(piece.gradient)
+
+
+def _own_pieces(bucket: Bucket) -> list[Piece]:
+    own = bucket.layout.shard(bucket.comm.rank)
+    return [piece for piece in bucket.pieces if piece.start in own]
+
+
+def _own(zero: Zero, *, bucket: Bucket, name: str, stretch: Callable[[Piece], Tensor]) -> Tensor:
+    found = [torch.zeros(0, dtype=torch.float32)]
+    for piece in _own_pieces(bucket):
+        fragments = [f for f in bucket.layout.fragments(range(piece.start, piece.stop)) if f.name == name]
+        values = stretch(piece).float() if fragments else None
+        found += [values[f.offset - piece.start :][: f.stop - f.start].clone() for f in fragments]
+    return torch.cat([values.to(bucket.comm.device) for values in found])
 
 
 def _assemble(zero: Zero, *, bucket: Bucket, name: str, stretch: Callable[[Piece], Tensor]) -> Tensor:
     comm = bucket.comm
     placement = next(placement for placement in bucket.layout.placements if placement.name == name)
     whole = torch.zeros(-(-placement.numel // comm.size) * comm.size, dtype=torch.float32, device=comm.device)
-    own = bucket.layout.shard(comm.rank)
-    for piece in bucket.pieces:
-        fragments = [f for f in bucket.layout.fragments(range(piece.start, piece.stop)) if f.name == name]
-        if piece.start in own and fragments:
-            values = stretch(piece)
-            for fragment in fragments:
-                offset = fragment.offset - piece.start
-                whole[fragment.start : fragment.stop] = values[offset : offset + fragment.stop - fragment.start]
+    own = own_range(bucket, name=name)
+    whole[own.start : own.stop] = _own(zero, bucket=bucket, name=name, stretch=stretch)
     comm.all_reduce(whole, label=name).wait()
     return whole[: placement.numel].view(placement.shape)
 

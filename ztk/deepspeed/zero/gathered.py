@@ -1,22 +1,24 @@
 """`GatheredParameters`: parameters whole for a while, and changes taken over."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.zero.bucket import Bucket, ParameterState
+from ztk.deepspeed.zero.external import register_external_parameter
+from ztk.zero.born import born_of
+from ztk.zero.bucket import Bucket
 from ztk.zero.whole import write_whole
 
 
 class GatheredParameters:
-    """Inside, the parameters are whole on every rank. Every rank enters and leaves.
+    """Inside, the parameters are whole on every rank. Every rank enters and leaves; contexts may be nested and may overlap.
 
-    params: a parameter or parameters; those of no engine are whole anyway.
+    params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are whole anyway.
     modifier_rank: the rank whose changes inside become everybody's, master weights included (in 16 bit a value that was not changed
         keeps its fp32 master). None: changes are lost at stage 3, and must not be made below it.
-    fwd_module: accepted as in DeepSpeed; every parameter knows its engine.
+    fwd_module: the module whose forward uses them; noted as `register_external_parameter` does.
     """
 
     def __init__(
@@ -26,34 +28,69 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        del fwd_module
         given = [params] if isinstance(params, torch.Tensor) else list(params)
-        found = [(parameter, owner_of(parameter)) for parameter in given] if enabled else []
-        self._owned: list[tuple[nn.Parameter, Owner]] = [(p, owner) for p, owner in found if owner is not None]
+        self._params = _ordered(given) if enabled else []
         self._modifier_rank = modifier_rank
-        self._borrowed: dict[Bucket, Owner] = {}
+        if fwd_module is not None:
+            for parameter in self._params:
+                register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
-        for _, owner in self._owned:
-            if owner.bucket.state is ParameterState.sharded:
-                owner.engine.zero.gathering.borrow(owner.bucket)
-                self._borrowed[owner.bucket] = owner
+        hold(self._params)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if kind is None and self._modifier_rank is not None:
-                self._take_over()
-        finally:
-            for bucket, owner in self._borrowed.items():
-                owner.engine.zero.gathering.release(bucket)
-            self._borrowed = {}
+        let_go(self._params, source=self._modifier_rank if kind is None else None)
 
-    def _take_over(self) -> None:
-        changed: dict[Bucket, dict[str, torch.Tensor]] = {}
-        owners = {}
-        for parameter, owner in self._owned:
-            owner.engine.comm.broadcast(parameter.data, source=self._modifier_rank, label=owner.name).wait()
+
+def hold(parameters: Sequence[nn.Parameter]) -> None:
+    """Makes the parameters whole. A collective call."""
+    for parameter in _ordered(parameters):
+        if (born := born_of(parameter)) is not None:
+            born.hold()
+    for bucket, owner in _buckets(parameters).items():
+        owner.engine.zero.gathering.hold(bucket)
+
+
+def let_go(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
+    """Undoes `hold`. source: the rank whose values are taken over first; None: nobody changed them. A collective call."""
+    buckets = _buckets(parameters)
+    try:
+        if source is not None:
+            _take_over(parameters, source=source)
+    finally:
+        for parameter in _ordered(parameters):
+            if (born := born_of(parameter)) is not None:
+                born.let_go(source=source)
+        for bucket, owner in buckets.items():
+            owner.engine.zero.gathering.let_go(bucket)
+
+
+def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
+    changed: dict[Bucket, dict[str, torch.Tensor]] = {}
+    owners = {}
+    for parameter in _ordered(parameters):
+        owner = owner_of(parameter)
+        if owner is not None:
+            owner.engine.comm.broadcast(parameter.data, source=source, label=owner.name).wait()
             changed.setdefault(owner.bucket, {})[owner.name] = parameter.data
             owners[owner.bucket] = owner
-        for bucket, values in changed.items():
-            write_whole(owners[bucket].engine.zero, bucket=bucket, values=values, kind="master")
+    for bucket, values in changed.items():
+        write_whole(owners[bucket].engine.zero, bucket=bucket, values=values, kind="master")
+
+
+def _ordered(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that are sharded, each once, in an order that is the same on all ranks whatever a set or a dict did to theirs."""
+    found = {}
+    for parameter in parameters:
+        born, owner = born_of(parameter), owner_of(parameter)
+        if born is not None:
+            found[0, born.number] = parameter
+        elif owner is not None:
+            found[1, owner.number] = parameter
+    return [found[key] for key in sorted(found)]
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> dict[Bucket, Owner]:
+    """The engines' sharded buckets in which the parameters lie."""
+    owners = [owner for parameter in _ordered(parameters) if (owner := owner_of(parameter)) is not None]
+    return {owner.bucket: owner for owner in owners if owner.bucket.traits.shards_parameters}

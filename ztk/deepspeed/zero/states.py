@@ -1,10 +1,12 @@
 """safe_get/set: one parameter's whole weight, gradient or optimizer state in fp32. Collective calls: every rank makes them alike."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.zero.whole import read_gradient, read_whole, write_whole
+from ztk.zero.whole import read_gradient, read_whole, write_gradient, write_whole
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -12,7 +14,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if owner is None:
         return None
-    return read_whole(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=_weights(owner))
+    return read_whole(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=weights_of(owner))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -23,11 +25,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if owner is None or not owner.bucket.traits.trainable:
         return None
-    engine = owner.engine
-    gradient = read_gradient(engine.zero, bucket=owner.bucket, name=owner.name)
-    if gradient is None:
-        return None
-    return gradient / (engine.control.loss_scale * engine.process.world_size * engine.accumulation_steps)
+    gradient = read_gradient(owner.engine.zero, bucket=owner.bucket, name=owner.name)
+    return None if gradient is None else gradient / divisor_of(owner)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -38,30 +37,58 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     owner = owner_of(param)
     if owner is None or not owner.bucket.traits.trainable:
         return None
-    _check_state(owner, key=optim_state_key)
+    check_state(owner, key=optim_state_key)
     return read_whole(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets the master weight and with it the parameter. value: in the parameter's shape, the same on all ranks."""
-    owner = _owned(param, value=value)
-    write_whole(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=_weights(owner))
+    owner = owned(param, value=value)
+    write_whole(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=weights_of(owner))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets one optimizer state. value: in the parameter's shape, the same on all ranks."""
-    owner = _owned(param, value=value)
+    owner = owned(param, value=value)
     if not owner.bucket.traits.trainable:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
-    _check_state(owner, key=optim_state_key)
+    check_state(owner, key=optim_state_key)
     write_whole(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=optim_state_key)
 
 
-def _weights(owner: Owner) -> str:
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Sets the gradient that the coming step will use, as `safe_get_full_grad` gives it; norm and clipping follow.
+
+    value: in the parameter's shape, the same on all ranks. Raises ValueError if no step is due.
+    """
+    owner = owned(param, value=value)
+    need_gradient(owner)
+    scaled = value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * divisor_of(owner)
+    write_gradient(owner.engine.zero, bucket=owner.bucket, name=owner.name, value=scaled)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """The gradient of every trained parameter becomes `update_func(gradient, parameter)`. Every rank calls it with the same list."""
+    for param in param_list:
+        if param.requires_grad and (gradient := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def divisor_of(owner: Owner) -> Tensor:
+    """What a reduced gradient is larger by than the averaged, unscaled one."""
+    engine = owner.engine
+    return engine.control.loss_scale * engine.process.mesh.comm("data").size * engine.accumulation_steps
+
+
+def weights_of(owner: Owner) -> str:
+    """The kind of state that a parameter's weights are."""
     return "master" if owner.bucket.traits.trainable else "parameter"
 
 
-def _owned(param: nn.Parameter, *, value: Tensor) -> Owner:
+def owned(param: nn.Parameter, *, value: Tensor) -> Owner:
+    """Whose the parameter is; raises ValueError if it is nobody's or `value` does not fit it."""
     owner = owner_of(param)
     if owner is None:
         raise ValueError("the parameter belongs to no engine; pass one of engine.module's, after initialize")
@@ -70,7 +97,18 @@ def _owned(param: nn.Parameter, *, value: Tensor) -> Owner:
     return owner
 
 
-def _check_state(owner: Owner, *, key: str) -> None:
+def need_gradient(owner: Owner) -> None:
+    """Raises ValueError unless there is a reduced gradient."""
+    reduction = owner.engine.zero.reduction
+    reduction.settle()
+    if owner.bucket not in reduction.squares:
+        raise ValueError(
+            f"parameter {owner.name} has no reduced gradient now: set it between the backward at a boundary and step()"
+        )
+
+
+def check_state(owner: Owner, *, key: str) -> None:
+    """Raises ValueError for a state that the optimizer does not keep."""
     names = owner.engine.zero.optimizer.state_names
     if key not in names:
         raise ValueError(f"optim_state_key={key!r}: this optimizer keeps {', '.join(names) or 'no states'}")

@@ -1,0 +1,79 @@
+"""This rank of the program: found once, by the first call that needs it."""
+
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from ztk.runtime import Process
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
+_process: Process | None = None
+
+
+def this_process(
+    distributed_port: int = DEFAULT_PORT,
+    *,
+    dist_init_required: bool | None = None,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+) -> Process:
+    """This rank; started by the first call, the same for all engines of a program.
+
+    A launcher says who the rank is by its environment, `join` by its arguments, or the script has joined a process group itself.
+    timeout: of every collective, decided by the first call.
+    """
+    global _process
+    if dist_init_required is False and not dist.is_initialized():
+        raise ValueError("dist_init_required=False, but torch.distributed is not initialised; leave it out")
+    if "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if _process is None:
+        if dist.is_initialized():
+            _tell_environment()
+        _process = Process.start(timeout_seconds=timeout.total_seconds())
+    return _process
+
+
+def join(
+    *, rank: int, world_size: int, init_method: str | None, timeout: datetime.timedelta, distributed_port: int
+) -> None:
+    """Joins the process group as torch.distributed.init_process_group does, for scripts whose ranks torch.multiprocessing started.
+
+    rank, world_size: -1 for what the environment says. init_method: None is tcp on MASTER_ADDR (default: this machine) and
+    MASTER_PORT (default: distributed_port).
+    Raises ValueError if one of rank and world_size is given without the other.
+    """
+    if (rank == -1) != (world_size == -1):
+        raise ValueError(f"rank={rank}, world_size={world_size}: give both, or none of them under a launcher")
+    if rank == -1:
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}: must be from 0 to world_size - 1 = {world_size - 1}")
+    if dist.is_initialized():
+        return
+    if init_method is None:
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        init_method = f"tcp://{host}:{os.environ.get('MASTER_PORT', distributed_port)}"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+
+
+def _tell_environment() -> None:
+    """A process group that the script made itself says who the rank is; where the launcher said it too, that stays."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(world))
+    if "LOCAL_RANK" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
+        hosts: list[str | None] = [None] * world
+        dist.all_gather_object(hosts, socket.gethostname())
+        same = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        os.environ.setdefault("LOCAL_RANK", str(same.index(rank)))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(same)))

@@ -1,0 +1,172 @@
+"""`zero.Init`: a model larger than any rank's memory is built sharded, and `initialize` takes it over as it is."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from enum import Enum
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ztk.deepspeed.config import DeepSpeedConfigError
+from ztk.deepspeed.config.keys import Findings
+from ztk.deepspeed.config.offload import read_offload
+from ztk.deepspeed.config.source import read_source
+from ztk.deepspeed.config.zero import Zero
+from ztk.deepspeed.started import this_process
+from ztk.deepspeed.zero.parameter import name_parameter
+from ztk.offload import NvmeStore, OffloadPolicy, OffloadTarget
+from ztk.offload.policy import MIN_BUFFER_COUNT
+from ztk.runtime import MemoryLedger, Process
+from ztk.runtime.io import IoCounters
+from ztk.zero import DeviceStore, Store
+from ztk.zero.born import Nursery
+from ztk.zero.construction import construction, shard_module
+
+_BLOCK_BYTES = 1 << 20
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)
+
+
+class DeepSpeedTensorOverride(Enum):
+    """What DeepSpeed's Init changes about new tensors. ztk changes neither: a model is built as it is written."""
+
+    dtype = 1
+    device = 2
+
+
+class Init:
+    """`with zero.Init(config_dict_or_path=...): model = Model()`: every parameter is sharded as soon as its module is built.
+
+    Every rank builds the same model. Rank 0's values are everybody's; with one seed on all ranks they are those of a model built
+    without Init, bit by bit, also where a parent changes its children's parameters. The most that is whole at a time is one module's own
+    parameters. Buffers stay whole. Inside another Init this one changes nothing.
+
+    module: shards this module instead, which was built whole.
+    config_dict_or_path, config: says where shards sleep: zero_optimization.offload_param and aio; no batch size is needed, and values
+        that are still "auto" are passed over.
+    remote_device: cpu or nvme, goes before the configuration. pin_memory: accepted; shards are copied once, into the engine's memory.
+    dtype: of the shards; None: as the model makes them, so that the engine's fp32 master weights lose nothing, in 16 bit too.
+    data_parallel_group, sequence_data_parallel_group: must span all ranks, or be None.
+    enabled: False changes nothing at all.
+    mem_efficient_linear, tensor_overrides: accepted; ztk keeps no gathered weight for a linear layer's backward, and leaves new tensors
+        alone.
+
+    Raises DeepSpeedConfigError for a configuration it cannot follow, ValueError for other arguments.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: object = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: object = None,
+        config: object = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: object = None,
+        zero_param_parallel_group: object = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: object = None,
+        param_swapper: object = None,
+        tensor_overrides: object = None,
+    ) -> None:
+        del mem_efficient_linear, tensor_overrides, pin_memory
+        self.enabled = enabled
+        self._stack = ExitStack()
+        if not enabled:
+            return
+        if config is not None and config_dict_or_path is not None:
+            raise ValueError("config is the old name of config_dict_or_path; give one of them")
+        _refuse(
+            mpu=mpu,
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights or None,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
+            param_swapper=param_swapper,
+        )
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype}: must be torch.float16, torch.bfloat16, torch.float32 or None")
+        self._process = this_process()
+        for name, group in (
+            ("data_parallel_group", data_parallel_group),
+            ("sequence_data_parallel_group", sequence_data_parallel_group),
+        ):
+            _check_group(group, name=name, process=self._process)
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        policy = _placed(source, remote_device=remote_device)
+        self._nursery = Nursery(
+            comm=self._process.comm,
+            store=_store(policy, process=self._process),
+            dtype=dtype,
+            on_birth=name_parameter,
+        )
+        if module is not None:
+            shard_module(module, nursery=self._nursery)
+            self._nursery.close()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._stack.callback(self._nursery.close)
+            self._stack.enter_context(construction(self._nursery))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _refuse(**values: object) -> None:
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r:.80}: not offered by ztk's zero.Init; leave it out")
+
+
+def _check_group(group: object, *, name: str, process: Process) -> None:
+    if group is not None and dist.get_world_size(group) != process.world_size:
+        raise ValueError(
+            f"{name}: spans {dist.get_world_size(group)} of {process.world_size} ranks; ztk shards over all, leave it out"
+        )
+
+
+def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
+    """Where shards sleep."""
+    given = {} if source is None else read_source(source)
+    section = given.get("zero_optimization", {})
+    findings = Findings()
+    zero = Zero(_filled(section), findings=findings)
+    policy = read_offload(given, optimizer=None, parameters=zero.offload_param, stage=zero.stage, findings=findings)
+    if findings.faults:
+        raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
+    if remote_device in (None, str(policy.parameters)):
+        return policy
+    if remote_device not in ("cpu", "nvme", "none"):
+        raise ValueError(f"remote_device={remote_device!r}: must be cpu, nvme, none or None")
+    if remote_device == "nvme":
+        raise ValueError(
+            "remote_device='nvme': needs a folder: give config_dict_or_path with zero_optimization.offload_param "
+            '{"device": "nvme", "nvme_path": ...}'
+        )
+    return OffloadPolicy(parameters=OffloadTarget(remote_device))
+
+
+def _filled(section: object) -> object:
+    """The section without what the Hugging Face Trainer fills in later."""
+    if not isinstance(section, dict):
+        return section
+    return {key: value for key, value in section.items() if value != "auto"}
+
+
+def _store(policy: OffloadPolicy, *, process: Process) -> Store:
+    ledger = MemoryLedger()
+    match policy.parameters:
+        case OffloadTarget.none:
+            return DeviceStore(device=process.device, ledger=ledger)
+        case OffloadTarget.cpu:  # not pinned: every shard is copied once, into the engine's own memory
+            return DeviceStore(device=torch.device("cpu"), ledger=ledger)
+        case OffloadTarget.nvme:  # shards stream through the threads' blocks; nothing needs the pool
+            small = replace(policy, buffer_count=MIN_BUFFER_COUNT, buffer_bytes=_BLOCK_BYTES)
+            return NvmeStore(small, rank=process.rank, ledger=ledger, counters=IoCounters())

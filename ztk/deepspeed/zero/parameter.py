@@ -1,0 +1,123 @@
+"""What DeepSpeed's users read off a parameter at stage 3: `ds_id`, `ds_shape`, `ds_status` and their kin.
+
+[Note: Shape]
+A released parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements; `numel()` and `shape` are always right, and
+`ds_numel` and `ds_shape` say the same.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ztk.deepspeed.owners import owner_of
+from ztk.deepspeed.zero.gathered import hold, let_go
+from ztk.deepspeed.zero.states import weights_of
+from ztk.zero.born import born_of
+from ztk.zero.bucket import ParameterState
+from ztk.zero.whole import read_own
+
+_numbers = itertools.count()
+
+
+class ZeroParamType(Enum):
+    """Kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3  # never in ztk
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter can be read."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_STATUS = {
+    ParameterState.gathered: ZeroParamStatus.AVAILABLE,
+    ParameterState.gathering: ZeroParamStatus.INFLIGHT,
+    ParameterState.sharded: ZeroParamStatus.NOT_AVAILABLE,
+}
+
+
+class ZeroNames:
+    """Mixed into the class of every parameter that stage 3 takes."""
+
+    ds_param_type = ZeroParamType.PARTITIONED
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        if (born := born_of(self)) is not None:
+            return ZeroParamStatus.AVAILABLE if born.is_whole else ZeroParamStatus.NOT_AVAILABLE
+        owner = owner_of(self)
+        return ZeroParamStatus.AVAILABLE if owner is None else _STATUS[owner.bucket.state]
+
+    @property
+    def ds_persist(self) -> bool:
+        """Never sharded, because of its size."""
+        return (owner := owner_of(self)) is not None and not owner.bucket.traits.shards_parameters
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """A copy of the elements that this rank keeps, flat, in the parameter's dtype; with an engine they may be none or all of them."""
+        if (born := born_of(self)) is not None:
+            return born.own
+        owner = owner_of(self)
+        if owner is None:
+            raise AttributeError("ds_tensor: the parameter belongs to no engine any more")
+        kind = weights_of(owner)
+        return read_own(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=kind).to(self.dtype)
+
+    @property
+    def ds_active_sub_modules(self) -> set:
+        """Modules that keep the parameter gathered: always empty, because ztk counts the users of a bucket, not of a parameter."""
+        return set()
+
+    def ds_summary(self) -> dict:
+        """The names above, to print."""
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.ds_numel,
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "grad_shape": None if self.grad is None else tuple(self.grad.shape),
+            "persist": self.ds_persist,
+        }
+
+    def all_gather(self, param_list: Iterable[nn.Parameter] | None = None) -> None:
+        """Makes the parameters (None: this one) whole till `partition`. Every rank calls it alike."""
+        hold(list(param_list or [self]))
+
+    def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:
+        """Undoes `all_gather`. has_been_updated: the values were changed, on all ranks alike, and are kept."""
+        let_go(list(param_list or [self]), source=0 if has_been_updated else None)
+
+
+def name_parameter(parameter: nn.Parameter) -> None:
+    """Gives the parameter the names above. Every rank does it in the same order, so `ds_id` is the same on all."""
+    if not isinstance(parameter, ZeroNames):
+        parameter.__class__ = _with_names(type(parameter))
+    if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class and no number
+        parameter.ds_id = next(_numbers)
+
+
+@functools.cache
+def _with_names(cls: type) -> type:
+    return type(f"Zero{cls.__name__}", (ZeroNames, cls), {"__module__": __name__})

@@ -1,0 +1,161 @@
+"""Parameters that are sharded before there is an engine: every rank keeps a slice of each, and none keeps the model.
+
+Rank r of n keeps the flat elements [r * k, (r + 1) * k) of a parameter, k = ceil(numel / n). The parameter itself is a placeholder with its
+own shape that reads as NaN. `construction` makes parameters so while a model is built; `ztk.zero.build` takes them over, one at a
+time.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ztk.runtime import Comm
+from ztk.zero.store import Store
+
+_numbers = itertools.count()
+_born: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass(kw_only=True, eq=False)
+class Nursery:
+    """Where slices sleep till an engine takes them, and who shares them.
+
+    dtype: of the slices; None: as the parameter was made. on_birth: told of every parameter that is sharded.
+    """
+
+    comm: Comm
+    store: Store
+    dtype: torch.dtype | None = None
+    on_birth: Callable[[nn.Parameter], None] | None = None
+    residents: int = 0
+    is_open: bool = True  # more may be born
+
+    def close(self) -> None:
+        """No more are born; the store closes when the last slice has been taken over."""
+        self.is_open = False
+        self.leave(0)
+
+    def leave(self, count: int) -> None:
+        self.residents -= count
+        if not self.is_open and self.residents == 0:
+            self.store.flush()
+            self.store.close()
+
+
+class BornParameter:
+    """One parameter, sharded over the ranks of its nursery. All methods but the properties are collective calls."""
+
+    def __init__(self, parameter: nn.Parameter, *, nursery: Nursery) -> None:
+        """Rank 0's values are everybody's. The parameter's own memory is given back."""
+        self.nursery, self.number = nursery, next(_numbers)
+        self.built_on = parameter.device
+        self.holders = 0  # contexts inside which the parameter is whole
+        self.is_whole = True
+        self._parameter = weakref.ref(parameter)
+        self._slot = None
+        nursery.residents += 1
+        self._leave = weakref.finalize(parameter, nursery.leave, 1)  # a parameter may die before an engine takes it
+        self._leave.atexit = False
+        _born[parameter] = self
+        self.shard(source=0)
+        if nursery.on_birth is not None:
+            nursery.on_birth(parameter)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self._parameter()
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's slice without padding, flat."""
+        rank, size = self.nursery.comm.rank, self._slot.shape[0]
+        used = max(0, min(size, self._numel - rank * size))
+        slice_ = torch.empty(size, dtype=self._slot.dtype, device=self.nursery.comm.device)
+        return self.nursery.store.fetch_into(self._slot, out=slice_).wait()[:used]
+
+    def gather(self) -> Tensor:
+        """The whole values, flat [numel], on the device that computes; the parameter stays as it is."""
+        comm = self.nursery.comm
+        size = self._slot.shape[0]
+        full = torch.empty(size * comm.size, dtype=self._slot.dtype, device=comm.device)
+        self.nursery.store.fetch_into(self._slot, out=full[comm.rank * size :][:size]).wait()
+        comm.all_gather(full, label=self._label).wait()
+        return full[: self._numel]
+
+    def make_whole(self, *, device: torch.device | None = None) -> None:
+        """The parameter has its values, on `device` (None: the one that computes)."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            if not self.is_whole:
+                whole = self.gather().view(self._shape)
+                self.parameter.data = whole if device is None else whole.to(device)
+                self.is_whole = True
+
+    def shard(self, *, source: int | None) -> None:
+        """The parameter becomes a placeholder. source: the rank whose values are kept; None: nobody changed them."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            if not self.is_whole:
+                return
+            if source is not None:
+                self._keep(self.parameter.data, source=source)
+            self._show_placeholder()
+
+    def hold(self) -> None:
+        """The parameter is whole until as many calls of `let_go`."""
+        self.holders += 1
+        self.make_whole()
+
+    def let_go(self, *, source: int | None) -> None:
+        """The last holder shards it. source: the rank whose changes are everybody's; None: nobody changed anything."""
+        self.holders -= 1
+        if self.holders == 0:
+            self.shard(source=source)
+        elif source is not None:
+            with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+                self._keep(self.parameter.data, source=source)
+                self.parameter.data.copy_(self.gather().view(self._shape))
+
+    def take(self) -> Tensor:
+        """As `gather`, and the slice is given back: the sharded parameter is the caller's."""
+        whole = self.gather()
+        _born.pop(self.parameter, None)
+        self._slot = None
+        self._leave()
+        return whole
+
+    @property
+    def _label(self) -> str:
+        return f"parameter {self.number} built sharded"
+
+    def _keep(self, value: Tensor, *, source: int) -> None:
+        comm, store = self.nursery.comm, self.nursery.store
+        self._shape, self._numel = value.shape, value.numel()
+        dtype = self.nursery.dtype if self.nursery.dtype is not None and value.is_floating_point() else value.dtype
+        value = value.to(comm.device, dtype).contiguous()
+        comm.broadcast(value, source=source, label=self._label).wait()
+        size = max(1, -(-self._numel // comm.size))
+        own = torch.zeros(size, dtype=dtype, device=comm.device)
+        slice_ = value.view(-1)[comm.rank * size :][:size]
+        own[: slice_.numel()] = slice_
+        if self._slot is None or (self._slot.shape, self._slot.dtype) != ((size,), dtype):
+            self._slot = store.allocate(name=self._label, shape=(size,), dtype=dtype, category="parameters")
+        store.put(self._slot, value=own).wait()
+
+    def _show_placeholder(self) -> None:
+        self.is_whole = False
+        self.parameter.data = placeholder(self._shape, dtype=self._slot.dtype, device=self.nursery.comm.device)
+
+
+def born_of(parameter: object) -> BornParameter | None:
+    """None for a parameter that was not built sharded, or that an engine has taken over."""
+    return _born.get(parameter) if isinstance(parameter, nn.Parameter) else None
+
+
+def placeholder(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`shape` without memory: NaN, so that reading a sharded parameter by mistake shows at once (0 for integers)."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)

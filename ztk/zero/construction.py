@@ -1,0 +1,193 @@
+"""Building a model that no rank could hold: parameters are sharded as soon as the module that made them is finished.
+
+[Note: End of a constructor]
+PyTorch has no hook at the end of `__init__`, so while a model is built the constructors of all module classes are wrapped. A class and its
+bases share one object: only the outermost constructor counts. A module's parameters are whole until then, so it can fill them as it likes.
+
+[Note: Touched parameters]
+A parent often changes its children's parameters (`self.apply(init)`, `self.head.weight.data.mul_(0.5)`), which are sharded by then. While a
+model is built every torch function that is given such a parameter makes it whole first. It is sharded again, with rank 0's values,
+when the next one is touched or a constructor ends, provided that nothing else refers to its memory: a view that the parent
+still holds may yet be written to. So a model comes out as if it had been built whole, and little of it is whole at a time.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ztk.zero.born import BornParameter, Nursery, born_of
+
+# Asking a parameter these things needs no values.
+_PASSIVE = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "is_tensor", "is_nonzero_static"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "__repr__"),
+    *("data_ptr", "untyped_storage", "has_names", "_is_view", "is_pinned"),
+}
+
+
+@contextmanager
+def construction(nursery: Nursery) -> Iterator[None]:
+    """Inside, the parameters of every module are sharded when its constructor ends; see the notes above.
+
+    Every rank must build the same modules in the same order. Parameters on the meta device stay there. Inside another
+    construction this one changes nothing.
+    """
+    if _Construction.current is not None:
+        yield
+        return
+    _Construction.current = current = _Construction(nursery)
+    try:
+        with current.wrapped_constructors(), _TouchMode(current):
+            yield
+        current.finish()
+    finally:
+        _Construction.current = None
+
+
+def shard_module(module: nn.Module, *, nursery: Nursery) -> None:
+    """Shards the parameters of a module that was built whole."""
+    for parameter in module.parameters():
+        if _can_be_sharded(parameter):
+            BornParameter(parameter, nursery=nursery)
+
+
+class _Construction:
+    """What is being built."""
+
+    current: "_Construction | None" = None
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._unfinished: list[nn.Module] = []  # outermost first
+        self._built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._touched: list[BornParameter] = []
+
+    def finish(self) -> None:
+        """The model is built."""
+        self._settle(all_of_them=True)
+        for module in list(self._built):  # what was replaced after its module's constructor had ended
+            shard_module(module, nursery=self._nursery)
+
+    # See [Note: End of a constructor]
+
+    @contextmanager
+    def wrapped_constructors(self) -> Iterator[None]:
+        wrapped: dict[type, Callable] = {}
+
+        def wrap(cls: type) -> None:
+            if "__init__" in cls.__dict__ and cls not in wrapped:
+                wrapped[cls] = cls.__init__
+                cls.__init__ = self._wrap(cls.__init__)
+
+        def init_subclass(cls: type, **kwargs) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            wrap(cls)
+
+        for cls in _subclasses(nn.Module):
+            wrap(cls)
+        nn.Module.__init_subclass__ = classmethod(init_subclass)
+        try:
+            yield
+        finally:
+            del nn.Module.__init_subclass__
+            for cls, constructor in wrapped.items():
+                if getattr(cls.__init__, "__wrapped__", None) is constructor:
+                    cls.__init__ = constructor
+
+    def _wrap(self, constructor: Callable) -> Callable:
+        @functools.wraps(constructor)
+        def __init__(module: nn.Module, *args, **kwargs) -> None:
+            if any(module is other for other in self._unfinished):  # a base class's part of the same object
+                constructor(module, *args, **kwargs)
+                return
+            self._unfinished.append(module)
+            try:
+                constructor(module, *args, **kwargs)
+            finally:
+                self._unfinished.pop()
+            self._settle(all_of_them=not self._unfinished)
+            shard_module(module, nursery=self._nursery)
+            self._built.add(module)
+
+        return __init__
+
+    # See [Note: Touched parameters]
+
+    def touch(self, parameters: list[BornParameter]) -> None:
+        self._settle(but=parameters)
+        for parameter in parameters:
+            parameter.make_whole(device=parameter.built_on)
+            if parameter not in self._touched:
+                self._touched.append(parameter)
+
+    def _settle(self, *, but: list[BornParameter] = (), all_of_them: bool = False) -> None:
+        kept = []
+        for touched in self._touched:
+            if touched in but or (not all_of_them and _is_shared(touched.parameter)):
+                kept.append(touched)
+            elif not touched.holders:
+                touched.shard(source=0)
+        self._touched = kept
+
+
+class _TouchMode(TorchFunctionMode):
+    """Sees every torch function while a model is built."""
+
+    def __init__(self, construction: _Construction) -> None:
+        super().__init__()
+        self._construction = construction
+
+    def __torch_function__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        kwargs = kwargs or {}
+        if not _is_passive(function):
+            found = [born for value in (*args, *kwargs.values()) for born in _born_in(value) if not born.is_whole]
+            if found:
+                self._construction.touch(found)
+        return function(*args, **kwargs)
+
+
+def _is_passive(function: Callable) -> bool:
+    name = function.__name__
+    if name == "__get__":  # of an attribute
+        return function.__self__.__name__ not in ("data", "T", "mT", "H", "mH", "real", "imag")
+    return name in _PASSIVE or (name == "__set__" and function.__self__.__name__ != "data")
+
+
+def _born_in(value: object) -> Iterator[BornParameter]:
+    if isinstance(value, nn.Parameter):
+        if (born := born_of(value)) is not None:
+            yield born
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _born_in(item)
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Whether another tensor refers to the parameter's memory."""
+    with torch._C.DisableTorchFunction():
+        storage = parameter.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > 2  # the parameter's and `storage`'s
+
+
+def _can_be_sharded(parameter: nn.Parameter) -> bool:
+    if born_of(parameter) is not None or parameter.is_meta or nn.parameter.is_lazy(parameter):
+        return False
+    with torch._C.DisableTorchFunction():
+        if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is made of a sharded one, which has no values here: make it "
+                "inside GatheredParameters"
+            )
+    return True
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
