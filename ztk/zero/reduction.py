@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ class _InFlight:
     bucket: Bucket
     work: Pending
     local: Tensor | None  # the whole local gradient, to be given back
+    is_boundary: bool  # nothing more will be added before the step
     shard: Tensor  # [shard_size], where the sum arrives
 
 
@@ -59,7 +60,7 @@ class GradientReduction:
         self._buckets = buckets
         root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
-        self._position = {bucket: position for position, bucket in enumerate(self._order)}
+        self._plan = self._order  # what the backward that is open reduces, if it does
         self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
         self._policy, self._store, self._gathering = policy, store, gathering
         self._comm, self._dtype, self._pool, self._ledger, self._clock = comm, dtype, pool, ledger, clock
@@ -67,9 +68,10 @@ class GradientReduction:
         self._accumulated: set[Bucket] = set()  # shards that hold gradients of earlier micro-batches
         self._in_flight: deque[_InFlight] = deque()
         self._putting: deque[tuple[list[Pending], Tensor]] = deque()  # shards on their way to host memory or NVMe
-        self._launched = 0
+        self._launched = 0  # of the plan
+        self._launched_buckets: set[Bucket] = set()
         self._backward_open = False
-        self._reduced = False  # stages 0 and 1: this step's gradients are reduced already
+        self._reduced: set[Bucket] = set()  # stages 0 and 1: this step's gradients are reduced already
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(
@@ -82,7 +84,7 @@ class GradientReduction:
         if not self._backward_open:
             self.open_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
-        if self.synchronise and self._position[bucket] < self._launched:
+        if bucket in self._launched_buckets:
             raise RuntimeError(
                 f"{bucket.layout.placements[index].name}: a second gradient arrived after its bucket was reduced. Re-entrant "
                 "activation checkpointing over tied parameters does this; use checkpoint(..., use_reentrant=False)"
@@ -95,21 +97,26 @@ class GradientReduction:
                 self._launch_complete()
             self._gathering.release(bucket)
 
-    def open_backward(self) -> None:
-        """A backward begins; without this call the first gradient opens it."""
+    def open_backward(self, scope: Collection[Bucket] | None = None) -> None:
+        """A backward begins; without this call the first gradient opens it.
+
+        scope: the buckets that it completes, and reduces if it is synchronised. None: all. Gradients of others add up locally.
+        """
         if self._backward_open:
             raise RuntimeError(
                 "the last backward did not end (it raised): its gradients are half reduced. Call engine.discard_gradients() on "
                 "every rank before the next one"
             )
-        if self._reduced:
+        self._plan = self._order if scope is None else [bucket for bucket in self._order if bucket in scope]
+        if not self._reduced.isdisjoint(self._plan):
             raise RuntimeError(
                 "a second backward after this step's gradients were reduced: call engine.step() first, or run all but "
                 "the last backward of the step under engine.no_sync()"
             )
         self._backward_open = True
         self._launched = 0
-        for bucket in self._order:
+        self._launched_buckets.clear()
+        for bucket in self._plan:
             bucket.new_backward()
 
     def finish_backward(self) -> None:
@@ -117,14 +124,16 @@ class GradientReduction:
         if not self._backward_open:
             return
         if self.synchronise:
-            while self._launched < len(self._order):
-                self._launch(self._order[self._launched])
+            while self._launched < len(self._plan):
+                self._launch(self._plan[self._launched])
+            if not self._policy.shards_gradients:
+                self._reduced.update(self._plan)
+        self._launched_buckets.clear()
         self._gathering.release_all()
         self._backward_open = False
-        if self.synchronise and self._completed is not None:
+        if self.synchronise and self._completed is not None and self._plan[-1:] == self._order[-1:]:
             self._settle_order(self._completed)
             self._completed = None
-        self._reduced = self.synchronise and not self._policy.shards_gradients
 
     def _settle_order(self, completed: list[Bucket]) -> None:
         """Rank 0's order of completion becomes everybody's; what it did not use comes last."""
@@ -133,11 +142,10 @@ class GradientReduction:
         order = torch.tensor([number[bucket] for bucket in wanted], dtype=torch.float32, device=self._comm.device)
         agreed = self._comm.gather_scalars(order, label="order of reduction")[0].tolist()
         self._order = [self._buckets[int(index)] for index in agreed]
-        self._position = {bucket: position for position, bucket in enumerate(self._order)}
 
     def _launch_complete(self) -> None:
-        while self._launched < len(self._order) and self._order[self._launched].is_complete:
-            self._launch(self._order[self._launched])
+        while self._launched < len(self._plan) and self._plan[self._launched].is_complete:
+            self._launch(self._plan[self._launched])
 
     def _acquire(self, bucket: Bucket) -> Tensor:
         """A buffer for the bucket's local gradient: resident at stages 0 and 1, passing at 2 and 3."""
@@ -154,24 +162,25 @@ class GradientReduction:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
+        self._launched_buckets.add(bucket)
         if self.is_boundary and self.on_boundary_launch is not None:
             self.on_boundary_launch()
         bucket.fill_missing(acquire=functools.partial(self._acquire, bucket))
         label = bucket.traits.name
         if self._policy.stage == 0:
             work = bucket.comm.all_reduce(bucket.gradient, label=label)
-            flight = _InFlight(bucket=bucket, work=work, local=None, shard=bucket.own(bucket.gradient))
+            local, shard = None, bucket.own(bucket.gradient)
         elif not bucket.traits.shards_gradients:
             shard = bucket.own(bucket.gradient)
             work = bucket.comm.reduce_scatter(bucket.gradient, out=shard, label=label)
-            flight = _InFlight(bucket=bucket, work=work, local=None, shard=shard)
+            local = None
         else:
             while any(flight.bucket is bucket for flight in self._in_flight):  # few buckets: the last micro-batch's
                 self._land(self._in_flight.popleft())
             local = bucket.forget_gradient()
             shard = self._landing_place(bucket, dtype=local.dtype)
             work = bucket.comm.reduce_scatter(local, out=shard, label=label)
-            flight = _InFlight(bucket=bucket, work=work, local=local, shard=shard)
+        flight = _InFlight(bucket=bucket, work=work, local=local, shard=shard, is_boundary=self.is_boundary)
         self._in_flight.append(flight)
         while len(self._in_flight) > MAX_IN_FLIGHT:
             self._land(self._in_flight.popleft())
@@ -189,11 +198,11 @@ class GradientReduction:
             flight.work.wait()
         if flight.local is not None:
             self._pool.release(flight.local)
-            self._keep(bucket, shard=flight.shard)
-        elif self.is_boundary:
+            self._keep(bucket, shard=flight.shard, is_boundary=flight.is_boundary)
+        elif flight.is_boundary:
             self.squares[bucket] = sum_of_squares(flight.shard)
 
-    def _keep(self, bucket: Bucket, *, shard: Tensor) -> None:
+    def _keep(self, bucket: Bucket, *, shard: Tensor, is_boundary: bool) -> None:
         """Adds the reduced shard [shard_size] to what earlier micro-batches left, and leaves the sum where gradients sleep."""
         bucket.wait_for_update()  # an optimizer behind the forward may still read the last step's gradient
         if self._store.tier is Tier.device:
@@ -206,7 +215,7 @@ class GradientReduction:
             if bucket in self._accumulated:
                 self._add_earlier(bucket, shard=shard)
         self._accumulated.add(bucket)
-        if self.is_boundary:
+        if is_boundary:
             self.squares[bucket] = sum_of_squares(total)
         if self._store.tier is not Tier.device:
             self._put_away(bucket, shard=shard)
@@ -283,6 +292,6 @@ class GradientReduction:
         """The step is done; the next gradients start anew."""
         self.squares.clear()
         self._accumulated.clear()
-        self._reduced = False
+        self._reduced.clear()
         for bucket in self._order:
             bucket.restart_gradient()

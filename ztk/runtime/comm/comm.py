@@ -29,6 +29,17 @@ class Work:
         self._pending = pending
         self._counters = counters
 
+    @property
+    def is_done(self) -> bool:
+        """`wait()` would return, or raise, at once."""
+        match self._pending:
+            case None:
+                return True
+            case Future():
+                return self._pending.done()
+            case _:
+                return not callable(self._pending) and self._pending.is_completed()
+
     def wait(self) -> None:
         """Idempotent. Raises what went wrong."""
         pending, self._pending = self._pending, None
@@ -49,13 +60,15 @@ class Work:
 class Comm:
     """Collectives on flat contiguous tensors among `size` ranks, counted.
 
-    `before` is called with the label before each collective: tests use it to delay or to kill.
+    `before` is called with the label before each collective: tests use it to delay or to kill. `observe` is called after each with its
+    kind, its label, the bytes of its buffer and its seconds; to know these, it is waited for, so nothing overlaps it.
     """
 
     def __init__(self, transport: Transport, *, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.counters = CommCounters()
         self.before: Callable[[str], None] | None = None
+        self.observe: Callable[[str, str, int, float], None] | None = None
         self._transport = transport
         self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
         self._lanes: dict[str, SerialThread] = {}
@@ -202,6 +215,8 @@ class Comm:
                 after.wait()
             if self.before is not None:
                 self.before(name)
+            if self.observe is not None:
+                return self._run_observed(run, name=name, tensor=tensor)
             start = time.perf_counter()
             try:
                 return run(self._transport, name)
@@ -212,3 +227,19 @@ class Comm:
             is_immediate = after is None or after.is_immediate
             return Work(task() if is_immediate else task, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters)
+
+    def _run_observed(self, run: Callable, *, name: str, tensor: Tensor) -> None:
+        """To its end, on the device too."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        pending = run(self._transport, name)
+        if pending is not None:
+            pending.wait()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - start
+        self.counters.busy_seconds += seconds
+        kind, _, label = name.partition(" ")
+        self.observe(kind, label, tensor.nbytes, seconds)

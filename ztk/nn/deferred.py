@@ -1,0 +1,88 @@
+"""Gradients of weights that are computed later than those of inputs.
+
+In a backward a linear layer computes two products: the gradient of its input, for which the layer before waits, and that of its weight, for
+which nobody waits before the optimizer steps. Zero-bubble pipelines put the second off. What it needs, the input and the
+gradient of the output, is kept until then; nothing is computed twice, and the weight itself is not read again.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ztk.nn.linear import Linear, linear
+
+
+class DeferredGradients:
+    """While `collecting` is a list, backwards of the layers attached to this object put their weights' part into it.
+
+    A module of another kind takes part by a method `defer_weight_gradients(deferred)`; in its backward, while `deferred.is_active`, it
+    calls `deferred.put_off(parameter, product)` and returns no gradient for `parameter`. Modules that do neither compute all
+    gradients at once, which is right too.
+    """
+
+    def __init__(self) -> None:
+        self.collecting: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.collecting is not None
+
+    def put_off(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
+        """`product()` will be `parameter`'s gradient."""
+        self.collecting.append((parameter, product))
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes the linear layers in `model` defer, and whoever else can."""
+        for module in model.modules():
+            if hasattr(module, "defer_weight_gradients"):
+                module.defer_weight_gradients(self)
+            elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward):
+                module.forward = functools.partial(self._forward, module)
+
+    def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return type(module).forward(module, x)
+        out = _Deferring.apply(x, module.weight, self)
+        return out if module.bias is None else out + module.bias
+
+
+def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
+    """Computes what was put off and gives every parameter its gradient, the sum of its uses, as a backward would."""
+    uses: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
+    for parameter, product in collected:
+        uses.setdefault(parameter, []).append(product)
+    collected.clear()
+    for parameter, products in uses.items():
+        gradient = products.pop(0)()
+        while products:  # popped, so that what a product needs is free when it is done
+            gradient += products.pop(0)()
+        torch.autograd.backward([parameter], [gradient])
+
+
+class _Deferring(torch.autograd.Function):
+    """x W^T whose backward may leave the weight's gradient for later."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.deferred = weight, deferred
+        return linear(x, weight=weight)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        d_x = linear(d_out, weight=weight.t()) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return d_x, None, None
+        product = functools.partial(_weight_gradient, d_out, x=x)
+        if ctx.deferred.is_active and isinstance(ctx.parameter, nn.Parameter):
+            ctx.deferred.put_off(ctx.parameter, product)
+            return d_x, None, None
+        return d_x, product(), None
+
+
+def _weight_gradient(d_out: Tensor, *, x: Tensor) -> Tensor:
+    """d_out^T x, summed over all positions: [out, in]."""
+    return linear(d_out.reshape(-1, d_out.shape[-1]).t(), weight=x.reshape(-1, x.shape[-1]).t())

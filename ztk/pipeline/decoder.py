@@ -1,0 +1,44 @@
+"""The native decoder as layers: embedding, blocks, and norm with head and loss."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from ztk.nn import Decoder
+from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
+
+
+class DecoderLayers:
+    """See `LayeredModel`. A tied embedding stays on the head's stage too, under the embedding's name."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.module = model
+        finish = ("norm", "head", "embedding") if model.config.tie_embeddings else ("norm", "head")
+        self.layers = [
+            self._layer("embedding", modules=("embedding",), run=self._embed),
+            *(self._block(f"blocks.{name}", block=block) for name, block in model.blocks.named_children()),
+            self._layer("head", modules=finish, run=self._finish),
+        ]
+
+    def keep(self, own: Collection[int]) -> None:
+        needed = {path for index in own for path in self.layers[index].modules}
+        known = dict.fromkeys(path for layer in self.layers for path in layer.modules)
+        drop_modules(self.module, paths=[path for path in known if path not in needed])
+
+    def _layer(self, name: str, *, modules: tuple[str, ...], run) -> Layer:
+        found = [self.module.get_submodule(path) for path in modules]
+        kind = type(found[-1] if name != "head" else found[1]).__name__
+        return Layer(name=name, kind=kind, modules=modules, num_parameters=count_parameters(*found), run=run)
+
+    def _block(self, name: str, *, block: nn.Module) -> Layer:
+        return self._layer(name, modules=(name,), run=lambda x, _: self.module.through(block, x))
+
+    def _embed(self, _: Carry, batch: MicroBatch) -> Tensor:
+        return self.module.embed(_argument(batch, index=0, name="tokens"))
+
+    def _finish(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        return self.module.finish(x, _argument(batch, index=1, name="targets"))
+
+
+def _argument(batch: MicroBatch, *, index: int, name: str) -> Tensor | None:
+    return batch.args[index] if len(batch.args) > index else batch.kwargs.get(name)

@@ -1,0 +1,72 @@
+"""A model as a row of layers, which is all that a pipeline needs to know of it."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Carry = Any  # what flows between layers: a tensor, or any nesting of tuples, lists and dicts of tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """The arguments of one call of a model."""
+
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+    @staticmethod
+    def of(value: object) -> "MicroBatch":
+        """A tuple or list holds positional arguments, a dict keyword arguments, anything else is the only argument."""
+        match value:
+            case MicroBatch():
+                return value
+            case dict():
+                return MicroBatch(kwargs=value)
+            case tuple() | list():
+                return MicroBatch(args=tuple(value))
+            case _:
+                return MicroBatch(args=(value,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """An indivisible part of a model: `run(carry, micro_batch)` takes what the layer before returned (None: it is the first).
+
+    modules: paths of the modules whose parameters it uses. kind: what partitioning by type looks at, usually a class name.
+    """
+
+    name: str
+    kind: str
+    modules: tuple[str, ...]
+    num_parameters: int
+    run: Callable[[Carry, MicroBatch], Carry]
+
+
+class LayeredModel(Protocol):
+    """A model that can be cut. The last layer returns the loss if the micro-batch says what was expected, else the model's output."""
+
+    module: nn.Module
+    layers: list[Layer]
+
+    def keep(self, own: Collection[int]) -> None:
+        """Gives up everything that only layers outside `own` need. Parameters keep their names."""
+
+
+def drop_modules(model: nn.Module, *, paths: Collection[str]) -> None:
+    """Takes the modules `paths` out of `model`: elements of a container disappear, the others keep their numbers; an attribute
+    becomes None."""
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            del owner._modules[name]  # not `del owner[i]`, which renumbers
+        else:
+            owner._modules[name] = None
+
+
+def count_parameters(*modules: nn.Module) -> int:
+    """Trained elements, each parameter once."""
+    parameters: dict[Tensor, None] = {p: None for module in modules for p in module.parameters() if p.requires_grad}
+    return sum(parameter.numel() for parameter in parameters)

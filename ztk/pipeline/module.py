@@ -1,0 +1,167 @@
+"""A model written as a list of layers, of which every rank builds its own alone."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters
+
+
+class LayerSpec:
+    """A layer to be built later: `LayerSpec(nn.Linear, 16, 32, bias=False).build()`."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ValueError(f"LayerSpec({typename!r}): the first argument must be a subclass of torch.nn.Module")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self) -> nn.Module:
+        """The layer, with memory."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        arguments = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(arguments)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its module with all others of the same `key`, on whatever stages they are.
+
+    forward_fn: `forward_fn(module, input)` instead of `module(input)`, for a head that is an embedding read the other way.
+    tied_weight_attr: the name of the shared weight, for reading; all parameters of the module are shared.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
+
+
+class PipelineModule(nn.Module):
+    """A sequential model of `LayerSpec`s, modules and functions; each takes what the one before returned, as its only argument.
+
+    A micro-batch is `(inputs, labels)`; with `loss_fn` the model returns `loss_fn(outputs, labels)`. Layer i's parameters are called
+    "i.*", those of a tied layer "tied_modules.KEY.*", on whatever stage they are. Specs are built when it is known which are
+    this rank's, on the meta device to be counted and for real to be kept.
+
+    base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages; with None
+        it is built from the random state as it is. seed_fn: called with that seed in place of `torch.manual_seed`.
+    """
+
+    children_are_units = True  # for ZeRO: each layer is gathered by itself
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec | nn.Module | Callable],
+        *,
+        loss_fn: Callable | None = None,
+        base_seed: int | None = 1234,
+        seed_fn: Callable[[int], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.specs, self.loss_fn = list(layers), loss_fn
+        self._base_seed, self._seed_fn = base_seed, seed_fn or torch.manual_seed
+        first_of: dict[str, int] = {}
+        for index, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                first_of.setdefault(spec.key, index)
+        self._first_of = first_of  # a tied module is built with the seed of its first use
+        self.layers = [self._layer(index) for index in range(len(self.specs))]
+
+    @property
+    def module(self) -> nn.Module:
+        """Itself, see `LayeredModel`."""
+        return self
+
+    def keep(self, own: Collection[int]) -> None:
+        """Builds the layers `own`."""
+        for index in sorted(own):
+            spec = self.specs[index]
+            if isinstance(spec, TiedLayerSpec):
+                if "tied_modules" not in self._modules:
+                    self.tied_modules = nn.ModuleDict()
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = self._build(self._first_of[spec.key])
+            elif isinstance(spec, (LayerSpec, nn.Module)):
+                self.add_module(str(index), self._build(index))
+
+    def forward(self, inputs: Carry, labels: object = None) -> Carry:
+        """The whole model on one rank; builds what is not built yet."""
+        self.keep([index for index in range(len(self.specs)) if not self._is_built(index)])
+        carry: Carry = None
+        for layer in self.layers:
+            carry = layer.run(carry, MicroBatch(args=(inputs, labels)))
+        return carry
+
+    def _is_built(self, index: int) -> bool:
+        spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            return "tied_modules" in self._modules and spec.key in self.tied_modules
+        return str(index) in self._modules or not isinstance(spec, (LayerSpec, nn.Module))
+
+    def _build(self, index: int) -> nn.Module:
+        spec = self.specs[index]
+        if isinstance(spec, nn.Module):
+            return spec
+        if self._base_seed is None:
+            return spec.build()
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            self._seed_fn(self._base_seed + index)
+            return spec.build()
+
+    # As layers
+
+    def _layer(self, index: int) -> Layer:
+        spec = self.specs[index]
+        return Layer(
+            name=str(index),
+            kind=_kind(spec),
+            modules=self._paths(index),
+            num_parameters=_size(spec),
+            run=lambda carry, batch: self._run(index, carry=carry, batch=batch),
+        )
+
+    def _paths(self, index: int) -> tuple[str, ...]:
+        spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            return (f"tied_modules.{spec.key}",)
+        return (str(index),) if isinstance(spec, (LayerSpec, nn.Module)) else ()
+
+    def _run(self, index: int, *, carry: Carry, batch: MicroBatch) -> Carry:
+        inputs, labels = (*batch.args, None, None)[:2]
+        carry = self._call(index, inputs if index == 0 else carry)
+        is_last = index == len(self.specs) - 1
+        return self.loss_fn(carry, labels) if is_last and self.loss_fn is not None and labels is not None else carry
+
+    def _call(self, index: int, inputs: Carry) -> Carry:
+        spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            module = self.tied_modules[spec.key]
+            return module(inputs) if spec.forward_fn is None else spec.forward_fn(module, inputs)
+        return self._modules[str(index)](inputs) if isinstance(spec, (LayerSpec, nn.Module)) else spec(inputs)
+
+
+def _kind(spec: object) -> str:
+    """The class name, or a function's name."""
+    if isinstance(spec, LayerSpec):
+        return spec.typename.__name__
+    return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _size(spec: object) -> int:
+    """Trained elements, without giving them memory."""
+    if isinstance(spec, nn.Module):
+        return count_parameters(spec)
+    if not isinstance(spec, LayerSpec):
+        return 0
+    with torch.device("meta"):
+        return count_parameters(spec.build())
