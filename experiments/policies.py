@@ -15,6 +15,8 @@ from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.report import ReportPolicy, TrackerPolicy
+from ztk.runtime import Topology
+from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
 
 
@@ -47,6 +49,14 @@ def zero_policy(config: Config) -> ZeroPolicy:
 
 def offload_policy(config: Config) -> OffloadPolicy:
     return OffloadPolicy(**_given(config.offload))
+
+
+def topology(config: Config) -> Topology:
+    return Topology(**_given(config.topology, without=("data", "sequence_norms")))
+
+
+def tensor_policy(config: Config) -> TensorPolicy:
+    return TensorPolicy(sequence_norms=bool(config.topology.sequence_norms))
 
 
 def recompute_policy(config: Config) -> RecomputePolicy:

@@ -32,6 +32,7 @@ def main(config: Config) -> None:
     """Runs one rank from start to end."""
     kernels.set_backend(config.kernels.backend)
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    process = process.arrange(policies.topology(config))
     corpus = open_corpus(config, process=process)
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
@@ -61,7 +62,13 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         from ztk.engine.peers import parallelize_peer  # here: FSDP2's imports take a second
 
         return parallelize_peer(model, kind=config.zero.engine, **common)
-    return parallelize(model, zero=policies.zero_policy(config), offload=policies.offload_policy(config), **common)
+    return parallelize(
+        model,
+        zero=policies.zero_policy(config),
+        offload=policies.offload_policy(config),
+        tensor=policies.tensor_policy(config),
+        **common,
+    )
 
 
 def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
@@ -188,7 +195,11 @@ def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> R
         rank=process.rank,
         world_size=process.world_size,
         gauges=Gauges(
-            memory=engine.memory, comm=engine.comm.counters, clock=engine.clock, io=engine.io, device=process.device
+            memory=engine.memory,
+            comm=engine.process.mesh.counters,
+            clock=engine.clock,
+            io=engine.io,
+            device=process.device,
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
         parameters=engine.module.config.parameter_count(),

@@ -45,8 +45,8 @@ def share_of(config: Config, *, process: Process) -> Share:
         micro_batch=config.train.micro_batch_size,
         accumulation_steps=config.train.accumulation_steps,
         global_batch=config.train.global_batch_size,
-        rank=process.rank,
-        world_size=process.world_size,
+        rank=process.mesh.replica,
+        world_size=process.mesh.replicas,
     )
 
 

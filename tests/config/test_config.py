@@ -48,8 +48,9 @@ def test_resolved_configurations_are_the_recorded_ones(name, overrides, monkeypa
 
 @pytest.mark.parametrize("group", sorted(set(GROUPS) - {"sweep", "experiment", "data", "kernels"}))
 def test_every_option_composes(group, tmp_path):
+    model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
     for option in GROUPS[group]:
-        config = compose(f"{group}={option}", output_dir=tmp_path, machine=CPU)
+        config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=CPU)
         assert from_yaml(to_yaml(config)) == config
 
 
@@ -60,6 +61,23 @@ def test_every_stage_takes_every_tier(stage, offload, tmp_path):
     assert config.offload.optimizer == offload
     assert config.offload.parameters == (offload if stage == 3 else "none")
     assert config.offload.nvme_path == (str(tmp_path / "nvme") if offload == "nvme" else None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "batches"),
+    [
+        (("topology=tp2",), 2, 1),
+        (("topology=tp2_dp2",), 4, 2),
+        (("topology=tp2", "launch.ranks=4"), 4, 2),
+        (("topology=tp2", "topology.data=3"), 6, 3),
+        (("topology=sp2_dp2",), 4, 2),
+        (("launch.ranks=3",), 3, 3),
+    ],
+)
+def test_a_layout_names_its_ranks(overrides, ranks, batches, tmp_path):
+    config = compose(*overrides, output_dir=tmp_path, machine=CPU)
+    assert (config.launch.ranks, config.topology.data) == (ranks, batches)
+    assert config.train.global_batch_size == config.topology.data * config.train.micro_batch_size
 
 
 def test_the_starting_process_imports_no_torch():
@@ -131,7 +149,15 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("zero=ddp", "checkpoint.every=5"), "leave out checkpoint.every"),
         (("zero.stage=3",), "choose zero=stage3"),
         (("offload.optimizer=nvme",), "choose offload=nvme"),
-        (("topology.tensor=2",), "use topology.tensor=1"),
+        (("topology=tp4",), "use topology.tensor=3 or less"),
+        (("topology=tp2", "launch.ranks=3"), "use launch.ranks=2 or a multiple of it"),
+        (("topology=tp2", "topology.data=3", "launch.ranks=4"), "use launch.ranks=6"),
+        (("topology=tp2", "zero=ddp"), "use topology=dp"),
+        (("topology=sp4",), "use a degree that divides them"),
+        (("topology=sp2", "data.seq_len=129"), "use data.seq_len=130"),
+        (("topology=tp2", "topology.sequence_norms=true", "data.seq_len=129"), "use data.seq_len=130"),
+        (("topology.sequence_norms=true",), "topology.tensor above 1"),
+        (("topology.data=0",), "must be 1 or more"),
         (("topology.pipeline=2",), "use topology.pipeline=1"),
         (("model.dim=100",), "use model.dim=96"),
         (("model.kv_heads=4",), "use model.kv_heads=6"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ztk.config.schema import Config
+from ztk.config.topology import fits, replicas_of
 
 AUTO = "auto"  # checkpoint.resume: the run folder's own latest checkpoint, if it has one
 
@@ -13,12 +14,12 @@ def settle_batch(config: Config, *, recorded: Config | None) -> None:
 
     recorded: the run that this one continues, whose global batch it keeps on any number of ranks.
     """
-    train = config.train
+    train, replicas = config.train, replicas_of(config.topology, ranks=config.launch.ranks)
     if train.global_batch_size is None and recorded is not None:
         train.global_batch_size = recorded.train.global_batch_size
     if train.global_batch_size is None:
-        train.global_batch_size = _replicas(config) * train.micro_batch_size * (train.accumulation_steps or 1)
-    train.accumulation_steps = -(-train.global_batch_size // (_replicas(config) * train.micro_batch_size))
+        train.global_batch_size = replicas * train.micro_batch_size * (train.accumulation_steps or 1)
+    train.accumulation_steps = -(-train.global_batch_size // (replicas * train.micro_batch_size))
 
 
 def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
@@ -26,22 +27,17 @@ def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
 
     None if the ranks that are left are too few, for `launch.min_ranks` or for the topology.
     """
-    topology = config.topology
     for ranks in range(config.launch.ranks - lost, config.launch.min_ranks - 1, -1):
-        stages, rest = divmod(ranks, topology.pipeline * topology.tensor)
-        if stages and not (rest or stages % topology.sequence or stages % topology.expert):
+        if fits(config.topology, ranks=ranks):
             break
     else:
         return None
-    smaller = replace(config, launch=replace(config.launch, ranks=ranks), train=replace(config.train))
+    topology = replace(config.topology, data=replicas_of(config.topology, ranks=ranks))
+    smaller = replace(
+        config, launch=replace(config.launch, ranks=ranks), train=replace(config.train), topology=topology
+    )
     settle_batch(smaller, recorded=None)
     return smaller
-
-
-def _replicas(config: Config) -> int:
-    """Ranks that get sequences of their own."""
-    topology = config.topology
-    return max(1, config.launch.ranks // (topology.pipeline * topology.tensor * topology.sequence))
 
 
 def record_of(folder: str | Path) -> Path | None:

@@ -88,6 +88,11 @@ EFFECTS = (
         required=False,
     ),
     Effect(
+        keys=("topology.sequence_norms",),
+        when=lambda c, m: c.topology.tensor > 1,
+        only="topology=tp2 and others with topology.tensor above 1",
+    ),
+    Effect(
         keys=_section("precision.loss_scale", "dynamic", "initial"),
         when=lambda c, m: c.precision.dtype is DType.fp16,
         only="precision=fp16",

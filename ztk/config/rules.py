@@ -22,6 +22,7 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.topology import topology_faults
 
 _PAGE_BYTES = 4096
 
@@ -81,6 +82,7 @@ _RANGES = {
     },
     "model.rope_theta": _POSITIVE,
     "model.norm_eps": _POSITIVE,
+    **{f"topology.{name}": _ONE for name in ("pipeline", "tensor", "sequence", "expert", "data")},
     "data.validation_fraction": Range(low=0, high=1, below=True),
     "recompute.every": _ONE,
     "recompute.num_checkpoints": _ONE,
@@ -127,6 +129,7 @@ def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
     given: the keys that the user set, apart from choosing options: what is in there and cannot act is a fault.
     """
     faults = list(_range_faults(config)) + effect_faults(config, given=given, machine=machine)
+    faults += topology_faults(config, given=given, machine=machine)
     faults += [fault for rule in _RULES for fault in rule(config, machine)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
@@ -194,22 +197,6 @@ def _precision(config: Config, machine: Machine) -> Iterator[str]:
             f"precision.loss_scale.initial={scale.initial:g} lies below "
             f"precision.loss_scale.floor={scale.floor:g}: use precision.loss_scale.floor={scale.initial:g}"
         )
-
-
-def _topology(config: Config, machine: Machine) -> Iterator[str]:
-    words = {
-        "pipeline": "pipeline stages",
-        "tensor": "tensor-parallel shards",
-        "expert": "expert shards",
-        "sequence": "sequence shards",
-    }
-    for name, thing in words.items():
-        value = getattr(config.topology, name)
-        if value != 1:
-            yield (
-                f"topology.{name}={value}: there are no {thing} in this version, every rank is a data-parallel "
-                f"replica; use topology.{name}=1"
-            )
 
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
@@ -343,4 +330,4 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
         yield "kernels=triton needs a GPU: use kernels=auto (torch's kernels on a CPU), or kernels=reference"
 
 
-_RULES = (_zero_and_offload, _nvme, _precision, _topology, _model, _data, _training, _optimizer, _launch)
+_RULES = (_zero_and_offload, _nvme, _precision, _model, _data, _training, _optimizer, _launch)

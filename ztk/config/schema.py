@@ -156,6 +156,8 @@ class TopologyConfig:
     tensor: int
     expert: int
     sequence: int
+    data: int | None  # batches at a time; None: as many as the ranks leave
+    sequence_norms: bool | None
 
 
 @dataclass(kw_only=True)
@@ -189,7 +191,7 @@ class TrainConfig:
     global_batch_size: int | None = None
     seed: int
     log_every: int
-    eval_every: int
+    eval_every: int | None = None
     eval_batches: int | None = None
 
 

@@ -1,0 +1,106 @@
+"""How the ranks are shared out among the axes of parallelism, and which models fit. The arithmetic of `ztk.runtime.mesh`, without torch."""
+
+from collections.abc import Iterator
+
+from ztk.config.machine import Machine
+from ztk.config.schema import Config, TopologyConfig, ZeroEngine
+
+DEGREES = ("pipeline", "tensor", "sequence", "expert")
+
+
+def is_cut(topology: TopologyConfig) -> bool:
+    """Some axis other than the data's is."""
+    return any(getattr(topology, name) > 1 for name in DEGREES)
+
+
+def model_ranks(topology: TopologyConfig) -> int:
+    """Ranks that one batch needs."""
+    return topology.pipeline * topology.tensor * topology.sequence
+
+
+def fits(topology: TopologyConfig, *, ranks: int) -> bool:
+    """The degrees divide this number of ranks."""
+    replicas, rest = divmod(ranks, model_ranks(topology))
+    return replicas > 0 and not rest and (replicas * topology.sequence) % topology.expert == 0
+
+
+def ranks_of(topology: TopologyConfig) -> int:
+    """The world that the layout names: with its number of replicas, or the smallest."""
+    replicas = topology.data or 1
+    while not fits(topology, ranks=replicas * model_ranks(topology)) and topology.data is None:
+        replicas += 1
+    return replicas * model_ranks(topology)
+
+
+def replicas_of(topology: TopologyConfig, *, ranks: int) -> int:
+    """Ranks that get sequences of their own."""
+    return max(1, ranks // model_ranks(topology))
+
+
+def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
+    """One line per fault, each with its mend."""
+    topology = config.topology
+    if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
+        return  # the ranges say so
+    for name in ("pipeline", "expert"):
+        if getattr(topology, name) != 1:
+            yield f"topology.{name}={getattr(topology, name)}: not in this version; use topology.{name}=1"
+    if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
+        yield (
+            f"topology: zero={config.zero.engine.value} is there to compare with and data-parallel only; use topology=dp, or "
+            "zero=stage0 to stage3"
+        )
+    yield from _rank_faults(config, given=given, machine=machine)
+    yield from _model_faults(config)
+
+
+def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
+    topology, ranks = config.topology, machine.started_ranks or config.launch.ranks
+    named = ranks_of(topology)
+    if ranks and "topology.data" in given and topology.data and ranks != named:
+        yield (
+            f"topology.data={topology.data} makes {named} ranks and there are {ranks}: use launch.ranks={named}, or leave out "
+            "topology.data"
+        )
+    elif not fits(topology, ranks=ranks or named):
+        smallest = ranks_of(TopologyConfig(**{**vars(topology), "data": None}))
+        degrees = " x ".join(f"topology.{name}={getattr(topology, name)}" for name in DEGREES[:3])
+        yield (
+            f"{ranks or named} ranks cannot be cut into {degrees} with topology.expert={topology.expert}: use "
+            f"launch.ranks={smallest} or a multiple of it"
+        )
+
+
+def _model_faults(config: Config) -> Iterator[str]:
+    topology, model, length = config.topology, config.model, config.data.seq_len
+    tensor, sequence = topology.tensor, topology.sequence
+    if model.heads < 1 or model.kv_heads < 1 or model.heads % model.kv_heads:
+        return  # the model's own rules say so
+    if tensor > model.kv_heads:
+        yield (
+            f"topology.tensor={tensor} is more than model.kv_heads={model.kv_heads}, and heads are not cut: use "
+            f"topology.tensor={model.kv_heads} or less"
+        )
+    elif bad := [heads for heads in _heads_of_ranks(config) if heads % sequence]:
+        yield (
+            f"topology.sequence={sequence} does not divide the {bad[0]} heads of a rank (model.heads={model.heads}, "
+            f"topology.tensor={tensor}): use a degree that divides them"
+        )
+    if length > 0 and length % sequence:
+        yield (
+            f"data.seq_len={length} is not a multiple of topology.sequence={sequence}: use "
+            f"data.seq_len={-(-length // sequence) * sequence}"
+        )
+    if topology.sequence_norms and length > 0 and length // sequence % tensor:
+        unit = tensor * sequence
+        yield (
+            f"data.seq_len={length} is not a multiple of {unit}, as topology.sequence_norms=true needs: use "
+            f"data.seq_len={-(-length // unit) * unit}"
+        )
+
+
+def _heads_of_ranks(config: Config) -> list[int]:
+    """Query heads of each tensor rank: with their key heads, of which the first ranks may have one more."""
+    model, parts = config.model, config.topology.tensor
+    base, larger = divmod(model.kv_heads, parts)
+    return [(base + (part < larger)) * (model.heads // model.kv_heads) for part in range(parts)]
