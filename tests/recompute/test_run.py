@@ -1,0 +1,111 @@
+"""`run.py recompute=...`: the same bits for every stage, tier and peer, and the bytes that arithmetic says."""
+
+import pytest
+
+from experiments import pretrain
+from experiments.streams import open_stream
+from ztk.config import ConfigError, Machine, compose
+from ztk.runtime import Process, Tier
+
+SMALL = (
+    "model.dim=48",
+    "model.layers=4",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.hidden_dim=64",
+    "model.max_seq_len=32",
+)
+RUN = (
+    *SMALL,
+    "data=synthetic",
+    "data.seq_len=32",
+    "train.micro_batch_size=2",
+    "train.steps=4",
+    "logger=disabled",
+    "launch.ranks=2",
+)
+INPUT = 2 * 32 * 48  # elements of a block's input
+MACHINE = Machine(gpus=0, cores=2)
+
+
+def configured(*overrides: str):
+    return compose(*RUN, *overrides, output_dir="/run", machine=MACHINE)
+
+
+def trained(process: Process, *, overrides: tuple[str, ...]) -> dict:
+    """Losses and norms of this rank, and the bytes of saved inputs at their most."""
+    config = configured(*overrides)
+    engine = pretrain.build_engine(config, process=process)
+    stream = open_stream(config, corpus=None, process=process)
+    rows, inputs = [], {Tier.device: 0, Tier.host: 0}
+    for _ in range(config.train.steps):
+        batch = stream.next_batch()
+        loss = engine(batch.tokens, batch.targets)
+        for tier in inputs:
+            inputs[tier] = max(inputs[tier], engine.memory.by_category(tier).get("recompute inputs", 0))
+        engine.backward(loss)
+        engine.step()
+        rows += [loss.item(), engine.read_metrics().grad_norm]
+    engine.close()
+    return {"rows": rows, "inputs": inputs}
+
+
+CASES = {
+    ("zero=stage0", "precision=fp32"): ["full", "selective", "every2"],
+    ("zero=stage2", "precision=fp16"): ["full", "selective"],
+    ("zero=stage3", "precision=bf16"): ["full", "selective", "every2"],
+    ("zero=stage3", "offload=cpu", "precision=bf16"): ["full"],
+    ("zero=ddp", "precision=fp32"): ["full", "selective"],
+    ("zero=fsdp2", "precision=bf16"): ["full", "selective"],
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_every_bit_is_as_without(ranks, case):
+    plain = ranks(2).run(trained, overrides=case)
+    for option in CASES[case]:
+        found = ranks(2).run(trained, overrides=(*case, f"recompute={option}"))
+        assert [rank["rows"] for rank in found] == [rank["rows"] for rank in plain]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tier", "expected"),
+    [
+        (("recompute=full", "precision=bf16"), Tier.device, 4 * INPUT * 2),
+        (("recompute=every2", "precision=fp32"), Tier.device, 2 * INPUT * 4),
+        (("recompute=full", "precision=bf16", "recompute.inputs_on_cpu=true"), Tier.host, 4 * INPUT * 2),
+        (("recompute=full", "precision=bf16", "recompute.contiguous=true", "recompute.num_checkpoints=6"), Tier.device, 6 * INPUT * 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_saved_inputs_are_what_arithmetic_says(ranks, overrides, tier, expected):
+    other = Tier.host if tier is Tier.device else Tier.device
+    for rank in ranks(2).run(trained, overrides=("zero=stage3", *overrides)):
+        assert rank["inputs"] == {tier: expected, other: 0}
+
+
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        ("recompute.every=2", "only with recompute=full"),
+        ("recompute.inputs_on_cpu=true", "only with recompute=full"),
+        ("recompute=some", "only every2, full, none, selective"),
+    ],
+)
+def test_what_cannot_act_is_refused(override, mend):
+    with pytest.raises(ConfigError, match=mend):
+        configured(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        ("recompute.every=0", "must be 1 or more"),
+        ("recompute.num_checkpoints=4", "only with recompute.contiguous=true"),
+        ("recompute.partition_inputs=true", "topology.tensor above 1"),
+        ("recompute.evry=2", "did you mean recompute.every"),
+    ],
+)
+def test_options_of_recomputation_are_checked(override, mend):
+    with pytest.raises(ConfigError, match=mend):
+        configured("recompute=full", override)
