@@ -1,8 +1,9 @@
-"""The one place where techniques meet. Order: tensors, sequences, groups of parameters, stores, ZeRO, recomputation, engine.
+"""The one place where techniques meet. Order: tensors, sequences, experts, groups of parameters, stores, ZeRO, recomputation, engine.
 
 A technique is applied to a plain module from outside; the module, the optimizer and the training program know nothing of it.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ztk.engine.control import StepControl
 from ztk.engine.engine import Engine
+from ztk.moe import expert_figures, has_figures, scale_router_losses, shard_experts
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
 from ztk.offload.policy import PAGE_BYTES
 from ztk.optim import FlatOptimizer, OptimizerPolicy, flat_optimizer, group_parameters
@@ -38,6 +40,7 @@ def parallelize(
     zero: ZeroPolicy | None = None,
     offload: OffloadPolicy | None = None,
     tensor: TensorPolicy | None = None,
+    experts: str | None = None,
     recompute: RecomputePolicy | None = None,
     accumulation_steps: int = 1,
     initial_values: InitialValues | None = None,
@@ -47,6 +50,7 @@ def parallelize(
 
     model: a plain module, on any device; on the meta device it needs `initial_values(name=, start=, stop=)`, otherwise rank 0's values
         are everybody's. Its parameters are taken over: dtype, memory and place follow the policies.
+    experts: a regular expression for the layers whose experts are spread over the mesh's expert axis; None: all that have some.
     lr_table: fp32 [steps], multipliers of the learning rate by number of updates; the last one stays. None: constant.
 
     Raises ValueError for policies that do not fit together.
@@ -78,6 +82,7 @@ def parallelize(
         parts |= tensors.parts
     if mesh.comm("sp").size > 1:
         cut_sequences(model, mesh=mesh)
+    parts |= shard_experts(model, mesh=mesh, pattern=experts)
     if initial_values is not None:
         initial_values = values_of_parts(initial_values, parts=parts)
     groups = group_parameters(optimizer, shapes=trained)
@@ -110,6 +115,7 @@ def parallelize(
         gradient_divisor=mesh.comm("data").size * accumulation_steps,
         device=process.device,
     )
+    scale_router_losses(model, loss_scale=control.loss_scale)
     mesh.counters.reset()  # what building moved is not what training moves
     return Engine(
         model,
@@ -120,6 +126,7 @@ def parallelize(
         clock=clock,
         io=io,
         accumulation_steps=accumulation_steps,
+        figures=functools.partial(expert_figures, model, comm=process.comm) if has_figures(model) else None,
     )
 
 

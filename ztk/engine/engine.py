@@ -1,6 +1,6 @@
 """The engine: a model that trains under a memory strategy which it does not know."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,9 @@ class Engine:
         clock: PhaseClock,
         io: IoCounters,
         accumulation_steps: int = 1,
+        figures: Callable[[], dict[str, object]] | None = None,
     ) -> None:
+        """figures: what the modules have to tell since the last call, a collective call; None: nothing."""
         self.module, self.zero, self.control, self.process = module, zero, control, process
         self.memory, self.clock, self.io, self.comm = memory, clock, io, process.comm
         self.accumulation_steps = accumulation_steps
@@ -39,6 +41,7 @@ class Engine:
         self.boundary: bool | None = None  # whether this micro-batch ends a step; None: counted by `accumulation_steps`
         self._synchronise = True
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
+        self._figures = figures
         self._guard = OverflowGuard(control, zero=zero, device=process.device)
 
     def __call__(self, *args, **kwargs):
@@ -108,6 +111,10 @@ class Engine:
     def read_metrics(self) -> StepMetrics:
         """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""
         return self.control.read()
+
+    def read_figures(self) -> dict[str, object]:
+        """What the modules measured since the last call, such as how evenly experts are used, over all ranks. Every rank must call it."""
+        return {} if self._figures is None else self._figures()
 
     def close(self) -> None:
         """Ends what still runs and gives files and host memory back; raises what went wrong there. The engine is unusable after it."""

@@ -5,18 +5,20 @@ from torch import Tensor, nn
 from ztk.nn.attention import Attention
 from ztk.nn.config import DecoderConfig
 from ztk.nn.mlp import SwiGLU
+from ztk.nn.moe import SparseMLP
 from ztk.nn.norm import RMSNorm
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x is [B, T, C]."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, *, number: int = 0) -> None:
+        """number: which of the decoder's blocks it is, from 0."""
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SparseMLP(config) if config.has_experts(number) else SwiGLU(config)
 
     def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
         attended = self.attention(self.attention_norm(x), cos=cos, sin=sin)

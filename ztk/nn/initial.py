@@ -52,7 +52,9 @@ def initialise(
 
 def _standard_deviation(model: Decoder, *, name: str) -> float:
     std = math.sqrt(2 / (5 * model.config.dim))
-    writes_to_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    writes_to_residual = name.endswith(
+        ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
+    )
     return std / math.sqrt(2 * model.config.layers) if writes_to_residual else std
 
 

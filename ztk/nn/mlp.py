@@ -10,11 +10,13 @@ from ztk.nn.linear import Linear
 class SwiGLU(nn.Module):
     """x [..., C] -> down(silu(gate(x)) * up(x)) [..., C] (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, *, hidden_dim: int | None = None) -> None:
+        """hidden_dim: the width inside; None: the configuration's."""
         super().__init__()
-        self.gate = Linear(config.dim, config.hidden_dim)
-        self.up = Linear(config.dim, config.hidden_dim)
-        self.down = Linear(config.hidden_dim, config.dim)
+        inner = config.hidden_dim if hidden_dim is None else hidden_dim
+        self.gate = Linear(config.dim, inner)
+        self.up = Linear(config.dim, inner)
+        self.down = Linear(inner, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate(x), self.up(x)))

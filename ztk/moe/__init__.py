@@ -1,0 +1,29 @@
+"""Mixtures of experts: DeepSpeed's layer, and experts of any layer spread over ranks."""
+
+from ztk.moe.figures import expert_figures, has_figures
+from ztk.moe.groups import (
+    configure_moe_param_groups,
+    has_moe_layers,
+    is_moe_param,
+    is_moe_param_group,
+    split_params_into_different_moe_groups_for_optimizer,
+    split_params_into_shared_and_expert_params,
+)
+from ztk.moe.layer import MoE
+from ztk.moe.losses import scale_router_losses
+from ztk.moe.shard import expert_layers, shard_experts
+
+__all__ = [
+    "MoE",
+    "configure_moe_param_groups",
+    "expert_figures",
+    "expert_layers",
+    "has_figures",
+    "has_moe_layers",
+    "is_moe_param",
+    "is_moe_param_group",
+    "scale_router_losses",
+    "shard_experts",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "split_params_into_shared_and_expert_params",
+]

@@ -1,0 +1,89 @@
+"""Experts spread over ranks: tokens travel to them and their results come back. No token is dropped, no buffer padded.
+
+Rank r of the expert axis holds experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so what goes to one rank is one stretch
+of them. What arrives is sorted by sender, then by expert; the grouped products read it through a permutation. Ranks tell each other how
+many choices fell on each expert first: one small gather, and the only time in a layer that the host waits for the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.kernels import Routing
+from ztk.moe.rows import Slots, gather_rows
+from ztk.moe.travel import Journey
+from ztk.runtime import Comm, Mesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged:
+    """rows [S, C]: every slot's result. counts int64 [E]: choices per expert over all ranks of the data axis. meanwhile: what ran between."""
+
+    rows: Tensor
+    counts: Tensor
+    meanwhile: Tensor | None
+
+
+class ExpertExchange:
+    """The way of a layer's tokens along the mesh's "ep" axis, of one rank too: then only the counts are shared."""
+
+    def __init__(self, mesh: Mesh, *, label: str) -> None:
+        self._experts, self._data, self._label = mesh.comm("ep"), mesh.comm("data"), label
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        routing: Routing,
+        experts: Callable[..., Tensor],
+        meanwhile: Callable[[], Tensor] | None = None,
+    ) -> Exchanged:
+        """tokens [T, C] through `experts(x, offsets=, order=, position=)`, which are this rank's. A collective call along both axes."""
+        shared = self._data.gather_scalars(routing.counts, label=f"{self._label} counts")  # int32 [data, E]
+        counts = shared.sum(dim=0)
+        if self._experts.size == 1:
+            rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
+            return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
+        itinerary = Itinerary.plan(shared, experts=self._experts, data=self._data)
+        outward = Journey(
+            self._experts, send=itinerary.send, receive=itinerary.receive, label=f"{self._label} to experts"
+        )
+        buffer = outward.depart(gather_rows(tokens, order=routing.order, position=routing.position))
+        between = meanwhile() if meanwhile else None
+        arrived = outward.arrive(buffer)
+        slots = itinerary.slots
+        results = experts(arrived, offsets=slots.offsets, order=slots.order, position=slots.position)
+        results = gather_rows(results, order=slots.position.view(-1), position=slots.order.unsqueeze(1))
+        homeward = Journey(
+            self._experts, send=itinerary.receive, receive=itinerary.send, label=f"{self._label} from experts"
+        )
+        rows = homeward.arrive(homeward.depart(results, anchor=arrived))
+        return Exchanged(rows=rows, counts=counts, meanwhile=between)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Itinerary:
+    """How many rows go where, and what this rank's experts do with those that come."""
+
+    send: list[int]  # rows to each rank of the expert axis
+    receive: list[int]  # rows from each
+    slots: Slots  # of the rows that come, among this rank's experts, one choice each
+
+    @staticmethod
+    def plan(counts: Tensor, *, experts: Comm, data: Comm) -> "Itinerary":
+        """counts: integers [data, E], what every rank of the data axis sends to each expert. Waits for the device."""
+        first = data.rank // experts.size * experts.size  # neighbours along the data axis hold different experts
+        by_pair = counts[first : first + experts.size].view(
+            experts.size, experts.size, -1
+        )  # [sender, holder, own experts]
+        totals = by_pair.sum(dim=2).tolist()
+        send = totals[experts.rank]
+        receive = [row[experts.rank] for row in totals]
+        coming = by_pair[:, experts.rank]  # [sender, own experts]
+        numbers = torch.arange(coming.shape[1], device=counts.device).repeat(experts.size)
+        expert_of_row = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
+        return Itinerary(
+            send=send, receive=receive, slots=Slots.of(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
+        )

@@ -1,0 +1,65 @@
+"""Experts as one module with stacked weights, as Hugging Face's transformers have them since version 5.
+
+Such a module has `num_experts`, parameters that all start with that dimension, and is called as `experts(hidden [T, C], choices [T, k],
+weights [T, k])` for the weighted sum [T, C]. Spread over ranks it keeps its own forward, with its part of the weights and one choice of
+weight one per row.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ztk.kernels import Routing, moe_combine
+from ztk.moe.exchange import ExpertExchange
+from ztk.moe.rows import Slots
+
+_CALLS = ({"top_k_index", "top_k_weights"}, {"router_indices", "routing_weights"})
+
+
+def is_stacked_experts(module: nn.Module) -> bool:
+    """Whether `module` is of the kind that this file describes."""
+    number, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if not isinstance(number, int) or not parameters or any(p.dim() < 2 or p.shape[0] != number for p in parameters):
+        return False
+    names = set(inspect.signature(type(module).forward).parameters)
+    return any(wanted <= names for wanted in _CALLS)
+
+
+class SpreadExperts:
+    """Stands for the forward of a module whose experts were spread; `forward` is the module's own, over the experts that it still has."""
+
+    def __init__(self, forward: Callable[..., Tensor], *, num_experts: int, exchange: ExpertExchange) -> None:
+        self._forward, self._num_experts, self._exchange = forward, num_experts, exchange
+
+    def __call__(self, hidden_states: Tensor, choices: Tensor | None = None, weights: Tensor | None = None, **by_name):
+        """All choices of this rank's tokens, whichever rank has their experts."""
+        choices = _given(choices, by_name=by_name, index=0)
+        weights = _given(weights, by_name=by_name, index=1)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        slots = Slots.of(choices, num_experts=self._num_experts)
+        routing = Routing(
+            weights=weights.float(),
+            experts=choices,
+            counts=slots.offsets.diff(),
+            offsets=slots.offsets,
+            order=slots.order,
+            position=slots.position,
+        )
+        rows = self._exchange(tokens, routing=routing, experts=self._run).rows
+        return moe_combine(rows, weights=routing.weights, position=routing.position).view_as(hidden_states)
+
+    def _run(self, x: Tensor, *, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
+        """x [R, C], each row for one expert -> results by slot. A rank that gets no row runs one of zeros: peers that hold the same experts
+        gather their weights, and so must it."""
+        by_slot = x.index_select(0, order) if len(x) else x.new_zeros(1, x.shape[1])
+        sizes = offsets.diff() if len(x) else torch.ones(1, dtype=torch.int32, device=x.device)
+        experts = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes, output_size=len(by_slot))
+        results = self._forward(by_slot, experts[:, None], x.new_ones(len(by_slot), 1))
+        return results[: len(x)]
+
+
+def _given(value: Tensor | None, *, by_name: dict, index: int) -> Tensor:
+    names = [sorted(call)[index] for call in _CALLS]
+    return value if value is not None else next(by_name[name] for name in names if name in by_name)

@@ -1,0 +1,87 @@
+"""How evenly a router spreads tokens over experts: the losses that push it there, and the figures that show it.
+
+Per layer, with T tokens, k choices each among E experts, f_e the share of all T k choices that fell on expert e and P_e the mean
+probability of e:
+
+    balance = E * sum_e f_e P_e      1 when even, up to E / k when not  (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)
+    z = mean over tokens of logsumexp(logits)^2                          (Zoph et al. 2022, https://arxiv.org/abs/2202.08906)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadSums:
+    """What a layer added up since the figures were last taken; tensors on the device.
+
+    assigned: float64 [E], choices per expert before any was dropped. totals: float64 [4], choices dropped, balance losses, z-losses,
+    forwards.
+    """
+
+    assigned: Tensor
+    totals: Tensor
+
+
+class ExpertLoad:
+    """Adds up a layer's figures on the device; nothing waits for it before somebody takes them."""
+
+    def __init__(self) -> None:
+        self._sums: LoadSums | None = None
+
+    def add(self, *, counts: Tensor, dropped: Tensor | None = None, balance: Tensor, z: Tensor | None = None) -> None:
+        """One forward: choices per expert [E], how many of them were dropped, and the two losses."""
+        zero = balance.new_zeros((), dtype=torch.float64)
+        parts = [zero if part is None else part.detach().double() for part in (dropped, balance, z)]
+        totals = torch.stack([*parts, zero + 1])
+        sums = LoadSums(assigned=counts.double(), totals=totals)
+        if self._sums is not None:
+            sums = LoadSums(assigned=sums.assigned + self._sums.assigned, totals=sums.totals + self._sums.totals)
+        self._sums = sums
+
+    def take(self) -> LoadSums | None:
+        """The sums, which start anew; None if there was no forward."""
+        sums, self._sums = self._sums, None
+        return sums
+
+
+class RouterLosses(nn.Module):
+    """Adds a router's losses to the training, whatever the loss of the model is.
+
+    The gradients enter where the layer's output passes on its way back, as in Megatron-LM, so that blocks stay functions of one tensor
+    and can be recomputed or run in a pipeline. The model's loss does not hold these terms; the layer's figures do.
+
+    loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1.
+    """
+
+    def __init__(self, *, balance_weight: float, z_weight: float) -> None:
+        super().__init__()
+        self.balance_weight, self.z_weight = balance_weight, z_weight
+        self.loss_scale: Tensor | None = None
+
+    def forward(self, out: Tensor, *, logits: Tensor, counts: Tensor, load: ExpertLoad) -> Tensor:
+        """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together."""
+        share = counts.float() / counts.sum().clamp_min(1)
+        balance = logits.shape[1] * (share * logits.softmax(dim=1).mean(dim=0)).sum()
+        z = logits.logsumexp(dim=1).square().mean()
+        load.add(counts=counts, balance=balance, z=z)
+        if self.balance_weight == 0 and self.z_weight == 0:
+            return out
+        return _Attach.apply(out, self.balance_weight * balance + self.z_weight * z, self.loss_scale)
+
+
+class _Attach(torch.autograd.Function):
+    """`out` as it is; in the backward `loss` gets the gradient that the model's loss has."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.scale, ctx.like = scale, loss.new_ones(())
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        return d_out, ctx.like if ctx.scale is None else ctx.like * ctx.scale, None

@@ -1,0 +1,120 @@
+"""A feed-forward part with many experts, of which every token uses a few; no token is dropped.
+
+Shapes: T tokens, k choices per token, E experts, C width of the residual stream, H width inside an expert, S = T k slots sorted by expert.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ztk.kernels import Routing, grouped_matmul, moe_combine, moe_route, swiglu
+from ztk.nn.balance import ExpertLoad, RouterLosses
+from ztk.nn.config import DecoderConfig
+from ztk.nn.mlp import SwiGLU
+
+
+class Exchange(Protocol):
+    """Takes tokens to experts on other ranks and their results back; `ztk.moe` makes one."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        routing: Routing,
+        experts: Callable[..., Tensor],
+        meanwhile: Callable[[], Tensor] | None,
+    ) -> "Exchanged": ...
+
+
+class Exchanged(Protocol):
+    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks. meanwhile: what ran while tokens travelled."""
+
+    rows: Tensor
+    counts: Tensor
+    meanwhile: Tensor | None
+
+
+class Router(nn.Module):
+    """tokens [T, C] -> logits fp32 [T, E], multiplied in fp32 whatever the model's dtype: a rounded logit changes who is chosen."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        nn.init.normal_(self.weight, std=config.dim**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, enabled=False):
+            return tokens.float() @ self.weight.float().t()
+
+
+class StackedExperts(nn.Module):
+    """SwiGLU experts whose weights are stacked: `gate` and `up` [E, C, H], `down` [E, H, C]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        inner = config.expert_hidden_dim
+        self.gate = nn.Parameter(torch.empty(config.experts, config.dim, inner))
+        self.up = nn.Parameter(torch.empty(config.experts, config.dim, inner))
+        self.down = nn.Parameter(torch.empty(config.experts, inner, config.dim))
+        for weight in (self.gate, self.up, self.down):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(
+        self, x: Tensor, *, offsets: Tensor, order: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
+        """x [T, C] read through `order` and `position`, or sorted by expert without; offsets int32 [E + 1] -> [S, C] by slot."""
+        x, (gate, up, down) = _cast_for_autocast(x, weights=(self.gate, self.up, self.down))
+        where = {"offsets": offsets, "order": order, "position": position}
+        hidden = swiglu(grouped_matmul(x, gate, **where), grouped_matmul(x, up, **where))
+        return grouped_matmul(hidden, down, offsets=offsets)
+
+
+class SparseMLP(nn.Module):
+    """x [..., C] -> the weighted sum of each token's `experts_per_token` best experts, and of the shared expert if there is one.
+
+    Weights are the router's probabilities of the chosen experts, divided by their sum. With `exchange` the experts are spread over
+    ranks, and `experts` holds this rank's.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.top_k = config.experts_per_token
+        self.router = Router(config)
+        self.experts = StackedExperts(config)
+        shared = config.shared_hidden_dim
+        self.shared = SwiGLU(config, hidden_dim=shared) if shared else None
+        self.losses = RouterLosses(balance_weight=config.balance_loss_weight, z_weight=config.router_z_loss_weight)
+        self.load = ExpertLoad()
+        self.exchange: Exchange | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        logits = self.router(tokens)
+        routing = moe_route(logits, top_k=self.top_k)
+        rows, counts, shared = self._through_experts(tokens, routing=routing)
+        out = moe_combine(rows, weights=routing.weights, position=routing.position)
+        if shared is not None:
+            out = out + shared
+        if self.training:
+            out = self.losses(out, logits=logits, counts=counts, load=self.load)
+        return out.view_as(x)
+
+    def _through_experts(self, tokens: Tensor, *, routing: Routing) -> tuple[Tensor, Tensor, Tensor | None]:
+        """rows [S, C] by slot, choices per expert [E] over all ranks, the shared expert's result [T, C]."""
+        shared = None if self.shared is None else lambda: self.shared(tokens)
+        if self.exchange is not None:
+            done = self.exchange(tokens, routing=routing, experts=self.experts, meanwhile=shared)
+            return done.rows, done.counts, done.meanwhile
+        rows = self.experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
+        return rows, routing.counts, None if shared is None else shared()
+
+
+def _cast_for_autocast(x: Tensor, *, weights: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Everything in the dtype of the autocast around it, if there is one."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x, weights
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), tuple(weight.to(dtype) for weight in weights)
