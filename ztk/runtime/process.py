@@ -112,6 +112,12 @@ def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.time
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if path := os.environ.get("ZTK_STORE"):
         store = dist.FileStore(path, world)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's own store serves every start of the ranks; torch would read the addresses of those that are gone.
+        server = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+        )
+        store = dist.PrefixStore(f"ztk/start{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
     elif "MASTER_ADDR" in os.environ:
         store = None
     elif world == 1:
