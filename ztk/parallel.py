@@ -1,4 +1,5 @@
-"""The one place where techniques meet. Order: tensors, sequences, experts, groups of parameters, stores, ZeRO, recomputation, engine.
+"""The one place where techniques meet. Order: pipeline stages, tensors, sequences, experts, groups of parameters, stores, ZeRO,
+recomputation, engine.
 
 A technique is applied to a plain module from outside; the module, the optimizer and the training program know nothing of it.
 """
@@ -12,10 +13,14 @@ from torch import Tensor, nn
 
 from ztk.engine.control import StepControl
 from ztk.engine.engine import Engine
+from ztk.engine.pipeline import PipelineEngine
 from ztk.moe import expert_figures, has_figures, scale_router_losses, shard_experts
+from ztk.nn.deferred import DeferredGradients
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
 from ztk.offload.policy import PAGE_BYTES
 from ztk.optim import FlatOptimizer, OptimizerPolicy, flat_optimizer, group_parameters
+from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
+from ztk.pipeline.stages import layered, mark_copies, share_values, split
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import MemoryLedger, PhaseClock, Process
@@ -42,8 +47,10 @@ def parallelize(
     tensor: TensorPolicy | None = None,
     experts: str | None = None,
     recompute: RecomputePolicy | None = None,
+    pipeline: PipelinePolicy | None = None,
     accumulation_steps: int = 1,
     initial_values: InitialValues | None = None,
+    sample_batch: object | None = None,
 ) -> Engine:
     """Makes `model` train under a memory strategy on the mesh of `process`. A collective call: every rank makes it with the same
     arguments.
@@ -51,6 +58,8 @@ def parallelize(
     model: a plain module, on any device; on the meta device it needs `initial_values(name=, start=, stop=)`, otherwise rank 0's values
         are everybody's. Its parameters are taken over: dtype, memory and place follow the policies.
     experts: a regular expression for the layers whose experts are spread over the mesh's expert axis; None: all that have some.
+    pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.pipeline.PipelineModule` or the native decoder;
+        the engine is a `PipelineEngine`. sample_batch: a micro-batch to measure layers with, for partition="profile".
     lr_table: fp32 [steps], multipliers of the learning rate by number of updates; the last one stays. None: constant.
 
     Raises ValueError for policies that do not fit together.
@@ -73,16 +82,30 @@ def parallelize(
     if accumulation_steps > 1 and precision.reduce_dtype is None:
         # Sums of many micro-batches stagnate in 16 bits: 512 equal bf16 gradients add up to three quarters of their sum.
         precision = replace(precision, reduce_dtype=torch.float32)
-    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    if isinstance(model, PipelineModule) and mesh.comm("pp").size == 1:
+        model.build()
+    stages = None
+    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}  # of the whole model
+    if mesh.comm("pp").size > 1:
+        pipeline = pipeline or PipelinePolicy()
+        pipeline.check(num_ranks=mesh.comm("pp").size, num_micro_batches=accumulation_steps)
+        layers = layered(model)
+        trained = layers.shapes()
+        stages = split(layers, policy=pipeline, mesh=mesh, sample_batch=sample_batch)
     if not trained and optimizer.lr > 0:  # lr=0: a model that shall only run forward, its parameters frozen
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
-    parts, tensors = {}, None
+    parts, tensors, deferred = {}, None, DeferredGradients()
+    if stages is not None and pipeline.schedule is ScheduleName.zero_bubble:
+        deferred.attach(model)
     if mesh.comm("tp").size > 1:
         tensors = shard_tensors(model, mesh=mesh, policy=tensor or TensorPolicy())
         parts |= tensors.parts
     if mesh.comm("sp").size > 1:
         cut_sequences(model, mesh=mesh)
     parts |= shard_experts(model, mesh=mesh, pattern=experts)
+    if stages is not None:
+        share_values(stages, comm=mesh.comm("pp"))
+        parts = mark_copies(parts, stages=stages, comm=mesh.comm("pp"))
     if initial_values is not None:
         initial_values = values_of_parts(initial_values, parts=parts)
     groups = group_parameters(optimizer, shapes=trained)
@@ -117,7 +140,12 @@ def parallelize(
     )
     scale_router_losses(model, loss_scale=control.loss_scale)
     mesh.counters.reset()  # what building moved is not what training moves
-    return Engine(
+    kind = (
+        Engine
+        if stages is None
+        else functools.partial(PipelineEngine, stages=stages, policy=pipeline, deferred=deferred)
+    )
+    return kind(
         model,
         zero=sharded,
         control=control,

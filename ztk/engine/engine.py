@@ -1,11 +1,12 @@
 """The engine: a model that trains under a memory strategy which it does not know."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from ztk.engine.batches import eval_batch, train_batch
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.overflow import OverflowGuard
 from ztk.runtime import MemoryLedger, PhaseClock, Process
@@ -126,6 +127,17 @@ class Engine:
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step, for a batch that failed half way. Every rank must call it."""
         self.zero.discard_gradients()
+
+    def train_batch(self, micro_batches: Iterable) -> Tensor:
+        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this replica's mean loss, on the device.
+
+        A micro-batch is a tuple of the module's arguments, a dict of keyword arguments, or a `MicroBatch`; the module returns its loss.
+        """
+        return train_batch(self, micro_batches)
+
+    def eval_batch(self, micro_batches: Iterable) -> Tensor:
+        """This replica's mean loss over `micro_batches`, without gradients and in eval mode, on the device."""
+        return eval_batch(self, micro_batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,6 +1,9 @@
 """Pipeline parallelism: schedules as data, partitioning of layers into stages."""
 
 from ztk.pipeline.actions import Action, Kind
+from ztk.pipeline.layers import MicroBatch
+from ztk.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from ztk.pipeline.policy import PipelinePolicy
 from ztk.pipeline.schedule import Schedule, ScheduleName, make_inference_schedule, make_schedule
 from ztk.pipeline.simulate import Costs, Interval, Timeline, bubble_share, zero_bubble_share
 
@@ -9,8 +12,13 @@ __all__ = [
     "Costs",
     "Interval",
     "Kind",
+    "LayerSpec",
+    "MicroBatch",
+    "PipelineModule",
+    "PipelinePolicy",
     "Schedule",
     "ScheduleName",
+    "TiedLayerSpec",
     "Timeline",
     "bubble_share",
     "make_inference_schedule",

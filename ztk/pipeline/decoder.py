@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 
 from ztk.nn import Decoder
@@ -19,6 +20,9 @@ class DecoderLayers:
             *(self._block(f"blocks.{name}", block=block) for name, block in model.blocks.named_children()),
             self._layer("head", modules=finish, run=self._finish),
         ]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in self.module.named_parameters() if p.requires_grad}
 
     def keep(self, own: Collection[int]) -> None:
         needed = {path for index in own for path in self.layers[index].modules}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Carry = Any  # what flows between layers: a tensor, or any nesting of tuples, lists and dicts of tensors
@@ -11,10 +12,11 @@ Carry = Any  # what flows between layers: a tensor, or any nesting of tuples, li
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """The arguments of one call of a model."""
+    """The arguments of one call of a model, and the weight of its loss."""
 
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
+    weight: float = 1.0
 
     @staticmethod
     def of(value: object) -> "MicroBatch":
@@ -28,6 +30,10 @@ class MicroBatch:
                 return MicroBatch(args=tuple(value))
             case _:
                 return MicroBatch(args=(value,))
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """`loss` times the weight."""
+        return loss if self.weight == 1.0 else loss * self.weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +55,9 @@ class LayeredModel(Protocol):
 
     module: nn.Module
     layers: list[Layer]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name and shape of every trained parameter of the whole model. Before `keep`."""
 
     def keep(self, own: Collection[int]) -> None:
         """Gives up everything that only layers outside `own` need. Parameters keep their names."""

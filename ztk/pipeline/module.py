@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters
+from ztk.pipeline.layers import Carry, Layer, MicroBatch
 
 
 class LayerSpec:
@@ -82,6 +82,14 @@ class PipelineModule(nn.Module):
         """Itself, see `LayeredModel`."""
         return self
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of all layers, see `LayeredModel`."""
+        found = {}
+        for index, spec in enumerate(self.specs):
+            for path in self._paths(index):
+                found |= {f"{path}.{name}": p.shape for name, p in _parameters(spec).items() if p.requires_grad}
+        return found
+
     def keep(self, own: Collection[int]) -> None:
         """Builds the layers `own`."""
         for index in sorted(own):
@@ -94,9 +102,19 @@ class PipelineModule(nn.Module):
             elif isinstance(spec, (LayerSpec, nn.Module)):
                 self.add_module(str(index), self._build(index))
 
+    def build(self) -> "PipelineModule":
+        """Builds all layers that are not built yet, for one rank that runs the whole model."""
+        self.keep([index for index in range(len(self.specs)) if not self._is_built(index)])
+        return self
+
+    def forget(self, index: int) -> None:
+        """Gives up layer `index`; a tied one when no other is built."""
+        if self._modules.pop(str(index), None) is None and isinstance(self.specs[index], TiedLayerSpec):
+            del self.tied_modules[self.specs[index].key]
+
     def forward(self, inputs: Carry, labels: object = None) -> Carry:
         """The whole model on one rank; builds what is not built yet."""
-        self.keep([index for index in range(len(self.specs)) if not self._is_built(index)])
+        self.build()
         carry: Carry = None
         for layer in self.layers:
             carry = layer.run(carry, MicroBatch(args=(inputs, labels)))
@@ -126,7 +144,7 @@ class PipelineModule(nn.Module):
             name=str(index),
             kind=_kind(spec),
             modules=self._paths(index),
-            num_parameters=_size(spec),
+            num_parameters=sum(p.numel() for p in _parameters(spec).values() if p.requires_grad),
             run=lambda carry, batch: self._run(index, carry=carry, batch=batch),
         )
 
@@ -157,11 +175,9 @@ def _kind(spec: object) -> str:
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", type(spec).__name__)
 
 
-def _size(spec: object) -> int:
-    """Trained elements, without giving them memory."""
-    if isinstance(spec, nn.Module):
-        return count_parameters(spec)
-    if not isinstance(spec, LayerSpec):
-        return 0
-    with torch.device("meta"):
-        return count_parameters(spec.build())
+def _parameters(spec: object) -> dict[str, nn.Parameter]:
+    """By name, without giving those of a spec memory."""
+    if isinstance(spec, LayerSpec):
+        with torch.device("meta"):
+            spec = spec.build()
+    return dict(spec.named_parameters()) if isinstance(spec, nn.Module) else {}

@@ -1,6 +1,7 @@
 """A model cut into stages, of which this rank keeps its own."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -9,6 +10,10 @@ from ztk.pipeline.decoder import DecoderLayers
 from ztk.pipeline.layers import Carry, LayeredModel, MicroBatch
 from ztk.pipeline.module import PipelineModule
 from ztk.pipeline.partition import METHODS, balanced, by_type, check_enough, uniform
+from ztk.pipeline.policy import PipelinePolicy
+from ztk.pipeline.profile import measure_costs
+from ztk.runtime import Comm, Mesh
+from ztk.runtime.part import Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +45,23 @@ def layered(model: nn.Module) -> LayeredModel:
         f"topology.pipeline: {type(model).__name__} cannot be cut into stages; write it as a "
         "ztk.pipeline.PipelineModule of layers, or use topology.pipeline=1"
     )
+
+
+def split(model: LayeredModel, *, policy: PipelinePolicy, mesh: Mesh, sample_batch: object | None = None) -> Stages:
+    """Cuts `model` for the pipeline axis of `mesh` and keeps this rank's stages. A collective call if costs are measured.
+
+    Raises ValueError for a policy that does not fit the model.
+    """
+    comm, costs = mesh.comm("pp"), None
+    if policy.partition == "profile":
+        if sample_batch is None:
+            raise ValueError("topology.partition=profile measures layers on a micro-batch: pass sample_batch")
+        first = mesh.world.rank == 0  # one rank measures: all must cut alike
+        batch = MicroBatch.of(sample_batch)
+        own = measure_costs(model, batch=batch, device=mesh.world.device) if first else None
+        costs = mesh.world.gather_objects(own)[0]
+    boundaries = plan(model, method=policy.partition, num_stages=comm.size * policy.virtual_stages, costs=costs)
+    return cut(model, boundaries=boundaries, rank=comm.rank, num_ranks=comm.size)
 
 
 def plan(model: LayeredModel, *, method: str, num_stages: int, costs: list[float] | None = None) -> tuple[range, ...]:
@@ -82,6 +104,32 @@ def cut(model: LayeredModel, *, boundaries: tuple[range, ...], rank: int, num_ra
     module = model.module
     module.forward = _StageForward(model, boundaries=boundaries)
     return Stages(module=module, boundaries=boundaries, own=own, stage_of=stage_of, holders=holders)
+
+
+def mark_copies(parts: Mapping[str, Part], *, stages: Stages, comm: Comm) -> dict[str, Part]:
+    """`parts`, with those parameters marked that other ranks of the pipeline hold too."""
+    marked = dict(parts)
+    for name, holders in stages.holders.items():
+        part = parts.get(name) or Part.everything(tuple(stages.module.get_parameter(name).shape))
+        replica = part.replica + (comm.rank != holders[0])  # a copy of the first holder's, whatever it is on other axes
+        marked[name] = replace(part, holders=holders, replica=replica)
+    return marked
+
+
+def share_values(stages: Stages, *, comm: Comm) -> None:
+    """Copies start with the values of their first holder. Parameters on the meta device have values by name, which are the same."""
+    for name, holders in sorted(stages.holders.items()):
+        parameter = stages.module.get_parameter(name)
+        if parameter.is_meta:
+            continue
+        value = parameter.data.to(comm.device).contiguous()
+        label = f"first values of {name}"
+        if comm.rank == holders[0]:
+            for work in [comm.send(value, to=other, label=label, kind="tied") for other in holders[1:]]:
+                work.wait()
+        else:
+            comm.recv(value, source=holders[0], label=label).wait()
+            parameter.data.copy_(value)
 
 
 class _StageForward:

@@ -131,6 +131,22 @@ class Wire:
         works = [self._comm.recv(tensor, source=source, label=label) for tensor in tensors]
         return ArrivingGradients(tensors=tensors, works=works)
 
+    def spread(self, carry: Carry, *, source: int) -> Carry:
+        """What pipeline rank `source` has, on every rank. A collective call."""
+        leaves, spec = pytree.tree_flatten(carry)
+        kinds = [_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        kinds, spec = self._comm.gather_objects((kinds, spec))[source]
+        out = []
+        for index, kind in enumerate(kinds):
+            if not isinstance(kind, TensorKind):
+                out.append(kind)
+                continue
+            is_own = self._comm.rank == source
+            tensor = leaves[index] if is_own else torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device)
+            out.append(tensor.contiguous())
+            self._comm.broadcast(out[-1], source=source, label="output").wait()
+        return pytree.tree_unflatten(out, spec)
+
     def finish(self) -> None:
         """Everything sent has left."""
         while self._sending:

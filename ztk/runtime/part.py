@@ -22,6 +22,7 @@ class Part:
     axis: "data" or "expert_data", the ranks that hold the same box and train it on different data.
     replica: this rank's number among ranks on other axes that hold the same box and compute the same gradient; number 0 counts it in the
         gradient norm and writes it to checkpoints.
+    holders: pipeline ranks that hold copies and compute different gradients of it, whose sum all use; none: it is on one stage alone.
     """
 
     whole: tuple[int, ...]
@@ -29,6 +30,7 @@ class Part:
     shape: tuple[int, ...]
     axis: str = "data"
     replica: int = 0
+    holders: tuple[int, ...] = ()
 
     @staticmethod
     def everything(shape: tuple[int, ...], *, axis: str = "data", replica: int = 0) -> "Part":

@@ -33,6 +33,7 @@ class BucketTraits:
     trainable: bool
     shards_parameters: bool
     shards_gradients: bool
+    holders: tuple[int, ...] = ()  # pipeline ranks whose gradients of this bucket are added up, see `Part`
     counted: bool = True  # in the norm and in checkpoints; False: another rank outside the shard group holds the same
 
 
@@ -137,6 +138,11 @@ class Bucket:
             self._written[index] = True
         parameter.grad = None
         self._arrived.add(index)
+
+    @property
+    def has_gradient(self) -> bool:
+        """A parameter's local gradient is in the buffer."""
+        return self.gradient is not None and any(self._written)
 
     @property
     def is_complete(self) -> bool:

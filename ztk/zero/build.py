@@ -131,6 +131,7 @@ class Builder:
             shards_parameters=self.policy.shards_parameters and not plan.persistent and not alone,
             shards_gradients=self.policy.shards_gradients,
             counted=plan.counted,
+            holders=plan.holders,
         )
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:

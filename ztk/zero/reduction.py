@@ -135,6 +135,17 @@ class GradientReduction:
             self._settle_order(self._completed)
             self._completed = None
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Backwards without `synchronise` have left gradients on this rank."""
+        return any(bucket.has_gradient and bucket not in self._reduced for bucket in self._buckets)
+
+    def reduce_now(self) -> None:
+        """Reduces, as for a boundary, what backwards without `synchronise` left on the ranks. Every rank must call it."""
+        self.synchronise = self.is_boundary = True
+        self.open_backward()
+        self.finish_backward()
+
     def _settle_order(self, completed: list[Bucket]) -> None:
         """Rank 0's order of completion becomes everybody's; what it did not use comes last."""
         wanted = list(dict.fromkeys([*completed, *self._order]))
@@ -147,9 +158,13 @@ class GradientReduction:
         while self._launched < len(self._plan) and self._plan[self._launched].is_complete:
             self._launch(self._plan[self._launched])
 
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """In which its gradient travels and adds up."""
+        return self._dtype or bucket.traits.dtype
+
     def _acquire(self, bucket: Bucket) -> Tensor:
         """A buffer for the bucket's local gradient: resident at stages 0 and 1, passing at 2 and 3."""
-        dtype = self._dtype or bucket.traits.dtype
+        dtype = self.dtype_of(bucket)
         if bucket.traits.shards_gradients:
             return self._pool.acquire(bucket.size, dtype=dtype)
         if bucket not in self._resident:

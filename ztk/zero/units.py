@@ -1,8 +1,8 @@
 """Which modules are gathered together, and which parameters share a flat buffer.
 
-A unit is a module whose parameters are needed at the same time: each element of a `ModuleList`, `ModuleDict` or `Sequential` (a
-transformer block), each large leaf outside of them (an embedding, a head), and the root, which keeps the rest and stays gathered while it
-runs.
+A unit is a module whose parameters are needed at the same time: each element of a `ModuleList`, `ModuleDict` or `Sequential`, or of a
+module that says `children_are_units` (a transformer block), each large leaf outside of them (an embedding, a head), and the root, which
+keeps the rest and stays gathered while it runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class UnitPlan:
 class BucketPlan:
     """Parameters that share a flat buffer: of one unit, one dtype, all trained or all frozen, the same ranks holding them.
 
-    axis: along which the buffer is sharded. counted: this rank's copy is the one that counts, see `Part.replica`.
+    axis: along which the buffer is sharded. counted: this rank's copy is the one that counts, see `Part.replica`. holders: see `Part`.
     """
 
     unit: str
@@ -42,6 +42,7 @@ class BucketPlan:
     persistent: bool  # never sharded, whatever the stage
     axis: str = "data"
     counted: bool = True
+    holders: tuple[int, ...] = ()
 
 
 def plan_units(model: nn.Module) -> list[UnitPlan]:
@@ -82,11 +83,17 @@ def plan_buckets(
         parameter = parameters[name]
         part = parts.get(name) or Part.everything(tuple(parameter.shape))
         common = parameter.dtype, parameter.requires_grad, parameter.numel() <= persistence_threshold
-        return *common, part.axis, part.replica == 0, part.is_whole  # the last so that all ranks cut alike
+        return (
+            *common,
+            part.axis,
+            part.replica == 0,
+            part.holders,
+            part.is_whole,
+        )  # the last so that all ranks cut alike
 
     plans = []
     for wanted in dict.fromkeys(kind(name) for name in unit.owned):
-        dtype, trainable, persistent, axis, counted, _ = wanted
+        dtype, trainable, persistent, axis, counted, holders, _ = wanted
         names = [name for name in unit.owned if kind(name) == wanted]
         for chunk in _cut(names, size_of=lambda name: parameters[name].numel(), limit=bucket_size):
             plans.append(
@@ -98,6 +105,7 @@ def plan_buckets(
                     persistent=persistent,
                     axis=axis,
                     counted=counted,
+                    holders=holders,
                 )
             )
     return plans
@@ -107,7 +115,8 @@ def _unit_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Mod
     found = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+        is_container = isinstance(module, _CONTAINERS) or getattr(module, "children_are_units", False)
+        is_element = is_container and not isinstance(child, _CONTAINERS)
         own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
         if (is_element and next(child.parameters(), None) is not None) or own > LARGE_LEAF:
             found.append((path, child))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from ztk.engine.batches import eval_batch, train_batch
 from ztk.engine.control import StepMetrics
 from ztk.engine.peers.wrap import DataParallelPeer, FullyShardedPeer, Traffic
 from ztk.runtime import MemoryLedger, PhaseClock, Process, Tier
@@ -106,6 +107,14 @@ class PeerEngine:
         self._book()
         return True
 
+    def train_batch(self, micro_batches: Iterable) -> Tensor:
+        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this rank's mean loss."""
+        return train_batch(self, micro_batches)
+
+    def eval_batch(self, micro_batches: Iterable) -> Tensor:
+        """This rank's mean loss over `micro_batches`, without gradients and in eval mode."""
+        return eval_batch(self, micro_batches)
+
     def _update(self) -> bool:
         """Unscale, clip, update, next learning rate, as torch's users write it. False if the scaler skipped."""
         if self._scaler is not None:
@@ -139,6 +148,10 @@ class PeerEngine:
             updates=self.global_steps - self._skipped_total,
             skipped_total=self._skipped_total,
         )
+
+    def read_figures(self) -> dict[str, object]:
+        """Peers train dense models, whose modules measure nothing."""
+        return {}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
