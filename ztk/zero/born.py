@@ -119,6 +119,16 @@ class BornParameter:
                 self._keep(self.parameter.data, source=source)
                 self.parameter.data.copy_(self.gather().view(self._shape))
 
+    def fill(self, read: Callable[[int, int], Tensor]) -> None:
+        """Sets this rank's slice, without the other ranks. read(start, stop): the parameter's flat elements, on any device."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            comm, size = self.nursery.comm, self._slot.shape[0]
+            start, stop = (min(self._numel, size * rank) for rank in (comm.rank, comm.rank + 1))
+            own = torch.zeros(size, dtype=self._slot.dtype, device=comm.device)
+            if start < stop:
+                own[: stop - start] = read(start, stop)
+            self.nursery.store.put(self._slot, value=own).wait()
+
     def take(self) -> Tensor:
         """As `gather`, and the slice is given back: the sharded parameter is the caller's."""
         whole = self.gather()

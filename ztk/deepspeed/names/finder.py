@@ -15,6 +15,7 @@ from types import ModuleType
 from ztk.deepspeed.names.table import MODULES
 from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.version import version
+from ztk.hf import watch
 
 SHIM = Path(__file__).resolve().parents[1] / "shim"  # on PYTHONPATH it does the same for every process that inherits it
 
@@ -29,6 +30,7 @@ def install() -> None:
         return
     _refuse_another(sys.modules.get("deepspeed"))
     _refuse_too_late()
+    watch()
     sys.meta_path.insert(0, Finder())
     sys.modules["deepspeed"] = module_of("deepspeed")
 

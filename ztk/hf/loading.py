@@ -1,0 +1,146 @@
+"""`from_pretrained` at stage 3: every rank reads its own slices of the safetensors files.
+
+transformers reads the whole checkpoint into every rank's memory and hands it out module by module from rank 0. Here a parameter that was
+built sharded is filled where it sleeps: a rank reads 1/n of the bytes and holds no whole parameter, except for those that the
+checkpoint stores in another form than the model (experts one by one, fused projections), which are converted one group at a time.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from ztk.hf.slices import SafetensorsSlices, TensorSlice
+from ztk.zero.born import born_of
+
+_CORE = "transformers.core_model_loading"
+_DEACTIVATE_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+last_read_nbytes = 0  # what this rank read from files for the last model that was loaded by slices
+
+
+def complete(modeling_utils: ModuleType) -> None:
+    """modeling_utils: transformers.modeling_utils."""
+    original = modeling_utils.PreTrainedModel._load_pretrained_model
+
+    @functools.wraps(original)
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        if state_dict is None and not load_config.is_quantized and _can_slice(model, files=checkpoint_files):
+            return load_slices(model, files=checkpoint_files, load_config=load_config), None
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    modeling_utils.PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+
+
+def load_slices(model: nn.Module, *, files: list[str], load_config: object) -> object:
+    """Fills `model`, which was built under zero.Init, and returns transformers' LoadStateDictInfo: what was missing, unexpected or of
+    another shape. load_config: its LoadStateDictConfig.
+    """
+    global last_read_nbytes
+    core = sys.modules[_CORE]
+    targets = model.state_dict(keep_vars=True)
+    source = SafetensorsSlices(files)
+    with source as entries:
+        plain, others = _by_name(entries, model=model, targets=targets, mapping=load_config.weight_mapping, core=core)
+        info = _convert(others, model=model, load_config=load_config, core=core)
+        for name, entry in plain.items():
+            info.missing_keys.discard(name)
+            if entry.shape != tuple(targets[name].shape):
+                info.mismatched_keys.add((name, torch.Size(entry.shape), targets[name].shape))
+            else:
+                _fill(targets[name], entry=entry)
+    last_read_nbytes = source.counter.nbytes
+    return info
+
+
+def _can_slice(model: nn.Module, *, files: list[str] | None) -> bool:
+    safetensors = bool(files) and all(str(file).endswith(".safetensors") for file in files)
+    return safetensors and any(born_of(parameter) is not None for parameter in model.parameters())
+
+
+def _by_name(
+    entries: dict[str, TensorSlice], *, model: nn.Module, targets: dict, mapping: list | None, core: ModuleType
+) -> tuple[dict[str, TensorSlice], dict[str, TensorSlice]]:
+    """Model's name -> entry for those that are only called otherwise; file's name -> entry for those that transformers must convert or
+    report."""
+    mapping = mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
+    plain, others = {}, {}
+    for key, entry in entries.items():
+        name, pattern = core.rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets and key in targets:
+            name, pattern = key, None
+        if pattern is None and isinstance(targets.get(name), Tensor):
+            plain[name] = entry
+        else:
+            others[key] = entry
+    return plain, others
+
+
+def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: ModuleType) -> object:
+    """transformers' own conversion of `entries`, one group in memory at a time, and its report, in which all others are missing."""
+    lazy = {key: _Lazy(entry) for key, entry in entries.items()}
+    with _without_threads(), _filling(core):
+        info, _ = core.convert_and_load_state_dict_in_model(
+            model=model, state_dict=lazy, load_config=load_config, disk_offload_index=None
+        )
+    return info
+
+
+class _Lazy:
+    """What transformers takes for a slice of a safetensors file."""
+
+    def __init__(self, entry: TensorSlice) -> None:
+        self._entry = entry
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self._entry.whole()[index]
+
+
+@contextmanager
+def _filling(core: ModuleType) -> Iterator[None]:
+    """Values that transformers would put in place of the model's parameters fill them where they sleep."""
+    original = core.set_param_for_module
+
+    def set_param_for_module(model, target_name, param_value, loading_info, *args, **kwargs):
+        target = model.state_dict(keep_vars=True).get(target_name)
+        if not isinstance(target, nn.Parameter) or param_value.shape != target.shape:
+            original(model, target_name, param_value, loading_info, *args, **kwargs)
+        else:
+            loading_info.missing_keys.discard(target_name)
+            _fill(target, entry=param_value)
+
+    core.set_param_for_module = set_param_for_module
+    try:
+        yield
+    finally:
+        core.set_param_for_module = original
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """Threads read ahead without bound: the whole checkpoint could be in memory."""
+    before = os.environ.get(_DEACTIVATE_THREADS)
+    os.environ[_DEACTIVATE_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_DEACTIVATE_THREADS]
+        if before is not None:
+            os.environ[_DEACTIVATE_THREADS] = before
+
+
+@torch.no_grad()
+def _fill(target: Tensor, *, entry: TensorSlice | Tensor) -> None:
+    """The values of a parameter or buffer. Marks it as transformers does, which fills in the rest by itself."""
+    born = born_of(target)
+    if born is not None:
+        born.fill(entry.read if isinstance(entry, TensorSlice) else lambda start, stop: entry.reshape(-1)[start:stop])
+    else:
+        target.copy_(entry.whole() if isinstance(entry, TensorSlice) else entry)
+    target._is_hf_initialized = True

@@ -1,0 +1,56 @@
+"""Safetensors files, one stretch of one tensor at a time."""
+
+from contextlib import ExitStack
+from math import prod
+
+from safetensors import safe_open
+from torch import Tensor
+
+
+class TensorSlice:
+    """A tensor in a file, not read yet."""
+
+    def __init__(self, key: str, *, entry: object, counter: "SliceCounter") -> None:
+        self.key, self.shape = key, tuple(entry.get_shape())
+        self._entry, self._counter = entry, counter
+
+    def whole(self) -> Tensor:
+        """All of it, in the file's dtype."""
+        return self._counted(self._entry[...])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Flat elements [start, stop), read as the rows that hold them."""
+        if len(self.shape) == 0:
+            return self.whole().view(1)[start:stop]
+        row = max(1, prod(self.shape[1:]))
+        first, last = start // row, -(-stop // row)
+        return self._counted(self._entry[first:last]).reshape(-1)[start - first * row : stop - first * row]
+
+    def _counted(self, values: Tensor) -> Tensor:
+        self._counter.nbytes += values.nbytes
+        return values
+
+
+class SliceCounter:
+    """Bytes that were read."""
+
+    nbytes = 0
+
+
+class SafetensorsSlices:
+    """The tensors of some files by name; a context that closes the files. `counter.nbytes` grows with every read."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.counter = SliceCounter()
+        self._files, self._stack = files, ExitStack()
+
+    def __enter__(self) -> dict[str, TensorSlice]:
+        found = {}
+        for file in self._files:
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            for key in handle.keys():  # noqa: SIM118 - no mapping
+                found[key] = TensorSlice(key, entry=handle.get_slice(key), counter=self.counter)
+        return found
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.__exit__(*raised)
