@@ -63,14 +63,14 @@ def train_steps(engine: Engine, *, start: int, stop: int) -> list[float]:
 def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
     """Every state element of the model, by kind and name, whole, on every rank."""
     own = [
-        (shard.kind, shard.name, shard.part.whole, shard.start, shard.value.clone().cpu())
+        (shard.kind, shard.name, shard.part, shard.start, shard.value.clone().cpu())
         for shard in engine.zero.state_shards()
     ]
     whole: dict[tuple[str, str], Tensor] = {}
     for shards in engine.comm.gather_objects(own):
-        for kind, name, shape, start, value in shards:
-            full = whole.setdefault((kind, name), torch.full((_numel(shape),), torch.nan))
-            full[start : start + value.numel()] = value
+        for kind, name, part, start, value in shards:
+            full = whole.setdefault((kind, name), torch.full((_numel(part.whole),), torch.nan))
+            full[part.positions(start, stop=start + value.numel())] = value
     assert not any(value.isnan().any() for value in whole.values())
     return whole
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ztk.engine import Engine
 from ztk.nn import Decoder, DecoderConfig, initial_values
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
@@ -88,6 +89,16 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
     )
 
 
+def train_step(engine: Engine, *, step: int) -> float:
+    """One optimizer step; the mean loss over all ranks."""
+    mesh = engine.process.mesh
+    tokens, targets = (whole.chunk(mesh.replicas)[mesh.replica] for whole in batch(step))
+    loss = engine(tokens, targets)
+    engine.backward(loss)
+    engine.step()
+    return float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean())
+
+
 def train(process: Process, *, strategy: Strategy, steps: int = 20, config: DecoderConfig = CONFIG) -> Outcome:
     """`steps` optimizer steps on the mesh of `strategy`."""
     arranged = process.arrange(strategy.topology)
@@ -95,11 +106,7 @@ def train(process: Process, *, strategy: Strategy, steps: int = 20, config: Deco
     engine = make_engine(arranged, strategy=strategy, config=config)
     losses, norms = [], []
     for step in range(steps):
-        tokens, targets = (whole.chunk(mesh.replicas)[mesh.replica] for whole in batch(step))
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(process.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
+        losses.append(train_step(engine, step=step))
         norms.append(engine.read_metrics().grad_norm)
     elements = {axis: dict(mesh.comm(axis).counters.elements) for axis in ("pp", "data", "sp", "tp", "ep")}
     bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())

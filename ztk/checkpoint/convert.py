@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ztk.checkpoint import folder as folders
+from ztk.checkpoint.architecture import renamed
 from ztk.checkpoint.bits import BLOCK_BYTES
 from ztk.checkpoint.deepspeed import DeepSpeedSource
 from ztk.checkpoint.errors import CheckpointError
@@ -49,7 +49,7 @@ def import_checkpoint(
     Raises CheckpointError for a source that cannot be read or does not fit together.
     """
     source = open_source(path)
-    names = {key: (key[0], _renamed(key[1], rename=rename or {})) for key in source.shapes()}
+    names = {key: (key[0], renamed(key[1], rename=rename or {})) for key in source.shapes()}
     if len(set(names.values())) != len(names):
         raise CheckpointError(f"{path}: after renaming, several tensors have the same name")
     kinds = _state_names(source)
@@ -91,12 +91,6 @@ def open_source(path: str | os.PathLike) -> Source:
     )
 
 
-def _renamed(name: str, *, rename: Mapping[str, str]) -> str:
-    for pattern, replacement in rename.items():
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def _state_names(source: Source) -> list[str] | None:
     """The optimizer's states if every parameter has the same ones."""
     shapes = source.shapes()
@@ -136,7 +130,7 @@ def _write(
         extra=None,
         metric=None,
         block_bytes=BLOCK_BYTES,
-        tied={_renamed(name, rename=rename): _renamed(other, rename=rename) for name, other in source.tied.items()},
+        tied={renamed(name, rename=rename): renamed(other, rename=rename) for name, other in source.tied.items()},
         parameters=_infos(source, names=names, kinds=(MASTER, FROZEN)),
         buffers=_infos(source, names=names, kinds=(BUFFER,)),
         files=[describe_file(writer, slices=list(slices.values()))],

@@ -5,7 +5,8 @@ a folder of torch.distributed.checkpoint.
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ztk.checkpoint.architecture import adapter_view, transformers_view
 from ztk.checkpoint.bits import DTYPES
+from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
+from ztk.checkpoint.groups import torch_param_groups
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
@@ -35,10 +39,15 @@ class ExportReport:
 class Weights:
     """The whole weights of a checkpoint by name: parameters as their masters, then persistent buffers. Tied names appear once."""
 
-    def __init__(self, manifest: Manifest, *, dtype: torch.dtype | None) -> None:
-        """dtype: of floating parameters; None: the one that the model computed in."""
+    def __init__(
+        self, manifest: Manifest, *, dtype: torch.dtype | None, names: Mapping[str, str] | None = None
+    ) -> None:
+        """dtype: of floating parameters; None: the one that the model computed in. names: own name -> the one to use, for those that are
+        wanted; None: all under their own.
+        """
         self._reader, self._dtype = StateReader(manifest), dtype
-        self._infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
+        infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
+        self._infos = infos if names is None else {other: infos[own] for own, other in names.items()}
         self._buffers = {info.name for info in manifest.buffers}
 
     @property
@@ -55,10 +64,10 @@ class Weights:
     def stretches(self, name: str) -> Iterator[Tensor]:
         """The values of `name`, flat, in order."""
         info = self._infos[name]
-        kind = BUFFER if name in self._buffers else "master" if info.trainable else "parameter"
+        kind = BUFFER if info.name in self._buffers else "master" if info.trainable else "parameter"
         numel = prod(info.shape)
         for start in range(0, numel, STRETCH):
-            values = self._reader.read(name=name, kind=kind, start=start, stop=min(start + STRETCH, numel))
+            values = self._reader.read(name=info.name, kind=kind, start=start, stop=min(start + STRETCH, numel))
             yield values.to(self._dtype_of(info))
 
     def close(self) -> None:
@@ -66,37 +75,56 @@ class Weights:
 
 
 def export_safetensors(
-    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    path: str | os.PathLike,
+    *,
+    to: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    own_names: bool = False,
 ) -> ExportReport:
-    """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`.
+    """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`, and `config.json`.
 
-    path: as for `load`. dtype: None keeps the dtype that the model computed in. If `extra` of the checkpoint has a "config", it
-    becomes `config.json`. Names stay as they are. Raises CheckpointError for a damaged checkpoint, ValueError if `to` exists.
+    path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, names
+    and configuration, unless `own_names`; a model of transformers keeps its names and has its own configuration. A "config" in the
+    checkpoint's `extra` takes the place of either. Raises CheckpointError for a damaged checkpoint and for one that lacks
+    weights, ValueError if `to` exists.
     """
-    manifest, to = read_manifest(resolve(path)), Path(to)
-    temporary = _temporary_beside(to)
-    temporary.mkdir(parents=True)
-    weights = Weights(manifest, dtype=dtype)
-    try:
+    manifest = _whole_manifest(path)
+    names, config = None, None
+    if not own_names:
+        names, config = transformers_view(manifest, dtype=dtype or DTYPES[manifest.parameters[0].dtype])
+    if isinstance(manifest.extra, dict) and "config" in manifest.extra:
+        config = manifest.extra["config"]
+    weights = Weights(manifest, dtype=dtype, names=names)
+    with closing(weights), _new_folder(Path(to)) as folder:
         files = _cut(weights.specs, shard_bytes=shard_bytes)
-        nbytes = sum(_write(temporary / name, specs=specs, weights=weights) for name, specs in files.items())
+        nbytes = sum(_write(folder / name, specs=specs, weights=weights) for name, specs in files.items())
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(spec.nbytes for specs in files.values() for spec in specs)},
                 "weight_map": {spec.key: name for name, specs in files.items() for spec in specs},
             }
-            write_file(temporary / "model.safetensors.index.json", data=json.dumps(index, indent=2).encode())
-        if isinstance(manifest.extra, dict) and "config" in manifest.extra:
-            write_file(temporary / "config.json", data=json.dumps(manifest.extra["config"], indent=2).encode())
-        sync_folder(temporary)
-        os.rename(temporary, to)
-        sync_folder(to.parent)
-    except BaseException:
-        discard(temporary, token="")
-        raise
-    finally:
-        weights.close()
-    return ExportReport(path=to, files=len(files), nbytes=nbytes)
+            _write_json(folder / "model.safetensors.index.json", value=index)
+        if config is not None:
+            _write_json(folder / "config.json", value=config)
+    return ExportReport(path=Path(to), files=len(files), nbytes=nbytes)
+
+
+def export_adapter(
+    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None, adapter: str = "default"
+) -> ExportReport:
+    """Writes `to/adapter_model.safetensors` and `to/adapter_config.json`, which `peft.PeftModel.from_pretrained(base, to)` loads.
+
+    path: as for `load`; a checkpoint of the trained parameters alone will do. Raises as `export_safetensors`, and CheckpointError
+    if the model had no such adapter.
+    """
+    manifest = read_manifest(resolve(path))
+    names, config = adapter_view(manifest, adapter=adapter)
+    weights = Weights(manifest, dtype=dtype, names=names)
+    with closing(weights), _new_folder(Path(to)) as folder:
+        nbytes = _write(folder / "adapter_model.safetensors", specs=weights.specs, weights=weights)
+        _write_json(folder / "adapter_config.json", value=config)
+    return ExportReport(path=Path(to), files=1, nbytes=nbytes)
 
 
 def export_state_dict(
@@ -106,7 +134,7 @@ def export_state_dict(
 
     The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
     """
-    manifest, to = read_manifest(resolve(path)), Path(to)
+    manifest, to = _whole_manifest(path), Path(to)
     temporary = _temporary_beside(to)
     weights = Weights(manifest, dtype=dtype)
     try:
@@ -125,31 +153,35 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
     """Writes a folder that `torch.distributed.checkpoint.load` reads into any sharding: fp32 weights as "model.NAME", persistent buffers
     too, optimizer states as "optim.state.NAME.KIND" and the step as "optim.state.NAME.step", as FSDP2's `get_state_dict` names them.
 
-    Tensors lie in a temporary file while they are collected, not in memory. "optim.param_groups" (hyperparameters) is not part of
-    a ztk checkpoint: load the optimizer with `DefaultLoadPlanner(allow_partial_load=True)`. Raises as `export_safetensors`.
+    "optim.param_groups" has the hyperparameters, with the rates before the schedule's factor: what `get_state_dict` of a model and a
+    torch optimizer asks for is there, so `dcp.load` and `set_state_dict` go on with the run. Tied names have their weights too.
+    Tensors lie in a temporary file while they are collected, not in memory. Raises as `export_safetensors`.
     """
     from torch.distributed import checkpoint as dcp
 
-    manifest, to = read_manifest(resolve(path)), Path(to)
-    temporary = _temporary_beside(to)
-    temporary.mkdir(parents=True)
-    scratch = temporary.with_name(f"{temporary.name}.scratch")
-    try:
-        state = dict(_on_disk(manifest, scratch=scratch))
-        steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
-        trained = [info.name for info in manifest.parameters if info.trainable]
-        if manifest.state_names is not None:
-            state |= {f"optim.state.{name}.step": steps for name in trained}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), no_dist=True)
-        os.rename(temporary, to)
-        sync_folder(to.parent)
-    except BaseException:
-        discard(temporary, token="")
-        raise
-    finally:
-        scratch.unlink(missing_ok=True)
+    manifest, to = _whole_manifest(path), Path(to)
+    with _new_folder(to) as folder:
+        scratch = folder.with_name(f"{folder.name}.scratch")
+        try:
+            state = dict(_on_disk(manifest, scratch=scratch)) | _small_state(manifest)
+            state |= {f"model.{tied}": state[f"model.{name}"] for tied, name in manifest.tied.items()}
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True)
+        finally:
+            scratch.unlink(missing_ok=True)
     files = list(to.iterdir())
     return ExportReport(path=to, files=len(files), nbytes=sum(file.stat().st_size for file in files))
+
+
+def _small_state(manifest: Manifest) -> dict[str, object]:
+    """What torch's optimizers keep beside tensors of the parameters' size."""
+    if manifest.state_names is None:
+        return {}
+    steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
+    trained = [info.name for info in manifest.parameters if info.trainable]
+    small: dict[str, object] = {f"optim.state.{name}.step": steps for name in trained}
+    if manifest.groups is not None:
+        small["optim.param_groups"] = torch_param_groups(manifest.groups, state_names=manifest.state_names)
+    return small
 
 
 def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor]]:
@@ -172,6 +204,36 @@ def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor
                 flat[start:stop].copy_(reader.read(name=info.name, kind=kind, start=start, stop=stop))
             offset += 8 * numel
             yield key, flat.view(info.shape)
+
+
+def _whole_manifest(path: str | os.PathLike) -> Manifest:
+    """Raises CheckpointError for a checkpoint of the trained parameters alone."""
+    manifest = read_manifest(resolve(path))
+    if manifest.left_out:
+        raise CheckpointError(
+            f"{manifest.path} holds the trained parameters alone and lacks {len(manifest.left_out)} frozen ones such as "
+            f"{manifest.left_out[0]}: export an adapter of it, or save whole checkpoints"
+        )
+    return manifest
+
+
+@contextmanager
+def _new_folder(to: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `to` at the end, or nothing at all. Raises ValueError if `to` exists."""
+    temporary = _temporary_beside(to)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_folder(temporary)
+        os.rename(temporary, to)
+        sync_folder(to.parent)
+    except BaseException:
+        discard(temporary, token="")
+        raise
+
+
+def _write_json(path: Path, *, value: object) -> None:
+    write_file(path, data=json.dumps(value, indent=2).encode())
 
 
 def _temporary_beside(to: Path) -> Path:

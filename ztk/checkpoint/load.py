@@ -4,7 +4,7 @@ Phases: rank 0 says which checkpoint, all check that it fits, each reads its own
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor
 from ztk.checkpoint.errors import Agreement, CheckpointError
 from ztk.checkpoint.folder import open_manifest, resolve
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo
-from ztk.checkpoint.model import buffer_infos, parameter_infos, persistent_buffers, restore_control, tied_names
+from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
 from ztk.checkpoint.subject import Subject
+from ztk.runtime.part import Part
 
 _SHOWN = 4  # names in an error text
 
@@ -57,16 +58,17 @@ def load(engine: Subject, *, path: str | os.PathLike, weights_only: bool = False
         if comm.rank == 0:
             folder = resolve(path)
     folder = comm.gather_objects(folder)[0]
+    info = ModelInfo.gather(engine)
     with agreement.step():
         manifest = open_manifest(folder)
-        check_fits(manifest, engine=engine, weights_only=weights_only)
+        check_fits(manifest, engine=engine, info=info, weights_only=weights_only)
         reader = StateReader(manifest)
         if comm.rank == 0:
             reader.check_files()
     with reader:
         same_world = manifest.world_size == comm.size
         with agreement.step():
-            engine.zero.load_state(_state_source(reader, weights_only=weights_only))
+            engine.zero.load_state(_state_source(reader, parts=engine.zero.parts, weights_only=weights_only))
             _load_buffers(engine, reader=reader)
             rng = reader.rng_states(comm.rank) if same_world and not weights_only else None
         engine.zero.share_parameters()
@@ -85,11 +87,11 @@ def load(engine: Subject, *, path: str | os.PathLike, weights_only: bool = False
     )
 
 
-def check_fits(manifest: Manifest, *, engine: Subject, weights_only: bool) -> None:
-    """Raises CheckpointError if names, shapes or optimizer states are not the engine's."""
-    where, ties = manifest.path, tied_names(engine.module)
-    _check_names(manifest.parameters, engine_infos=parameter_infos(engine), manifest=manifest, ties=ties)
-    _check_names(manifest.buffers, engine_infos=buffer_infos(engine.module), manifest=manifest, ties={})
+def check_fits(manifest: Manifest, *, engine: Subject, info: ModelInfo, weights_only: bool) -> None:
+    """Raises CheckpointError if names, shapes or optimizer states are not the engine's. info: of the engine's model."""
+    where = manifest.path
+    _check_names(manifest.parameters, engine_infos=info.parameters, manifest=manifest, ties=info.tied)
+    _check_names(manifest.buffers, engine_infos=info.buffers, manifest=manifest, ties={})
     if weights_only:
         return
     own = list(engine.zero.optimizer.state_names)
@@ -102,9 +104,7 @@ def check_fits(manifest: Manifest, *, engine: Subject, weights_only: bool) -> No
         )
     trained = {info.name for info in manifest.parameters if info.trainable}
     newly = [
-        info.name
-        for info in parameter_infos(engine)
-        if info.trainable and manifest.tied.get(info.name, info.name) not in trained
+        own.name for own in info.parameters if own.trainable and manifest.tied.get(own.name, own.name) not in trained
     ]
     if newly:
         raise CheckpointError(
@@ -145,7 +145,7 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _state_source(reader: StateReader, *, weights_only: bool) -> Callable[..., Tensor]:
+def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_only: bool) -> Callable[..., Tensor]:
     """`read` for `Zero.load_state`: what was trained may be loaded frozen and, as weights, the other way round."""
 
     def read(*, name: str, kind: str, start: int, stop: int) -> Tensor:
@@ -153,7 +153,7 @@ def _state_source(reader: StateReader, *, weights_only: bool) -> Callable[..., T
             kind = "master" if reader.has(name=name, kind="master") else "parameter"
         elif weights_only:
             return torch.zeros(stop - start)
-        return reader.read(name=name, kind=kind, start=start, stop=stop)
+        return reader.read(name=name, kind=kind, start=start, stop=stop, part=parts.get(name))
 
     return read
 

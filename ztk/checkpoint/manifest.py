@@ -21,7 +21,11 @@ RNG = "rng"  # the kind of a rank's random number generators
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A stretch [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block."""
+    """A stretch [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block.
+
+    box: where one rank held a part of the parameter only (tensor and expert parallelism), that part: `[first index, size]` per dimension;
+        the stretch counts the part's elements. None: the stretch counts those of the whole.
+    """
 
     name: str
     kind: str
@@ -30,6 +34,7 @@ class Entry:
     stop: int
     offset: int
     crc32: list[int]
+    box: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +65,8 @@ class Manifest:
     state_names: the optimizer's states beside "master", or None for a checkpoint of weights alone.
     tied: other name -> canonical name. layout: how it was sharded, for the reader's information only.
     data, extra: what the training program gave, JSON values.
+    model: what the model said of itself, see `ztk.checkpoint.architecture`. groups: the optimizer's hyperparameters, each with the names
+        of its parameters under "params". left_out: frozen parameters that a checkpoint of trained ones does not hold.
     """
 
     step: int
@@ -78,6 +85,9 @@ class Manifest:
     parameters: list[TensorInfo]
     buffers: list[TensorInfo]
     files: list[StateFile]
+    model: dict[str, Any] | None = None
+    groups: list[dict[str, Any]] | None = None
+    left_out: list[str] = field(default_factory=list)
     format: str = FORMAT
     version: int = VERSION
     path: str = field(default="", compare=False)  # the folder it was read from

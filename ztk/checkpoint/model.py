@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -14,14 +15,45 @@ from ztk.kernels import State
 _SCALING = {State.loss_scale, State.good_steps, State.hysteresis_left}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The whole model, as all ranks together hold it. own_buffers: which of the buffers this rank is the first to have."""
+
+    parameters: list[TensorInfo]
+    buffers: list[TensorInfo]
+    tied: dict[str, str]
+    own_buffers: frozenset[str]
+
+    @staticmethod
+    def gather(engine: Subject) -> "ModelInfo":
+        """A collective call: pipeline stages have different parameters."""
+        own = parameter_infos(engine), buffer_infos(engine.module), tied_names(engine.module)
+        everyone = engine.process.comm.gather_objects(own)
+        parameters, buffers, tied, writer = {}, {}, {}, {}
+        for rank, (its_parameters, its_buffers, its_ties) in enumerate(everyone):
+            for info in its_parameters:
+                parameters.setdefault(info.name, info)
+            for info in its_buffers:
+                buffers.setdefault(info.name, info)
+                writer.setdefault(info.name, rank)
+            tied |= its_ties
+        mine = engine.process.comm.rank
+        return ModelInfo(
+            parameters=list(parameters.values()),
+            buffers=list(buffers.values()),
+            tied=tied,
+            own_buffers=frozenset(name for name, rank in writer.items() if rank == mine),
+        )
+
+
 def parameter_infos(engine: Subject) -> list[TensorInfo]:
-    """All parameters, in the order of the model's definition."""
+    """The parameters that this rank has a part of, in the order of the model's definition."""
     infos = {}
     for bucket in engine.zero.buckets:
         for placement in bucket.layout.placements:
             infos[placement.name] = TensorInfo(
                 name=placement.name,
-                shape=list(placement.shape),
+                shape=list(engine.zero.part_of(placement.name, bucket=bucket).whole),
                 dtype=DTYPE_NAMES[bucket.traits.dtype],
                 trainable=bucket.traits.trainable,
             )

@@ -11,10 +11,12 @@ from torch import Tensor
 from ztk.checkpoint.bits import DTYPES, view_bytes
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import usable
-from ztk.checkpoint.manifest import RNG, Entry, Manifest, StateFile
+from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
+from ztk.runtime.part import Part
 
 CACHED_BLOCKS = 8  # neighbouring stretches share the block at their seam, in each kind of state
 OPEN_FILES = 64
+_CHUNK = 1 << 20  # elements
 
 
 class StateReader:
@@ -45,14 +47,26 @@ class StateReader:
         """As stored."""
         return DTYPES[self._entries[kind, self._manifest.tied.get(name, name)][0][0].dtype]
 
-    def read(self, *, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU. Raises CheckpointError."""
+    def read(self, *, name: str, kind: str, start: int, stop: int, part: Part | None = None) -> Tensor:
+        """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU. Raises CheckpointError.
+
+        part: the elements are those of this part of the whole, which the files may have cut in another way.
+        """
         name = self._manifest.tied.get(name, name)
         stretches = self._entries[kind, name]
         if not stretches:
             raise CheckpointError(f"{self._folder}: no {kind} of {name}")
         out = torch.empty(stop - start, dtype=DTYPES[stretches[0][0].dtype])
-        reached = start
+        if (part is None or part.is_whole) and all(entry.box is None for entry, _ in stretches):
+            self._read_flat(stretches, name=name, kind=kind, start=start, out=out)
+        else:
+            self._read_boxes(stretches, name=name, kind=kind, start=start, out=out, part=part)
+        return out
+
+    def _read_flat(
+        self, stretches: list[tuple[Entry, StateFile]], *, name: str, kind: str, start: int, out: Tensor
+    ) -> None:
+        reached, stop = start, start + out.numel()
         for entry, file in stretches:
             first, last = max(entry.start, start), min(entry.stop, stop)
             if first < last:
@@ -62,7 +76,42 @@ class StateReader:
                 reached = last
         if reached < stop:
             raise CheckpointError(f"{self._folder}: elements from {reached} on of {kind} of {name} are in no file")
-        return out
+
+    def _read_boxes(
+        self,
+        stretches: list[tuple[Entry, StateFile]],
+        *,
+        name: str,
+        kind: str,
+        start: int,
+        out: Tensor,
+        part: Part | None,
+    ) -> None:
+        """In chunks, so that the positions (8 bytes each) stay small: each entry gives what it has of them."""
+        whole = self._shape(name, kind=kind)
+        part = part or Part.everything(whole)
+        for chunk in out.split(_CHUNK):
+            positions = part.positions(start, stop=start + chunk.numel())
+            missing = torch.ones(chunk.numel(), dtype=torch.bool)
+            for entry, file in stretches:
+                local = _positions_in(entry, whole=whole, positions=positions)
+                found = (local >= entry.start) & (local < entry.stop)
+                if not found.any():
+                    continue
+                local = local[found]
+                first = int(local.min())
+                values = torch.empty(int(local.max()) + 1 - first, dtype=chunk.dtype)
+                self._copy(entry, file=file, first=first, out=values)
+                chunk[found] = values[local - first]
+                missing &= ~found
+            if missing.any():
+                at = int(positions[missing][0])
+                raise CheckpointError(f"{self._folder}: element {at} of {kind} of {name} is in no file")
+            start += chunk.numel()
+
+    def _shape(self, name: str, *, kind: str) -> tuple[int, ...]:
+        infos = self._manifest.buffers if kind == BUFFER else self._manifest.parameters
+        return tuple(next(info.shape for info in infos if info.name == name))
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
         """What `ztk.checkpoint.rng.rng_states` gave on `rank`."""
@@ -174,6 +223,25 @@ class StateReader:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _positions_in(entry: Entry, *, whole: tuple[int, ...], positions: Tensor) -> Tensor:
+    """int64: where flat positions of the whole lie among the elements of the entry's box; -1: not in it."""
+    if entry.box is None:
+        return positions
+    local, stride, inside, rest = (
+        torch.zeros_like(positions),
+        1,
+        torch.ones_like(positions, dtype=torch.bool),
+        positions,
+    )
+    for size, (first, held) in zip(reversed(whole), reversed(entry.box), strict=True):
+        index = rest % size - first
+        inside &= (index >= 0) & (index < held)
+        local += index * stride
+        stride *= held
+        rest = rest // size
+    return torch.where(inside, local, -1)
 
 
 def _block_nbytes(entry: Entry, *, number: int, size: int) -> int:

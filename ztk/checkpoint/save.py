@@ -9,7 +9,7 @@ import json
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ztk.checkpoint.bits import BLOCK_BYTES
 from ztk.checkpoint.errors import Agreement, SaveFailed
 from ztk.checkpoint.folder import Retention
 from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
-from ztk.checkpoint.model import buffer_infos, control_values, parameter_infos, tied_names
+from ztk.checkpoint.model import ModelInfo, control_values
 from ztk.checkpoint.shardfile import ShardSource, Staging, describe_file, open_file
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
@@ -175,6 +175,7 @@ class Saver:
                 "bucket_size": zero.policy.bucket_size,
                 "tiers": zero.tiers,
                 "dtype": str(zero.dtype).removeprefix("torch."),
+                "topology": asdict(self._process.mesh.topology),
                 "dynamic_loss_scale": engine.control.scaling.dynamic,
             },
             "state_names": list(zero.optimizer.state_names),
@@ -188,15 +189,14 @@ class Saver:
             "extra": extra,
             "metric": metric,
             "block_bytes": BLOCK_BYTES,
-            "tied": tied_names(engine.module),
-            "parameters": parameter_infos(engine),
-            "buffers": buffer_infos(engine.module),
         }
 
     def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
         """All ranks have an empty file in one temporary folder."""
         comm, rank = self._process.comm, self._process.rank
         agreement = Agreement(comm, error=SaveFailed)
+        info = ModelInfo.gather(self._engine)
+        draft |= {"tied": info.tied, "parameters": info.parameters, "buffers": info.buffers}
         token, temporary, writer = secrets.token_hex(4), None, None
         try:
             with agreement.step():
@@ -204,7 +204,7 @@ class Saver:
                     temporary = folders.prepare(self._folder, step=draft["step"], token=token)
             token, temporary = comm.gather_objects((token, temporary))[0]
             with agreement.step():
-                source = ShardSource(self._engine)
+                source = ShardSource(self._engine, buffers=info.own_buffers)
                 writer = open_file(temporary, rank=rank, specs=source.specs)
         except SaveFailed as error:
             if writer is not None:

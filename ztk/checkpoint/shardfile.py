@@ -1,4 +1,4 @@
-"""What one rank contributes: its slices of all state, rank 0 the buffers too, and its random number generators."""
+"""What one rank contributes: its slices of all state, the buffers that no rank before it has, and its random number generators."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -14,34 +14,45 @@ from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.runtime.part import Part
 
 Append = Callable[..., None]  # (key, value=)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A rank's stretch [start, stop) of one flat tensor."""
+    """A rank's stretch [start, stop) of one flat tensor, or of the part of it that the rank holds."""
 
     kind: str
     name: str
     dtype: torch.dtype
     start: int
     stop: int
+    part: Part | None = None
 
     @property
     def key(self) -> str:
         """Its name in the file."""
-        return f"{self.kind}/{self.name}@{self.start}"
+        place = "" if self.box is None else "+".join(str(first) for first, _ in self.box) + ":"
+        return f"{self.kind}/{self.name}@{place}{self.start}"
+
+    @property
+    def box(self) -> list[list[int]] | None:
+        """As the manifest has it."""
+        if self.part is None or self.part.is_whole:
+            return None
+        return [[first, size] for first, size in zip(self.part.start, self.part.shape, strict=True)]
 
 
 class ShardSource:
     """This rank's part of the engine's state: first its plan, then its values piece by piece."""
 
-    def __init__(self, engine: Subject) -> None:
+    def __init__(self, engine: Subject, *, buffers: frozenset[str]) -> None:
+        """buffers: the names of those that this rank writes."""
         self._engine = engine
-        self._small: dict[tuple[str, str], Tensor] = {}
-        if engine.process.rank == 0:
-            self._small |= {(BUFFER, name): buffer for name, buffer in persistent_buffers(engine.module)}
+        self._small: dict[tuple[str, str], Tensor] = {
+            (BUFFER, name): buffer for name, buffer in persistent_buffers(engine.module) if name in buffers
+        }
         self._small |= {(RNG, name): state for name, state in rng_states(engine.process.device).items()}
         self.slices = self._plan()
 
@@ -57,6 +68,7 @@ class ShardSource:
                 dtype=part.dtype,
                 start=part.start if before is None else before.start,
                 stop=part.stop,
+                part=part.part,
             )
         for (kind, name), value in self._small.items():
             slices[kind, name] = Slice(kind=kind, name=name, dtype=value.dtype, start=0, stop=value.numel())
@@ -138,6 +150,7 @@ def describe_file(writer: TensorFileWriter, *, slices: list[Slice]) -> StateFile
             stop=part.stop,
             offset=writer.offset(part.key),
             crc32=writer.checksums(part.key),
+            box=part.box,
         )
         for part in slices
     ]

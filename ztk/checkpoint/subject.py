@@ -14,6 +14,7 @@ class Control(Protocol):
 
     state: Tensor  # fp32 [8], see ztk.kernels.State
     scaling: LossScalePolicy
+    hyper: Tensor  # fp32 [groups, 8], see ztk.kernels.Hyper
 
 
 class Subject(Protocol):

@@ -1,0 +1,85 @@
+"""What a model says of itself in a checkpoint, and what follows from that for a Hugging Face folder.
+
+A checkpoint's `model` is None or a dictionary with at most one of the first two:
+    "decoder": the DecoderConfig of a native decoder
+    "transformers": the configuration of a model that has one with `to_json_string`, as those of transformers have
+    "adapters": name -> configuration of each adapter of peft
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.llama import TO_LLAMA, is_llama, llama_config
+from ztk.checkpoint.manifest import Manifest
+from ztk.nn import Decoder
+
+
+def describe_model(module: nn.Module) -> dict[str, Any] | None:
+    """See the docstring of this file."""
+    if isinstance(module, Decoder):
+        return {"decoder": asdict(module.config)}
+    found: dict[str, Any] = {}
+    config = getattr(module, "config", None)
+    if hasattr(config, "to_json_string"):
+        found["transformers"] = json.loads(config.to_json_string())
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        found["transformers"]["architectures"] = [type(base).__name__]
+    adapters = getattr(module, "peft_config", None)
+    if isinstance(adapters, Mapping) and all(hasattr(adapter, "to_dict") for adapter in adapters.values()):
+        found["adapters"] = {name: _plain(adapter.to_dict()) for name, adapter in adapters.items()}
+    return found or None
+
+
+def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """(own name -> name in the folder, config.json or None) of a checkpoint. dtype: of the weights."""
+    model, names = manifest.model or {}, [info.name for info in [*manifest.parameters, *manifest.buffers]]
+    rename = TO_LLAMA if "decoder" in model and is_llama(model["decoder"]) else {}
+    if rename:
+        config = llama_config(model["decoder"])
+    elif "decoder" in model:
+        config = {"model_type": "ztk_decoder", **model["decoder"]}
+    else:
+        config = model.get("transformers")
+    if config is not None:
+        config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    return {name: renamed(name, rename=rename) for name in names}, config
+
+
+def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """(own name -> name in `adapter_model.safetensors`, `adapter_config.json`). Raises CheckpointError if there is no such adapter."""
+    configs = (manifest.model or {}).get("adapters") or {}
+    if adapter not in configs:
+        has = f"it has {', '.join(configs)}" if configs else "its model had no adapter of peft"
+        raise CheckpointError(f"{manifest.path} has no adapter {adapter!r}: {has}")
+    # base_model.model.x.lora_A.default.weight and x.modules_to_save.default.weight are stored as x.lora_A.weight and x.weight
+    pattern = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
+    names = {info.name: pattern.sub("", info.name) for info in manifest.parameters if pattern.search(info.name)}
+    return names, configs[adapter] | {"inference_mode": True}
+
+
+def renamed(name: str, *, rename: Mapping[str, str]) -> str:
+    """After all replacements, in their order. rename: regular expression -> replacement."""
+    for pattern, replacement in rename.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: sets become sorted lists, members of enumerations their values."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return value
