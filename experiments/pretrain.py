@@ -115,7 +115,14 @@ def train(
                 with reporter.aside():
                     measured["validation_loss"] = evaluate(engine, batches=held_out)
             saves = saver is not None and step % config.checkpoint.every == 0
-            reporter.step(loss=loss, tokens=tokens, metrics=engine.read_metrics, row=saves, **measured)
+            reporter.step(
+                loss=loss,
+                tokens=tokens,
+                metrics=engine.read_metrics,
+                figures=engine.read_figures,
+                row=saves,
+                **measured,
+            )
             if saves:
                 with reporter.aside():
                     saver.save(data_state=stream.state_dict(), extra=reporter.past())

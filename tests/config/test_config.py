@@ -1,6 +1,7 @@
 """Composing and refusing, without starting anything."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,10 @@ def test_resolved_configurations_are_the_recorded_ones(name, overrides, monkeypa
 
 @pytest.mark.parametrize("group", sorted(set(GROUPS) - {"sweep", "experiment", "data", "kernels"}))
 def test_every_option_composes(group, tmp_path):
-    model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
     for option in GROUPS[group]:
+        model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
+        if group == "topology" and re.search(r"ep\d", option):
+            model = ("model=tiny_moe",)
         config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=CPU)
         assert from_yaml(to_yaml(config)) == config
 
@@ -159,6 +162,13 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("topology.sequence_norms=true",), "topology.tensor above 1"),
         (("topology.data=0",), "must be 1 or more"),
         (("topology.pipeline=2",), "use topology.pipeline=1"),
+        (("topology=ep2",), "use topology.expert=1, or model=tiny_moe"),
+        (("topology=ep4", "model=tiny_moe", "model.experts=6"), "use topology.expert=3, or model.experts=8"),
+        (("topology=ep2", "model=tiny_moe", "launch.ranks=3"), "use launch.ranks=2 or a multiple of it"),
+        (("model=tiny_moe", "zero=ddp"), "use zero=stage0 to stage3, or model=tiny"),
+        (("model=tiny_moe", "model.experts_per_token=9"), "use model.experts_per_token=8"),
+        (("model=tiny_moe", "model.experts_every=5"), "use model.experts_every=4"),
+        (("model.experts=8",), "choose model=tiny_moe"),
         (("model.dim=100",), "use model.dim=96"),
         (("model.kv_heads=4",), "use model.kv_heads=6"),
         (("model.vocab_size=100",), "use model.vocab_size=256"),
@@ -206,6 +216,7 @@ def test_what_does_not_fit_together_names_the_mend(overrides, mend):
         ("data=synthetic", "data.validation_fraction=0.1"),
         ("checkpoint.keep=3",),
         ("logger=disabled", "logger.project=mine"),
+        ("model.experts_per_token=2",),
     ],
 )
 def test_what_would_have_no_effect_is_refused(overrides):

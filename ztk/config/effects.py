@@ -88,6 +88,15 @@ EFFECTS = (
         required=False,
     ),
     Effect(
+        keys=_section(
+            "model",
+            *("experts_per_token", "experts_every", "expert_hidden_dim", "shared_hidden_dim"),
+            *("balance_loss_weight", "router_z_loss_weight"),
+        ),
+        when=lambda c, m: c.model.experts is not None,
+        only="model=tiny_moe and others with model.experts",
+    ),
+    Effect(
         keys=("topology.sequence_norms",),
         when=lambda c, m: c.topology.tensor > 1,
         only="topology=tp2 and others with topology.tensor above 1",

@@ -80,6 +80,8 @@ _RANGES = {
         f"model.{name}": _ONE
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "max_seq_len")
     },
+    **{f"model.{name}": _ONE for name in ("experts", "experts_per_token", "experts_every", "expert_hidden_dim")},
+    **{f"model.{name}": _ZERO for name in ("shared_hidden_dim", "balance_loss_weight", "router_z_loss_weight")},
     "model.rope_theta": _POSITIVE,
     "model.norm_eps": _POSITIVE,
     **{f"topology.{name}": _ONE for name in ("pipeline", "tensor", "sequence", "expert", "data")},
@@ -214,6 +216,16 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}: "
             f"use model.kv_heads={model.heads}"
+        )
+    if model.experts is not None and model.experts < (model.experts_per_token or 1):
+        yield (
+            f"model.experts_per_token={model.experts_per_token} is more than model.experts={model.experts}: "
+            f"use model.experts_per_token={model.experts}"
+        )
+    if model.experts is not None and model.layers < (model.experts_every or 1):
+        yield (
+            f"model.experts_every={model.experts_every} with model.layers={model.layers} leaves no block with experts: "
+            f"use model.experts_every={model.layers}"
         )
     if data.seq_len > model.max_seq_len:
         yield (

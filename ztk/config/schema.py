@@ -173,6 +173,13 @@ class ModelConfig:
     rope_theta: float
     norm_eps: float
     tie_embeddings: bool
+    experts: int | None = None  # None: the model is dense
+    experts_per_token: int | None = None
+    experts_every: int | None = None
+    expert_hidden_dim: int | None = None
+    shared_hidden_dim: int | None = None
+    balance_loss_weight: float | None = None
+    router_z_loss_weight: float | None = None
 
 
 @dataclass(kw_only=True)

@@ -42,7 +42,7 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
     topology = config.topology
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # the ranges say so
-    for name in ("pipeline", "expert"):
+    for name in ("pipeline",):
         if getattr(topology, name) != 1:
             yield f"topology.{name}={getattr(topology, name)}: not in this version; use topology.{name}=1"
     if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
@@ -52,6 +52,7 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
         )
     yield from _rank_faults(config, given=given, machine=machine)
     yield from _model_faults(config)
+    yield from _expert_faults(config)
 
 
 def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
@@ -104,3 +105,23 @@ def _heads_of_ranks(config: Config) -> list[int]:
     model, parts = config.model, config.topology.tensor
     base, larger = divmod(model.kv_heads, parts)
     return [(base + (part < larger)) * (model.heads // model.kv_heads) for part in range(parts)]
+
+
+def _expert_faults(config: Config) -> Iterator[str]:
+    degree, experts = config.topology.expert, config.model.experts
+    if experts is None and degree > 1:
+        yield (
+            f"topology.expert={degree} spreads experts and model={config.model.name} has none: use topology.expert=1, or "
+            "model=tiny_moe"
+        )
+    if experts is not None and experts % degree:
+        divisor = next(number for number in range(degree, 0, -1) if experts % number == 0)
+        yield (
+            f"topology.expert={degree} does not divide model.experts={experts}: use topology.expert={divisor}, or "
+            f"model.experts={-(-experts // degree) * degree}"
+        )
+    if experts is not None and config.zero.engine is not ZeroEngine.ztk:
+        yield (
+            f"model.experts={experts}: zero={config.zero.engine.value} is there to compare dense models with; use zero=stage0 to "
+            "stage3, or model=tiny"
+        )
