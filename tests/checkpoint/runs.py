@@ -70,7 +70,7 @@ def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
     for shards in engine.comm.gather_objects(own):
         for kind, name, part, start, value in shards:
             full = whole.setdefault((kind, name), torch.full((_numel(part.whole),), torch.nan))
-            full[part.positions(start, stop=start + value.numel())] = value
+            full[part.positions(start, stop=start + value.numel())] = value.to(full.dtype)
     assert not any(value.isnan().any() for value in whole.values())
     return whole
 
