@@ -94,13 +94,14 @@ def test_an_interrupt_stops_a_sweep_at_once(tmp_path):
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchrun_makes_one_folder_and_shows_the_error(fails, tmp_path):
     plan = {"rank": 1, "step": 1, "how": "raise"} if fails else None
-    starter = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    starter = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
     steps = "train.steps=100" if fails else "train.steps=2"
     done = run(*FAKE, steps, cwd=tmp_path, plan=plan, starter=starter)
     (folder,) = folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     if fails:
         assert done.returncode == 1
+        assert done.stdout.count("rank 0 of 2") == 2  # the second start uses the folder of the first
         assert summary["error"] == "rank 1: ValueError: boom" and "ValueError: boom" in done.stderr
     else:
         assert done.returncode == 0, done.stderr

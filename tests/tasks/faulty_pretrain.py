@@ -17,7 +17,8 @@ from ztk.runtime import Process
 
 def main(config) -> None:
     fault = json.loads(os.environ["FAULT"])
-    if int(os.environ["RANK"]) == fault["rank"]:
+    struck = Path(config.output_dir, "struck").exists()  # a run that is started again is struck once
+    if int(os.environ["RANK"]) == fault["rank"] and not struck:
         plant(fault, folder=Path(config.output_dir))
     Path(config.output_dir, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     pretrain.main(config)

@@ -13,9 +13,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ztk import config as door
+from ztk.cli.elastic import run_until_done
 from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
 from ztk.config import Config, ConfigError, Machine
-from ztk.launch import ExternalRank, RankError, first_cause, read_failure, run_ranks, worker_command
+from ztk.launch import ExternalRank, RankError, first_cause, forget_failure, read_failure
 from ztk.report.folder import write_failed_summary, write_json
 
 # Errors whose text tells a user what to mend; of others the traceback is shown as well.
@@ -110,10 +111,8 @@ class Session:
 
     def _start_ranks(self, config: Config) -> Outcome:
         folder = Path(config.output_dir)
-        door.save(config, folder / "config.yaml")
-        command = worker_command(folder / "config.yaml")
         try:
-            run_ranks(command, ranks=config.launch.ranks, threads=config.launch.threads, output_dir=folder)
+            run_until_done(config, say=self._say)
         except RankError as error:
             write_failed_summary(folder, error=str(error))
             if error.failure.kind not in _SELF_EXPLAINING:
@@ -134,8 +133,10 @@ class Session:
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
         if self._external.rank == 0:
             door.save(config, Path(config.output_dir, "config.yaml"))
+        self._external.remember_folder(config.output_dir)
         agreement = self._external.agree(door.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
         config = door.from_yaml(agreement.text)
+        forget_failure(config.output_dir, rank=self._external.rank)  # of the start before this one
         failure = run_task(config, rank=self._external.rank)
         if failure is None:
             return Outcome.done

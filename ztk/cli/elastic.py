@@ -1,0 +1,49 @@
+"""The ranks of a run, started again without those that were lost."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ztk import config as door
+from ztk.config import Config
+from ztk.launch import RankError, run_ranks, worker_command
+from ztk.report.folder import SUMMARY, write_json
+
+
+def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
+    """Runs the ranks of `config`. With `launch.elastic`, when signals have ended some, the rest goes on from the latest checkpoint.
+
+    Each start leaves `config.yaml`; what the ranks of an earlier one wrote stays as `ranks-of-N`. GPUs of lost ranks are not used
+    again. The summary lists the losses as `lost_ranks`. Raises RankError for any other failure, and when too few ranks are left.
+    """
+    folder = Path(config.output_dir)
+    places, losses = list(range(config.launch.ranks)), []
+    while True:
+        door.save(config, folder / "config.yaml")
+        command = worker_command(folder / "config.yaml")
+        launch = config.launch
+        try:
+            run_ranks(command, ranks=launch.ranks, threads=launch.threads, output_dir=folder, places=places)
+            break
+        except RankError as error:
+            elastic = launch.elastic and error.failure.killed
+            smaller = door.on_fewer_ranks(config, lost=len(error.killed)) if elastic else None
+            if smaller is None:
+                raise
+            losses.append(f"{error} (of {launch.ranks})")
+            places = [place for rank, place in enumerate(places) if rank not in error.killed][: smaller.launch.ranks]
+            say(f"{error}: the run goes on with {smaller.launch.ranks} of {launch.ranks} ranks")
+        _set_aside(folder / "ranks", name=f"ranks-of-{launch.ranks}")
+        config = smaller
+    if losses:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        write_json(folder / SUMMARY, values=summary | {"lost_ranks": losses})
+
+
+def _set_aside(path: Path, *, name: str) -> None:
+    """The folder under another name, which a run that is repeated in its folder may have used before."""
+    target, number = path.with_name(name), 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{name}.{number}")
+    path.rename(target)
