@@ -31,7 +31,17 @@ MODULES: dict[str, Row] = {
     "deepspeed.accelerator": {"ztk.deepspeed.device": "get_accelerator Accelerator"},
     "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
     "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
+    "deepspeed.comm": "ztk.deepspeed.comm",
     "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
+    "deepspeed.monitor": {},
+    "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
+    "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
+    "deepspeed.profiling.flops_profiler.profiler": {
+        "ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile",
+        "ztk.deepspeed.watch.flops_text": "*",
+    },
     "deepspeed.version": "ztk.deepspeed.version",
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.runtime

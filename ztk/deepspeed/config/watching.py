@@ -1,0 +1,156 @@
+"""What is measured, printed and written while a run goes on: monitors, the FLOPs profiler, the communication log, timers."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from ztk.deepspeed.comm_log import LogSwitches
+from ztk.deepspeed.config.keys import (
+    Findings,
+    anything,
+    at_least,
+    boolean,
+    number,
+    optional,
+    read_section,
+    takes,
+    text,
+    whole,
+)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError("must be a list of texts")
+
+
+def _depth(value: object) -> int:
+    plain = number(value)
+    if not plain.is_integer() or plain < -1:
+        raise ValueError("must be a whole number, or -1 for the innermost modules")
+    return int(plain)
+
+
+_ON = {"enabled": takes(boolean)}
+_FILES = {**_ON, "output_path": takes(text), "job_name": takes(text)}
+SECTIONS = {
+    "tensorboard": _FILES,
+    "csv_monitor": _FILES,
+    "wandb": {
+        **_ON,
+        **dict.fromkeys(("group", "team"), takes(optional(text))),
+        "project": takes(text),
+    },
+    "flops_profiler": {
+        **_ON,
+        "recompute_fwd_factor": takes(at_least(0)),
+        "profile_step": takes(whole(0)),
+        "module_depth": takes(_depth),
+        "top_modules": takes(whole(1)),
+        "detailed": takes(boolean),
+        "output_file": takes(optional(text)),
+    },
+    "comms_logger": {
+        **_ON,
+        **dict.fromkeys(("verbose", "prof_all", "debug"), takes(boolean)),
+        "prof_ops": takes(_texts),
+    },
+    "timers": {"throughput": takes(anything)},
+}
+_THROUGHPUT = {"enabled": takes(boolean), "synchronized": takes(boolean)}
+_NEEDS = {
+    "tensorboard": "pip install tensorboard, or use csv_monitor",
+    "wandb": "pip install wandb, or use csv_monitor",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilesPolicy:
+    """Where a monitor writes: the folder output_path/job_name."""
+
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandbPolicy:
+    """The run's place in wandb. team: wandb's entity."""
+
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsPolicy:
+    """Which step is profiled (the number of steps made before it), and what is printed of it.
+
+    recompute_fwd_factor: how many forwards a backward repeats. module_depth: -1 for all. output_file: None for the terminal.
+    """
+
+    recompute_fwd_factor: float = 0.0
+    profile_step: int = 1
+    module_depth: int = -1
+    top_modules: int = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputPolicy:
+    """Samples per second at every `steps_per_print`. synchronized: a GPU is waited for, so that the seconds are whole."""
+
+    enabled: bool = True
+    synchronized: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitorPolicy:
+    """Which monitors write; None: not this one."""
+
+    tensorboard: FilesPolicy | None = None
+    csv_monitor: FilesPolicy | None = None
+    wandb: WandbPolicy | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return any(one is not None for one in (self.tensorboard, self.csv_monitor, self.wandb))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watching:
+    """All of it; None: switched off."""
+
+    monitors: MonitorPolicy
+    flops: FlopsPolicy | None
+    comms: LogSwitches | None
+    throughput: ThroughputPolicy
+
+
+def read_watching(given: dict, *, findings: Findings) -> Watching:
+    """given: the whole configuration."""
+    read = {
+        name: read_section(given[name], path=f"{name}.", keys=keys, findings=findings)
+        for name, keys in SECTIONS.items()
+        if given.get(name) is not None
+    }
+    throughput = read.pop("timers", {}).get("throughput", {})
+    throughput = read_section(throughput, path="timers.throughput.", keys=_THROUGHPUT, findings=findings)
+    on = {name: values for name, values in read.items() if values.pop("enabled", False)}
+    for name, mend in _NEEDS.items():
+        if name in on and importlib.util.find_spec(name) is None:
+            findings.faults.append(f"{name}.enabled: the package {name} is not installed; {mend}")
+
+    def policy(name: str, make: type):
+        return make(**on[name]) if name in on else None
+
+    return Watching(
+        monitors=MonitorPolicy(
+            tensorboard=policy("tensorboard", FilesPolicy),
+            csv_monitor=policy("csv_monitor", FilesPolicy),
+            wandb=policy("wandb", WandbPolicy),
+        ),
+        flops=policy("flops_profiler", FlopsPolicy),
+        comms=LogSwitches(enabled=True, **on["comms_logger"]) if "comms_logger" in on else None,
+        throughput=ThroughputPolicy(**throughput),
+    )

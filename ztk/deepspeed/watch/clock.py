@@ -1,0 +1,92 @@
+"""Seconds: of forward, backward and step, and samples per second."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from ztk.deepspeed.config.watching import ThroughputPolicy
+
+_WARM_UP = 2  # steps before samples per second are counted
+
+
+class WallClock:
+    """Milliseconds of the phases, a GPU waited for. `micro` is of the last micro-batch, `step` adds up over the step's.
+
+    Phases have DeepSpeed's names: fwd, bwd (of it bwd_inner and bwd_allreduce), step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.micro: dict[str, float] = {}
+        self.step: dict[str, float] = {}
+        self._ended = False
+
+    @contextmanager
+    def phase(self, name: str, *, phases: Mapping[str, float]) -> Iterator[None]:
+        """phases: seconds on the engine's own clock, which knows how long it waited for communication."""
+        if self._ended:
+            self.step, self._ended = {}, False
+        waited = phases.get("communication", 0.0)
+        start = self._now()
+        yield
+        spent = {name: 1000 * (self._now() - start)}
+        if name == "bwd":
+            allreduce = 1000 * (phases.get("communication", 0.0) - waited)
+            spent |= {"bwd_inner": spent["bwd"] - allreduce, "bwd_allreduce": allreduce}
+        self.micro |= spent
+        for part, milliseconds in spent.items():
+            self.step[part] = self.step.get(part, 0.0) + milliseconds
+
+    def end_step(self) -> None:
+        """The next phase begins another step."""
+        self._ended = True
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class Throughput:
+    """Samples per second, from the first forward of a step to its end; the first two steps are not counted."""
+
+    def __init__(self, policy: ThroughputPolicy, *, device: torch.device) -> None:
+        self._policy, self._device = policy, device
+        self._started: float | None = None
+        self._steps = self._samples = 0
+        self._seconds = self._last = 0.0
+
+    def start(self) -> None:
+        """Of a micro-batch; the first of a step counts."""
+        if self._policy.enabled and self._started is None:
+            self._started = self._now()
+
+    def stop(self, *, samples: int) -> None:
+        """Of a step over `samples`."""
+        if self._started is None:
+            return
+        seconds, self._started = self._now() - self._started, None
+        self._steps += 1
+        if self._steps > _WARM_UP:
+            self._seconds += seconds
+            self._samples += samples
+            self._last = samples / seconds
+
+    def text(self, *, micro_steps: int, steps: int) -> str | None:
+        """DeepSpeed's line; None while nothing is counted."""
+        if not self._samples:
+            return None
+        average = self._samples / self._seconds
+        words = f"epoch=0/micro_step={micro_steps}/global_step={steps}, RunningAvgSamplesPerSec={average:.6g}"
+        words += f", CurrSamplesPerSec={self._last:.6g}"
+        if self._device.type == "cuda":
+            now, most = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+            words += f", MemAllocated={now / 2**30:.2f}GB, MaxMemAllocated={most / 2**30:.2f}GB"
+        return words
+
+    def _now(self) -> float:
+        if self._policy.synchronized and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,319 @@
+"""The FLOPs profiler: floating-point operations, multiply-accumulates and seconds of every module's forward.
+
+Operations are counted as torch executes them, below autograd: matrix products, convolutions and attention by the formulas of
+torch.utils.flop_counter, the usual elementwise operations and norms besides. A multiply-accumulate is two operations of the former.
+Kernels that are not torch's own are not seen.
+"""
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from ztk.deepspeed.watch.flops_text import (
+    ProfileHead,
+    aggregated_text,
+    duration_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+    profile_text,
+)
+
+_aten = torch.ops.aten
+# Operations per element of what goes in: a norm takes the mean, the variance and then scales.
+_PER_INPUT = {
+    "native_layer_norm": 5,
+    "native_group_norm": 5,
+    "native_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "_fused_rms_norm": 4,
+    **dict.fromkeys(("_softmax", "_log_softmax", "mean", "sum", "var", "cumsum"), 1),
+}
+_PER_OUTPUT = (
+    *("add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "pow", "sqrt", "rsqrt", "exp", "log", "sin", "cos"),
+    *("addcmul", "addcdiv", "maximum", "minimum", "clamp", "abs", "square"),
+    *("relu", "leaky_relu", "prelu", "_prelu_kernel", "elu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "softplus"),
+)
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one module's forwards: operations of its own (not of modules in it), and seconds with them."""
+
+    flops: int = 0
+    macs: int = 0
+    seconds: float = 0.0
+
+
+class FlopsProfiler:
+    """Profiles the forwards between `start_profile` and `stop_profile`; `end_profile` forgets them.
+
+    ds_engine: a DeepSpeedEngine whose sizes and phase times are printed, too. recompute_fwd_factor: forwards that a backward repeats.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.started = False
+        self.figures: dict[nn.Module, Figures] = {}
+        self._handles: list = []
+        self._counter: _Counter | None = None
+
+    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
+        """ignore_list: classes of modules that get no row of their own."""
+        self.stop_profile()
+        self.reset_profile()
+        self._counter = _Counter(self.figures)
+        for module in self.model.modules():
+            if not ignore_list or type(module) not in ignore_list:
+                self._handles.append(module.register_forward_pre_hook(self._counter.enter))
+                self._handles.append(module.register_forward_hook(self._counter.leave, always_call=True))
+        self._counter.__enter__()
+        torch.zeros(
+            1
+        ).neg()  # torch makes a mode ready at its first operation, which takes seconds: before a module is timed
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Nothing is counted any more; the figures stay."""
+        if self._counter is None:
+            return
+        self._counter.__exit__(None, None, None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._counter = [], None
+
+    def reset_profile(self) -> None:
+        self.figures.clear()
+        self.figures.update((module, Figures()) for module in self.model.modules())
+
+    def end_profile(self) -> None:
+        self.stop_profile()
+        self.figures.clear()
+        self.started = False
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Operations of the model's forward."""
+        total = self.of(self.model).flops
+        return number_to_string(total) if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        total = self.of(self.model).macs
+        return macs_to_string(total) if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Seconds of the model's forward."""
+        total = self.of(self.model).seconds
+        return duration_to_string(total) if as_string else total
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        total = parameters_of(self.model)
+        return params_to_string(total) if as_string else total
+
+    def of(self, module: nn.Module) -> Figures:
+        """A module's figures with those of the modules in it. One that is only a container took as long as its children."""
+        own = [self.figures.get(part, Figures()) for part in module.modules()]
+        seconds = self.figures.get(module, Figures()).seconds or sum(
+            self.of(child).seconds for child in module.children()
+        )
+        return Figures(flops=sum(f.flops for f in own), macs=sum(f.macs for f in own), seconds=seconds)
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """A summary, the most costly modules at every depth, and every module if detailed. output_file: None for the terminal."""
+        if not self.started:
+            return
+        text = profile_text(
+            self.model,
+            of=self.of,
+            parameters=parameters_of,
+            head=self._head(profile_step),
+            module_depth=module_depth,
+            top_modules=top_modules,
+            detailed=detailed,
+        )
+        if output_file:
+            path = Path(output_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        else:
+            print(text, flush=True)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        lines = aggregated_text(
+            self.model, of=self.of, parameters=parameters_of, module_depth=module_depth, top_modules=top_modules
+        )
+        print("\n".join(lines), flush=True)
+
+    def _head(self, step: int) -> ProfileHead:
+        engine = self.ds_engine
+        if engine is None:
+            return ProfileHead(step=step)
+        return ProfileHead(
+            step=step,
+            world_size=engine.world_size,
+            data_parallel=engine.dp_world_size,
+            model_parallel=engine.mp_world_size,
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            milliseconds=engine.get_wall_clock_timers(),
+            backward_factor=2 + self.recompute_fwd_factor,
+        )
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence = (),
+    kwargs: Mapping[str, object] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type] | None = None,
+    mode: str = "forward",
+) -> tuple:
+    """(flops, macs, params) of one forward of the model, in eval mode, as numbers or texts.
+
+    input_shape: of one tensor in the model's dtype; else args and kwargs are what it is called with. mode: forward or generate.
+    Raises ValueError if nothing says what the model is called with.
+    """
+    kwargs = dict(kwargs or {})
+    if mode not in ("forward", "generate"):
+        raise ValueError(f"mode={mode!r}: must be forward or generate")
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(()))
+        args = [torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device)]
+    if not args and not kwargs:
+        raise ValueError("input_shape, args and kwargs: give one of them, the model is called with it")
+    call = model if mode == "forward" else model.generate
+    model.eval()
+    for _ in range(warm_up):
+        call(*args, **kwargs)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignore_list=ignore_modules)
+    call(*args, **kwargs)
+    profiler.stop_profile()
+    found = (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+    if print_profile:
+        profiler.print_model_profile(
+            profile_step=warm_up,
+            module_depth=module_depth,
+            top_modules=top_modules,
+            detailed=detailed,
+            output_file=output_file,
+        )
+    profiler.end_profile()
+    return found
+
+
+def parameters_of(module: nn.Module) -> int:
+    """Whole numbers of parameters, sharded or not."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class _Counter(TorchDispatchMode):
+    """Books every operation to the module whose forward it is in; outside of all forwards, as in a backward, nothing is booked."""
+
+    def __init__(self, figures: dict[nn.Module, Figures]) -> None:
+        super().__init__()
+        self._figures = figures
+        self._open: list[tuple[nn.Module, float]] = []
+        self._own_seconds = 0.0  # spent on counting, which is no module's time
+
+    def enter(self, module: nn.Module, inputs: tuple) -> None:
+        self._open.append((module, _now() - self._own_seconds))
+
+    def leave(self, module: nn.Module, inputs: tuple, output: object) -> None:
+        if not self._open or self._open[-1][0] is not module:
+            return  # a forward above raised
+        _, start = self._open.pop()
+        self._figures[module].seconds += _now() - self._own_seconds - start
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        began = time.perf_counter()
+        kwargs = kwargs or {}
+        rule = _rule_of(func)
+        if rule is _Rule.PARTS and self._open:  # only in inference mode; elsewhere its parts come by themselves
+            with self:
+                return func.decompose(*args, **kwargs)
+        called = time.perf_counter()
+        out = func(*args, **kwargs)
+        done = time.perf_counter()
+        if self._open and rule is not _Rule.FREE:
+            figures = self._figures[self._open[-1][0]]
+            if rule is _Rule.PRODUCT:
+                products = _products(func._overloadpacket, args=args, kwargs=kwargs, out=out)
+                figures.macs += products // 2
+                figures.flops += products
+            else:
+                figures.flops += _elementwise(func, rule=rule, args=args, out=out)
+        self._own_seconds += (called - began) + (time.perf_counter() - done)
+        return out
+
+
+class _Rule(Enum):
+    """How the operations of one of torch's functions are counted."""
+
+    PRODUCT = 1
+    PER_INPUT = 2
+    PER_OUTPUT = 3
+    PARTS = 4
+    FREE = 5
+
+
+@functools.cache
+def _rule_of(func: torch._ops.OpOverload) -> _Rule:
+    packet, name = func._overloadpacket, _name(func)
+    if packet in flop_registry or packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        return _Rule.PRODUCT
+    if name in _PER_INPUT:
+        return _Rule.PER_INPUT
+    if name in _PER_OUTPUT:
+        return _Rule.PER_OUTPUT
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return _Rule.PARTS
+    return _Rule.FREE
+
+
+def _name(func: torch._ops.OpOverload) -> str:
+    """Without the mark of what writes in place."""
+    return func._overloadpacket.__name__.removesuffix("_")
+
+
+def _products(packet, *, args: tuple, kwargs: dict, out: object) -> int:
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    return flop_registry[packet](*args, **kwargs, out_val=out)
+
+
+def _elementwise(func: torch._ops.OpOverload, *, rule: _Rule, args: tuple, out: object) -> int:
+    tensor = args[0] if rule is _Rule.PER_INPUT else out
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        return 0
+    return tensor.numel() * (_PER_INPUT[_name(func)] if rule is _Rule.PER_INPUT else 1)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

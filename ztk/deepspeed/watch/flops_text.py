@@ -1,0 +1,190 @@
+"""How a FLOPs profile reads."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1, ""), (1e-3, "m"), (1e-6, "u"))
+_NOTATIONS = """Notations:
+data parallel size (dp_size), model parallel size(mp_size),
+number of parameters (params), number of multiply-accumulate operations(MACs),
+number of floating-point operations (flops), floating-point operations per second (FLOPS),
+fwd latency (forward propagation latency), bwd latency (backward propagation latency),
+step (weights update latency), iter latency (sum of fwd, bwd and step latency)
+"""
+_COLUMNS = (
+    "Each module: params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, "
+    "fwd FLOPS. What a module computes outside of its submodules makes the difference between it and their sum."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileHead:
+    """What the summary says besides the model's own figures. milliseconds: of fwd, bwd and step, where they are measured."""
+
+    step: int
+    world_size: int | None = None
+    data_parallel: int = 1
+    model_parallel: int = 1
+    micro_batch: int = 1
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    backward_factor: float = 2.0
+
+
+def profile_text(
+    model: nn.Module,
+    *,
+    of: Callable,
+    parameters: Callable,
+    head: ProfileHead,
+    module_depth: int,
+    top_modules: int,
+    detailed: bool,
+) -> str:
+    """of: module -> its figures, submodules included; parameters: module -> how many."""
+    lines = ["", "-------------------------- DeepSpeed Flops Profiler --------------------------"]
+    lines += [f"Profile Summary at step {head.step}:", _NOTATIONS]
+    lines += [f"{key:<70}  {value:<8}" for key, value in _summary(of(model), params=parameters(model), head=head)]
+    lines += ["", "----------------------------- Aggregated Profile per GPU -----------------------------"]
+    lines += aggregated_text(model, of=of, parameters=parameters, module_depth=module_depth, top_modules=top_modules)
+    if detailed:
+        lines += ["", "------------------------------ Detailed Profile per GPU ------------------------------"]
+        lines += [_COLUMNS, "", *_tree(model, of=of, parameters=parameters)]
+    return "\n".join([*lines, "-" * 78])
+
+
+def _summary(total, *, params: int, head: ProfileHead) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = []
+    if head.world_size is not None:
+        rows += [
+            ("world size: ", head.world_size),
+            ("data parallel size: ", head.data_parallel),
+            ("model parallel size: ", head.model_parallel),
+            ("batch size per GPU: ", head.micro_batch),
+        ]
+    rows += [
+        ("params per GPU: ", params_to_string(params)),
+        ("params of model = params per GPU * mp_size: ", params_to_string(params * head.model_parallel)),
+        ("fwd MACs per GPU: ", macs_to_string(total.macs)),
+        ("fwd flops per GPU: ", number_to_string(total.flops)),
+        ("fwd flops of model = fwd flops per GPU * mp_size: ", number_to_string(total.flops * head.model_parallel)),
+    ]
+    forward = head.milliseconds.get("fwd", 1000 * total.seconds) / 1000
+    rows += [
+        ("fwd latency: ", duration_to_string(forward)),
+        ("fwd FLOPS per GPU = fwd flops per GPU / fwd latency: ", _rate(total.flops, seconds=forward)),
+    ]
+    if "bwd" in head.milliseconds and "step" in head.milliseconds:
+        rows += _phases(total.flops, forward=forward, head=head)
+    return rows
+
+
+def _phases(flops: int, *, forward: float, head: ProfileHead) -> list[tuple[str, object]]:
+    back, step = head.milliseconds["bwd"] / 1000, head.milliseconds["step"] / 1000
+    whole, factor = forward + back + step, head.backward_factor
+    samples = round(head.micro_batch * (head.world_size or 1) / whole, 2)
+    return [
+        ("bwd latency: ", duration_to_string(back)),
+        (
+            f"bwd FLOPS per GPU = {factor:g} * fwd flops per GPU / bwd latency: ",
+            _rate(factor * flops, seconds=back),
+        ),
+        (
+            f"fwd+bwd FLOPS per GPU = {factor + 1:g} * fwd flops per GPU / (fwd+bwd latency): ",
+            _rate((factor + 1) * flops, seconds=forward + back),
+        ),
+        ("step latency: ", duration_to_string(step)),
+        ("iter latency: ", duration_to_string(whole)),
+        (
+            f"FLOPS per GPU = {factor + 1:g} * fwd flops per GPU / iter latency: ",
+            _rate((factor + 1) * flops, seconds=whole),
+        ),
+        ("samples/second: ", samples),
+    ]
+
+
+def aggregated_text(
+    model: nn.Module, *, of: Callable, parameters: Callable, module_depth: int, top_modules: int
+) -> list[str]:
+    """The most costly classes of modules at every depth down to module_depth (-1: the innermost)."""
+    depths: dict[int, dict[str, list]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0.0]))
+
+    def walk(module: nn.Module, depth: int) -> None:
+        row, figures = depths[depth][type(module).__name__], of(module)
+        row[0] += parameters(module)
+        row[1] += figures.macs
+        row[2] += figures.seconds
+        for child in module.children():
+            walk(child, depth + 1)
+
+    walk(model, 0)
+    last = len(depths) - 1 if module_depth == -1 else min(module_depth, len(depths) - 1)
+    lines = [f"Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:"]
+    words = (("params     ", params_to_string), ("MACs       ", macs_to_string), ("fwd latency", duration_to_string))
+    for depth in range(last + 1):
+        lines.append(f"depth {depth}:")
+        for column, (word, text) in enumerate(words):
+            ranked = sorted(depths[depth].items(), key=lambda item: item[1][column], reverse=True)[:top_modules]
+            lines.append(f"    {word} - { {name: text(row[column]) for name, row in ranked} }")
+    return lines
+
+
+def _tree(model: nn.Module, *, of: Callable, parameters: Callable) -> list[str]:
+    """Every module with its figures, indented as it lies in the model."""
+    total, params = of(model), parameters(model)
+
+    def line(module: nn.Module, name: str, depth: int) -> list[str]:
+        figures, own = of(module), parameters(module)
+        cells = [
+            f"{params_to_string(own)} = {_percent(own, params)} Params",
+            f"{macs_to_string(figures.macs)} = {_percent(figures.macs, total.macs)} MACs",
+            f"{duration_to_string(figures.seconds)} = {_percent(figures.seconds, total.seconds)} latency",
+            _rate(figures.flops, seconds=figures.seconds),
+            *filter(None, [module.extra_repr()]),
+        ]
+        head = f"({name}): " if name else ""
+        own_line = f"{'  ' * depth}{head}{type(module).__name__}({', '.join(cells)})"
+        return [own_line, *(row for key, child in module.named_children() for row in line(child, key, depth + 1))]
+
+    return line(model, "", 0)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{round(100 * part / whole, 2) if whole else 0:g}%"
+
+
+def _rate(flops: float, *, seconds: float) -> str:
+    return flops_to_string(flops / seconds if seconds else 0)
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """`1.5 K`. units: a letter, else the one that fits."""
+    if units is None:
+        scale, units = next((pair for pair in _SCALES if num >= pair[0]), (1, "") if num == 0 else _SCALES[-1])
+    else:
+        scale = {letter: factor for factor, letter in _SCALES}.get(units, 1)
+    return f"{round(num / scale, precision):g} {units}"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    return f"{number_to_string(macs, units=units, precision=precision)}MACs"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    return f"{number_to_string(flops, units=units, precision=precision)}FLOPS"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    return f"{number_to_string(duration, units=units, precision=precision)}s"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    return f"{number_to_string(b, units=units, precision=precision)}B"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Billions are B."""
+    units = units.replace("B", "G") if units else units
+    return number_to_string(params_num, units=units, precision=precision).replace("G", "B").strip()

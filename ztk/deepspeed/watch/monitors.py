@@ -1,0 +1,109 @@
+"""Events of a run, written to TensorBoard, wandb and CSV files by rank 0. An event is (name, value, step)."""
+
+import csv
+import importlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ztk.deepspeed.config.errors import DeepSpeedConfigError
+from ztk.deepspeed.config.keys import Findings
+from ztk.deepspeed.config.watching import FilesPolicy, MonitorPolicy, WandbPolicy, read_watching
+from ztk.deepspeed.log import logger
+
+Event = tuple[str, float, int]
+
+
+class MonitorMaster:
+    """All monitors of a policy. On other ranks than 0 it does nothing."""
+
+    def __init__(self, monitor_config: MonitorPolicy) -> None:
+        self.monitor_config, self.enabled = monitor_config, monitor_config.enabled
+        self._monitors: list = []
+        if dist.is_initialized() and dist.get_rank():
+            return
+        for policy, make in (
+            (monitor_config.tensorboard, TensorBoardMonitor),
+            (monitor_config.wandb, WandbMonitor),
+            (monitor_config.csv_monitor, CsvMonitor),
+        ):
+            if policy is not None:
+                self._monitors.append(make(policy))
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """They are on the disk, or handed to wandb, when it returns."""
+        events = list(event_list)
+        for monitor in self._monitors:
+            monitor.write_events(events)
+
+    def close(self) -> None:
+        for monitor in self._monitors:
+            monitor.close()
+
+
+def get_monitor_config(config: dict) -> MonitorPolicy:
+    """The monitors of a configuration. Raises DeepSpeedConfigError."""
+    findings = Findings()
+    watching = read_watching(config, findings=findings)
+    if findings.faults:
+        raise DeepSpeedConfigError(findings.faults)
+    return watching.monitors
+
+
+class CsvMonitor:
+    """One file per event name in output_path/job_name, with the columns step and value."""
+
+    def __init__(self, policy: FilesPolicy) -> None:
+        self._folder = Path(policy.output_path, policy.job_name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._begun: set[Path] = set()
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        for name, value, step in events:
+            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with path.open("a", newline="") as file:
+                writer = csv.writer(file)
+                if path not in self._begun:
+                    self._begun.add(path)
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerow([step, value])
+
+    def close(self) -> None:
+        """Files are closed after every event."""
+
+
+class TensorBoardMonitor:
+    """Scalars in output_path/job_name."""
+
+    def __init__(self, policy: FilesPolicy) -> None:
+        module = importlib.import_module("torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(log_dir=os.path.join(policy.output_path, policy.job_name))
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._writer.add_scalar(*event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbMonitor:
+    """One run of wandb; offline where nobody is logged in, because a job cannot answer a prompt."""
+
+    def __init__(self, policy: WandbPolicy) -> None:
+        wandb = importlib.import_module("wandb")  # optional, and it takes a second
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not os.environ.get("WANDB_API_KEY") and not wandb.login(prompt=False):
+            mode = "offline"
+            logger.warning("wandb: not logged in, so offline; upload later with `wandb sync`")
+        self._run = wandb.init(project=policy.project, group=policy.group, entity=policy.team, mode=mode)
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        for name, value, step in events:
+            self._run.log({name: value}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

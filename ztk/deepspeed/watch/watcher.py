@@ -1,0 +1,177 @@
+"""What the engine calls around forward, backward and step, and what is printed and written then."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ztk.deepspeed import comm
+from ztk.deepspeed.config import Settings
+from ztk.deepspeed.log import logger
+from ztk.deepspeed.memory import see_memory_usage
+from ztk.deepspeed.watch.clock import Throughput, WallClock
+from ztk.deepspeed.watch.flops import FlopsProfiler
+from ztk.deepspeed.watch.monitors import Event, MonitorMaster
+from ztk.engine import Engine
+from ztk.runtime import Tier
+
+_USUAL = 10  # steps between reports if a breakdown is wanted and `steps_per_print` is not given
+_PHASES = {"forward": "fwd", "backward": "bwd", "backward_inner": "bwd_inner", "backward_allreduce": "bwd_allreduce"}
+
+
+class Watcher:
+    """Belongs to one DeepSpeedEngine. Rank 0 prints and writes; every rank times."""
+
+    def __init__(self, facade) -> None:
+        """facade: the DeepSpeedEngine, whose engine may be built anew and whose batch sizes may change later."""
+        self._facade = facade
+        settings, process = facade.settings, facade.engine.process
+        watching = settings.watching
+        if watching.comms is not None:
+            comm.configure(**dataclasses.asdict(watching.comms))
+        comm.watch(facade.engine.comm)
+        self.monitor = MonitorMaster(watching.monitors)
+        self.clock = WallClock(process.device) if settings.wall_clock_breakdown else None
+        self.flops = (
+            FlopsProfiler(facade.module, facade, watching.flops.recompute_fwd_factor) if watching.flops else None
+        )
+        wanted = settings.wall_clock_breakdown or settings.memory_breakdown
+        self._every = settings.steps_per_print or (_USUAL if wanted else None)
+        self._is_first = process.rank == 0
+        self._throughput = Throughput(watching.throughput, device=process.device)
+        self._seconds: dict[str, float] = {}
+        self._losses: list[torch.Tensor] = []
+        if settings.dump_state and self._is_first:
+            self._dump()
+
+    @property
+    def _settings(self) -> Settings:
+        return self._facade.settings
+
+    @property
+    def _engine(self) -> Engine:
+        return self._facade.engine
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the module's forward."""
+        if self._every:
+            self._throughput.start()
+        profiled = self._profiles_now()
+        if profiled:
+            self.flops.start_profile()
+        try:
+            with self._timed("fwd"):
+                yield
+        finally:
+            if profiled:
+                self.flops.stop_profile()
+        self._see("after forward")
+
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around the backward of a micro-batch's `loss`."""
+        if self.monitor.enabled and self._is_first:
+            self._losses.append(loss.detach())
+        with self._timed("bwd"):
+            yield
+        self._see("after backward")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around `step()` of a micro-batch; prints its times."""
+        with self._timed("step"):
+            yield
+        if self.clock is not None and self._is_first:
+            _log_times({f"{name}_microstep": spent for name, spent in self.clock.micro.items()})
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        step = self._facade.global_steps
+        self._throughput.stop(samples=self._settings.batch.train)
+        self._see("after step")
+        if self._is_first:
+            if self.monitor.enabled:
+                self.monitor.write_events(self._events())
+            if self.clock is not None:
+                _log_times(self.clock.step)
+            if self._every and step % self._every == 0:
+                self._report(step)
+            if self.flops is not None and self.flops.started:
+                self._print_profile(step - 1)
+        if self.clock is not None:
+            self.clock.end_step()
+
+    def close(self) -> None:
+        self.monitor.close()
+
+    def _timed(self, name: str):
+        return nullcontext() if self.clock is None else self.clock.phase(name, phases=self._engine.clock.seconds)
+
+    def _profiles_now(self) -> bool:
+        policy = self._settings.watching.flops
+        return self.flops is not None and self._is_first and self._facade.global_steps == policy.profile_step
+
+    def _print_profile(self, step: int) -> None:
+        policy = self._settings.watching.flops
+        self.flops.print_model_profile(
+            profile_step=step,
+            module_depth=policy.module_depth,
+            top_modules=policy.top_modules,
+            detailed=policy.detailed,
+            output_file=policy.output_file,
+        )
+        self.flops.end_profile()
+
+    def _events(self) -> list[Event]:
+        facade = self._facade
+        samples, losses = facade.global_samples, self._losses
+        self._losses = []
+        events: list[Event] = []
+        if losses:
+            events.append(("Train/Samples/train_loss", float(torch.stack(losses).float().mean()), samples))
+        events.append(("Train/Samples/lr", facade.get_lr()[0], samples))
+        if facade.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", facade.optimizer.cur_scale, samples))
+        if self.clock is not None:
+            spent = self.clock.step
+            events += [
+                (f"Train/Samples/elapsed_time_ms_{word}", spent.get(name, 0.0), samples)
+                for word, name in (*_PHASES.items(), ("step", "step"))
+            ]
+        return events
+
+    def _report(self, step: int) -> None:
+        facade = self._facade
+        logger.info("step=%d, skipped=%d, lr=%s, mom=%s", step, facade.skipped_steps, facade.get_lr(), facade.get_mom())
+        speed = self._throughput.text(micro_steps=facade.micro_steps + 1, steps=step)
+        if speed is not None:
+            logger.info(speed)
+        if self.clock is not None:
+            now = dict(self._engine.clock.seconds)
+            spent = {name: now[name] - self._seconds.get(name, 0.0) for name in now}
+            self._seconds = now
+            words = ", ".join(f"{name} {1000 * seconds / self._every:.2f}" for name, seconds in spent.items())
+            logger.info("milliseconds per step: %s", words)
+        if self._settings.memory_breakdown:
+            for tier in Tier:
+                for category, nbytes in sorted(self._engine.memory.by_category(tier).items()):
+                    logger.info("memory: %s, %s: %.1f MiB", tier, category, nbytes / 2**20)
+
+    def _see(self, moment: str) -> None:
+        """Memory at this moment of the steps that report."""
+        if self._settings.memory_breakdown and self._is_first:
+            step = self._facade.global_steps + (moment != "after step")
+            see_memory_usage(f"Engine {moment}", force=step % self._every == 0)
+
+    def _dump(self) -> None:
+        """`dump_state`: what the configuration came to."""
+        logger.info("DeepSpeedEngine:")
+        for field in dataclasses.fields(self._settings):
+            logger.info("  %s %s %s", field.name, "." * (29 - len(field.name)), getattr(self._settings, field.name))
+
+
+def _log_times(milliseconds: dict[str, float]) -> None:
+    words = "".join(f" | {name}: {spent:.2f}" for name, spent in milliseconds.items())
+    logger.info("time (ms)%s", words)
