@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ztk.launch.errors import RankFailure
 
-_FOLDER_KEY = "ztk/folder"
-_AGENT_SECONDS = 60.0  # for the agent's store to answer
 # Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 
@@ -60,16 +58,32 @@ class ExternalRank:
         if self.rank != 0:
             return [*arguments, *_QUIET]
         chosen = any(argument.startswith("hydra.run.dir=") for argument in arguments)
-        folder = None if chosen or not self._outlives_ranks() else self._first_folder()
-        return arguments if folder is None else [*arguments, f"hydra.run.dir={_quoted(folder)}"]
+        note = _note_of_folder()
+        if chosen or note is None or not note.exists():
+            return arguments
+        return [*arguments, f"hydra.run.dir={_quoted(note.read_text(encoding='utf-8'))}"]
 
-    def agree(self, text: str, *, folder: str, timeout_seconds: float) -> "Agreement":
-        """Rank 0's `text`, on every rank. folder: the run folder, which a restart asks for."""
-        store = self._store(timeout_seconds=timeout_seconds)
-        # The store of torchrun's agent outlives its ranks, and their number may change.
-        key = f"ztk/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.world_size}"
+    def remember_folder(self, folder: str) -> None:
+        """If torchrun starts the ranks again, rank 0 finds this run folder. It does on one machine; for more name `hydra.run.dir`."""
+        if self.rank == 0 and (note := _note_of_folder()) is not None:
+            note.write_text(folder, encoding="utf-8")
+
+    def agree(self, text: str, *, timeout_seconds: float) -> "Agreement":
+        """Rank 0's `text`, on every rank."""
+        import torch.distributed as dist  # only ranks pay for torch
+
+        under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            self.world_size,
+            is_master=self.rank == 0 and not under_agent,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,  # init_process_group opens the same port in this process
+        )
+        key = f"ztk/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         if self.rank == 0:
-            store.set(_FOLDER_KEY, folder)
             store.set(key, text)
         agreement = Agreement(text=store.get(key).decode(), store=store)
         if store.add(f"{key}/readers", 1) == self.world_size:
@@ -77,33 +91,18 @@ class ExternalRank:
         store.wait([f"{key}/read"])  # rank 0 may serve the store: it stays until all have read
         return agreement
 
-    def _outlives_ranks(self) -> bool:
-        """torchrun's agent serves the store, from one start of the ranks to the next."""
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-    def _first_folder(self) -> str | None:
-        """The run folder of the first start, None if this is it."""
-        store = self._store(timeout_seconds=_AGENT_SECONDS)
-        return store.get(_FOLDER_KEY).decode() if store.check([_FOLDER_KEY]) else None
-
-    def _store(self, *, timeout_seconds: float):
-        import torch.distributed as dist  # only ranks pay for torch
-
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            self.world_size,
-            is_master=self.rank == 0 and not self._outlives_ranks(),
-            timeout=datetime.timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            multi_tenant=True,  # init_process_group opens the same port in this process
-        )
-
     def tell_starter(self, failure: RankFailure) -> None:
         """torchrun shows the text of the error in its closing lines."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
             Path(path).write_text(json.dumps({"message": {"message": str(failure), "extraInfo": extra}}))
+
+
+def _note_of_folder() -> Path | None:
+    """A file beside those that torchrun keeps from one start of the ranks to the next: .../attempt_0/0/error.json."""
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    attempt = None if errors is None else Path(errors).parent.parent
+    return attempt.parent / "ztk-run-folder" if attempt and attempt.name.startswith("attempt_") else None
 
 
 def _quoted(path: str) -> str:
