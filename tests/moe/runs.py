@@ -34,6 +34,7 @@ CONFIG = DecoderConfig(
     experts_every=2,
     expert_hidden_dim=24,
     shared_hidden_dim=16,
+    balance_loss_weight=0.1,
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
