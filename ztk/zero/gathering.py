@@ -64,6 +64,7 @@ class Gathering:
         self._lent: set[Bucket] = set()  # a unit returned a view of it: it stays till the model's forward ends
         self._holders: dict[Bucket, int] = {}  # contexts that keep it gathered whatever passes come in between
         self._held_first: set[Bucket] = set()  # it was such a context that gathered it
+        self._kept: set[Bucket] = set()  # once gathered they stay, see `keeping`
         self._live = 0  # gathered elements
         self._open_units = 0
         self._traces = {True: UseTrace(), False: UseTrace()}  # with gradients, without
@@ -115,9 +116,30 @@ class Gathering:
             if not self._users[bucket] and bucket not in self._lent:
                 self.release(bucket)
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Many passes come inside: as many buckets as `max_live_parameters` allows are gathered once, at their first use, and stay.
+
+        The rest is gathered for every pass; room for its largest unit, and for one prefetched as large, is kept free.
+        """
+        total = sum(bucket.size for bucket in self._buckets)
+        largest = max((sum(bucket.size for bucket in unit.buckets) for unit in self._units), default=0)
+        room = self._policy.max_live_parameters - (0 if total <= self._policy.max_live_parameters else 2 * largest)
+        for bucket in self._buckets:
+            room -= bucket.size
+            if room >= 0:
+                self._kept.add(bucket)
+        try:
+            yield
+        finally:
+            self._kept.clear()
+            self.release_all()
+
     def release(self, bucket: Bucket) -> None:
         """Nobody needs `bucket` for now. A bucket that is never sharded stays, and one that is held."""
-        if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded or bucket in self._holders:
+        if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded:
+            return
+        if bucket in self._holders or bucket in self._kept:
             return
         self._by_storage.pop(bucket.full.data_ptr(), None)
         self._touched.discard(bucket)

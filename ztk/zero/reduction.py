@@ -81,6 +81,8 @@ class GradientReduction:
     # During backward
 
     def _on_gradient(self, parameter: Tensor, *, bucket: Bucket, index: int) -> None:
+        if parameter.grad is None:  # an autograd function returned none for it; PyTorch calls the hook nevertheless
+            return
         if not self._backward_open:
             self.open_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)

@@ -14,6 +14,7 @@ from ztk.runtime.part import Part
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.buffers import BufferPool
 from ztk.zero.build import Builder, InitialValues
+from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.piece import Piece
 from ztk.zero.policy import ZeroPolicy
@@ -103,6 +104,7 @@ class Zero:
             ledger=ledger,
             clock=clock,
         )
+        self._copies = SharedGradients(trained, reduction=self.reduction, store=stores.gradients, comm=mesh.comm("pp"))
         in_order_of_use = sorted(
             trained, key=lambda bucket: bucket.traits.unit != ROOT
         )  # the next forward starts there
@@ -142,6 +144,7 @@ class Zero:
     def sum_of_squares(self) -> Tensor:
         """fp32 [1]: over all ranks' gradients, scaled and summed as they are, the same bits at every stage and on every rank."""
         self.reduction.finish_step()
+        self._copies.add_up()
         counted = [self.reduction.squares[bucket] for bucket in self._trained if bucket.traits.counted]
         partial = torch.cat(counted or [torch.zeros(1, device=self._comm.device)]).sum().view(1)
         return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
