@@ -10,6 +10,7 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -30,31 +31,21 @@ class TensorKind:
     needs_gradient: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferKind:
-    """Everything about a transfer but its numbers. `others`: leaves that are no tensors, by position."""
-
-    spec: pytree.TreeSpec
-    tensors: tuple[TensorKind, ...]
-    others: tuple[tuple[int, object], ...]
-
-
 class Arriving:
     """A nesting of tensors on its way here."""
 
-    def __init__(self, kind: TransferKind, *, tensors: list[Tensor], works: list[Work]) -> None:
-        self._kind, self._tensors, self._works = kind, tensors, works
+    def __init__(self, form: Carry, *, tensors: list[Tensor], works: list[Work]) -> None:
+        self._form, self._tensors, self._works = form, tensors, works
 
     def wait(self) -> Carry:
         """The activation: floating tensors whose gradient the sender wants are leaves that require it."""
         for work in self._works:
             work.wait()
-        for tensor, kind in zip(self._tensors, self._kind.tensors, strict=True):
-            tensor.requires_grad_(kind.needs_gradient)
-        leaves: list[object] = list(self._tensors)
-        for position, other in self._kind.others:
-            leaves.insert(position, other)
-        return pytree.tree_unflatten(leaves, self._kind.spec)
+        tensors = iter(self._tensors)
+        return pytree.tree_map(
+            lambda leaf: next(tensors).requires_grad_(leaf.needs_gradient) if isinstance(leaf, TensorKind) else leaf,
+            self._form,
+        )
 
 
 class ArrivingGradients:
@@ -74,10 +65,9 @@ class Wire:
 
     def __init__(self, comm: Comm, *, dynamic_shapes: bool = False) -> None:
         self._comm, self._dynamic = comm, dynamic_shapes
-        self._known: dict[
-            tuple, TransferKind
-        ] = {}  # (stage, is training, shapes of the micro-batch) -> of what arrives
-        self._announced: dict[tuple, TransferKind] = {}  # the same of what leaves
+        # (stage, is training, shapes of the micro-batch) -> the nesting, with a `TensorKind` for each tensor
+        self._known: dict[tuple, Carry] = {}  # of what arrives
+        self._announced: dict[tuple, Carry] = {}  # of what leaves
         self._sending: deque[tuple[Work, Tensor]] = deque()
         self._keys: list[int] = []
         self._is_training = True
@@ -90,18 +80,16 @@ class Wire:
 
     def send_activation(self, carry: Carry, *, stage: int, to: int, micro_batch: int) -> None:
         """The output of `stage`; its gradients will be those of the tensors in it that require them, in order."""
-        leaves, spec = pytree.tree_flatten(carry)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor)]
+        form = pytree.tree_map(lambda leaf: _kind(leaf) if isinstance(leaf, Tensor) else leaf, carry)
         key = (stage + 1, self._is_training, self._keys[micro_batch])
-        others = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
-        kind = TransferKind(spec=spec, tensors=tuple(map(_kind, tensors)), others=others)
         if self._dynamic or key not in self._announced:
-            self._announce(kind, to=to)
-            self._announced[key] = kind
-        elif kind != self._announced[key]:
+            self._announce(form, to=to)
+            self._announced[key] = form
+        elif form != self._announced[key]:
             raise ValueError(
-                f"the output of pipeline stage {stage} changed from {self._announced[key]} to {kind} although the "
-                "micro-batch has the shapes it had before; build the engine with dynamic_shapes=True"
+                f"the output of pipeline stage {stage} changed from {self._announced[key]} to {form} although the "
+                "micro-batch has the shapes it had before; use PipelinePolicy(dynamic_shapes=True)"
             )
         for tensor in tensors:
             self._send(tensor, to=to, label=f"activation {stage}.{micro_batch}")
@@ -111,11 +99,12 @@ class Wire:
         key = (stage, self._is_training, self._keys[micro_batch])
         if self._dynamic or key not in self._known:
             self._known[key] = self._hear(source=source)
-        kind = self._known[key]
-        tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._comm.device) for t in kind.tensors]
+        form = self._known[key]
+        kinds = [leaf for leaf in pytree.tree_leaves(form) if isinstance(leaf, TensorKind)]
+        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device) for kind in kinds]
         label = f"activation {stage - 1}.{micro_batch}"
         works = [self._comm.recv(tensor, source=source, label=label) for tensor in tensors]
-        return Arriving(kind, tensors=tensors, works=works)
+        return Arriving(form, tensors=tensors, works=works)
 
     def send_gradients(self, gradients: list[Tensor], *, stage: int, to: int, micro_batch: int) -> None:
         """The gradients of the input of `stage`."""
@@ -133,19 +122,19 @@ class Wire:
 
     def spread(self, carry: Carry, *, source: int) -> Carry:
         """What pipeline rank `source` has, on every rank. A collective call."""
-        leaves, spec = pytree.tree_flatten(carry)
-        kinds = [_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        kinds, spec = self._comm.gather_objects((kinds, spec))[source]
-        out = []
-        for index, kind in enumerate(kinds):
-            if not isinstance(kind, TensorKind):
-                out.append(kind)
-                continue
-            is_own = self._comm.rank == source
-            tensor = leaves[index] if is_own else torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device)
-            out.append(tensor.contiguous())
-            self._comm.broadcast(out[-1], source=source, label="output").wait()
-        return pytree.tree_unflatten(out, spec)
+        form = pytree.tree_map(lambda leaf: _kind(leaf) if isinstance(leaf, Tensor) else leaf, carry)
+        own = iter([leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor)])
+        form, is_source = self._comm.gather_objects(form)[source], self._comm.rank == source
+
+        def arrive(leaf: object) -> object:
+            if not isinstance(leaf, TensorKind):
+                return leaf
+            empty = partial(torch.empty, leaf.shape, dtype=leaf.dtype, device=self._comm.device)
+            tensor = next(own).contiguous() if is_source else empty()
+            self._comm.broadcast(tensor, source=source, label="output").wait()
+            return tensor
+
+        return pytree.tree_map(arrive, form)
 
     def finish(self) -> None:
         """Everything sent has left."""
@@ -158,13 +147,13 @@ class Wire:
         while self._sending and self._sending[0][0].is_done:
             self._sending.popleft()[0].wait()  # raises what went wrong
 
-    def _announce(self, kind: TransferKind, *, to: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(kind)), dtype=torch.uint8).to(self._comm.device)
+    def _announce(self, form: Carry, *, to: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._comm.device)
         size = torch.tensor([data.numel()], device=self._comm.device)
         for tensor in (size, data):
             self._sending.append((self._comm.send(tensor, to=to, label="shapes", kind="scalars"), tensor))
 
-    def _hear(self, *, source: int) -> TransferKind:
+    def _hear(self, *, source: int) -> Carry:
         size = torch.zeros(1, dtype=torch.int64, device=self._comm.device)
         self._comm.recv(size, source=source, label="shapes").wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=self._comm.device)
