@@ -6,7 +6,13 @@ import sys
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.export import SHARD_BYTES, export_safetensors, export_state_dict, export_torch_distributed
+from ztk.checkpoint.export import (
+    SHARD_BYTES,
+    export_adapter,
+    export_safetensors,
+    export_state_dict,
+    export_torch_distributed,
+)
 from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.manifest import read_manifest
 from ztk.checkpoint.verify import describe, verify_all
@@ -44,8 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write the weights in another format")
     export.add_argument("dir", help=_DIR)
     export.add_argument("to", help="a new folder for safetensors files, or a new file ending in .pt for a state_dict")
-    export.add_argument(
+    kind = export.add_mutually_exclusive_group()
+    kind.add_argument(
         "--torch-distributed", action="store_true", help="a torch.distributed.checkpoint folder, optimizer states too"
+    )
+    kind.add_argument("--adapter", action="store_true", help="an adapter of peft: its weights and configuration alone")
+    kind.add_argument(
+        "--own-names", action="store_true", help="a native decoder keeps its names; else it becomes a LlamaForCausalLM"
     )
     export.add_argument("--dtype", choices=_DTYPES, help="of the weights; else the one that the model computed in")
     export.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one safetensors file (%(default)s)")
@@ -59,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument(
         "--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "NAME"), help="may be repeated"
     )
+    bring.add_argument("--decoder", action="store_true", help="make a Llama of transformers a native decoder")
     bring.set_defaults(command=_import)
     return parser
 
@@ -85,16 +97,21 @@ def _export(options: argparse.Namespace) -> int:
         if options.dtype:
             raise ValueError("--dtype has no effect with --torch-distributed, which keeps fp32: leave one out")
         report = export_torch_distributed(options.dir, to=options.to)
+    elif options.adapter:
+        report = export_adapter(options.dir, to=options.to, dtype=dtype)
     elif options.to.endswith((".pt", ".bin")):
         report = export_state_dict(options.dir, to=options.to, dtype=dtype)
     else:
-        report = export_safetensors(options.dir, to=options.to, dtype=dtype, shard_bytes=options.shard_bytes)
+        report = export_safetensors(
+            options.dir, to=options.to, dtype=dtype, shard_bytes=options.shard_bytes, own_names=options.own_names
+        )
     print(f"{report.path}: {report.nbytes / 1e6:.1f} MB in {report.files} files")
     return 0
 
 
 def _import(options: argparse.Namespace) -> int:
-    print(import_checkpoint(options.dir, to=options.to, rename=dict(options.rename)))
+    path = import_checkpoint(options.dir, to=options.to, rename=dict(options.rename), as_decoder=options.decoder)
+    print(path)
     return 0
 
 

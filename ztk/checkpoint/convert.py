@@ -5,8 +5,10 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from ztk.checkpoint.architecture import renamed
 from ztk.checkpoint.bits import BLOCK_BYTES
 from ztk.checkpoint.deepspeed import DeepSpeedSource
 from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.llama import FROM_LLAMA, decoder_config
 from ztk.checkpoint.manifest import BUFFER, MANIFEST, Manifest, TensorInfo, encode_manifest
 from ztk.checkpoint.shardfile import Slice, describe_file, file_name
 from ztk.checkpoint.sources import (
@@ -28,6 +31,7 @@ from ztk.checkpoint.sources import (
 )
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama: tied ones may lie there twice
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)
 _CONTROL = {
     "loss_scale": 1.0,
@@ -40,23 +44,29 @@ _CONTROL = {
 
 
 def import_checkpoint(
-    path: str | os.PathLike, *, to: str | os.PathLike, rename: Mapping[str, str] | None = None
+    path: str | os.PathLike,
+    *,
+    to: str | os.PathLike,
+    rename: Mapping[str, str] | None = None,
+    as_decoder: bool = False,
 ) -> Path:
     """Writes `to/step-N` from what `open_source` recognises, and returns that folder.
 
-    rename: regular expression -> replacement, applied to every name in this order. The result holds weights, in fp32, and the
-    optimizer states if the source has the same ones for every parameter; without them it is loaded with `weights_only=True`.
-    Raises CheckpointError for a source that cannot be read or does not fit together.
+    rename: regular expression -> replacement, applied to every name in this order. as_decoder: the folder is one of a Llama of
+    transformers and becomes a checkpoint of the native decoder, whose configuration the manifest then has.
+
+    The result holds weights, in fp32, and the optimizer states if the source has the same ones for every parameter that has any; without
+    them it is loaded with `weights_only=True`. Where others have states, a parameter without is frozen, or with the values of another a
+    second name of that one. Raises CheckpointError for a source that cannot be read or does not fit together.
     """
-    source = open_source(path)
-    names = {key: (key[0], renamed(key[1], rename=rename or {})) for key in source.shapes()}
-    if len(set(names.values())) != len(names):
+    source, model = open_source(path), _model_of(Path(path), as_decoder=as_decoder)
+    plan = _plan(source, rename=(rename or {}) | (FROM_LLAMA if as_decoder else {}), model=model)
+    if len(set(plan.places.values())) != len(plan.places):
         raise CheckpointError(f"{path}: after renaming, several tensors have the same name")
-    kinds = _state_names(source)
     to, token = Path(to), secrets.token_hex(4)
     temporary = folders.prepare(to, step=source.step, token=token)
     try:
-        manifest = _write(source, temporary=temporary, names=names, kinds=kinds, rename=rename or {})
+        manifest = _write(source, temporary=temporary, plan=plan)
         folders.write_file(temporary / MANIFEST, data=encode_manifest(manifest))
         return folders.commit(temporary)
     except BaseException:
@@ -91,22 +101,73 @@ def open_source(path: str | os.PathLike) -> Source:
     )
 
 
-def _state_names(source: Source) -> list[str] | None:
-    """The optimizer's states if every parameter has the same ones."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """places: key of the source -> kind and name in the checkpoint, for what is taken. kinds: the optimizer's states, if there are any."""
+
+    places: dict[Key, Key]
+    kinds: list[str] | None
+    tied: dict[str, str]
+    model: dict[str, Any] | None
+
+
+def _model_of(path: Path, *, as_decoder: bool) -> dict[str, Any] | None:
+    """What `config.json` beside the weights says, as a manifest has it."""
+    file = path / "config.json"
+    if not file.is_file():
+        if as_decoder:
+            raise CheckpointError(f"{file} is missing: without it the sizes of the decoder are not known")
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    return {"decoder": decoder_config(config)} if as_decoder else {"transformers": config}
+
+
+def _plan(source: Source, *, rename: Mapping[str, str], model: dict[str, Any] | None) -> _Plan:
     shapes = source.shapes()
-    parameters = [name for kind, name in shapes if kind == MASTER]
+    kinds = _state_names(shapes)
+    tied, places = dict(source.tied), {}
+    if model and model.get("decoder", {}).get("tie_embeddings") and (MASTER, _HEAD) in shapes:
+        tied[_HEAD] = _EMBEDDING
+    trained = {name for kind, name in shapes if kind not in _NOT_MOMENTS}
+    for kind, name in shapes:
+        place = kind
+        if kinds and kind == MASTER and name not in trained:
+            place = FROZEN
+            if twin := _twin(source, name=name, among=trained):
+                tied[name] = twin
+        if name not in tied and (kind in _NOT_MOMENTS or kinds):
+            places[kind, name] = (place, renamed(name, rename=rename))
+    names = {renamed(name, rename=rename): renamed(other, rename=rename) for name, other in tied.items()}
+    return _Plan(places=places, kinds=kinds, tied=names, model=model)
+
+
+def _state_names(shapes: Mapping[Key, tuple[int, ...]]) -> list[str] | None:
+    """The optimizer's states if every parameter that has any has the same ones."""
     kinds = list(dict.fromkeys(kind for kind, _ in shapes if kind not in _NOT_MOMENTS))
-    whole = all(shapes.get((kind, name)) == shapes[MASTER, name] for kind in kinds for name in parameters)
+    trained = {name for kind, name in shapes if kind not in _NOT_MOMENTS}
+    whole = all(shapes.get((kind, name)) == shapes.get((MASTER, name), ()) for kind in kinds for name in trained)
     return kinds if kinds and whole else None
 
 
-def _write(
-    source: Source, *, temporary: Path, names: dict[Key, Key], kinds: list[str] | None, rename: Mapping[str, str]
-) -> Manifest:
+def _twin(source: Source, *, name: str, among: set[str]) -> str | None:
+    """A parameter with the same values: FSDP stores tied weights under each of their names, their states under one."""
+    shapes = source.shapes()
+    for other in sorted(among):
+        if shapes[MASTER, other] == shapes[MASTER, name] and _equal(source, one=(MASTER, name), other=(MASTER, other)):
+            return other
+    return None
+
+
+def _equal(source: Source, *, one: Key, other: Key) -> bool:
+    parts = zip(source.stretches(one), source.stretches(other), strict=False)
+    return all(torch.equal(first, second) for first, second in parts)
+
+
+def _write(source: Source, *, temporary: Path, plan: _Plan) -> Manifest:
+    shapes = source.shapes()
     slices = {
-        key: Slice(kind=key[0], name=names[key][1], dtype=torch.float32, start=0, stop=prod(shape))
-        for key, shape in source.shapes().items()
-        if key[0] in (*_NOT_MOMENTS, *(kinds or ()))
+        key: Slice(kind=kind, name=name, dtype=torch.float32, start=0, stop=prod(shapes[key]))
+        for key, (kind, name) in plan.places.items()
     }
     specs = [TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop,)) for part in slices.values()]
     writer = TensorFileWriter(temporary / file_name(0), specs=specs, metadata={"format": "pt"})
@@ -123,23 +184,24 @@ def _write(
         versions={"torch": torch.__version__},
         world_size=1,
         layout={"dynamic_loss_scale": source.dynamic_loss_scale},
-        state_names=kinds,
+        state_names=plan.kinds,
         control={"step": float(source.step), **_CONTROL, **source.control},
         counters={"micro_steps": source.step, "global_steps": source.step, "accumulation_steps": 1},
         data=None,
         extra=None,
         metric=None,
         block_bytes=BLOCK_BYTES,
-        tied={renamed(name, rename=rename): renamed(other, rename=rename) for name, other in source.tied.items()},
-        parameters=_infos(source, names=names, kinds=(MASTER, FROZEN)),
-        buffers=_infos(source, names=names, kinds=(BUFFER,)),
+        tied=plan.tied,
+        model=plan.model,
+        parameters=_infos(shapes, plan=plan, kinds=(MASTER, FROZEN)),
+        buffers=_infos(shapes, plan=plan, kinds=(BUFFER,)),
         files=[describe_file(writer, slices=list(slices.values()))],
     )
 
 
-def _infos(source: Source, *, names: dict[Key, Key], kinds: tuple[str, ...]) -> list[TensorInfo]:
+def _infos(shapes: Mapping[Key, tuple[int, ...]], *, plan: _Plan, kinds: tuple[str, ...]) -> list[TensorInfo]:
     return [
-        TensorInfo(name=names[key][1], shape=list(shape), dtype="F32", trainable=key[0] == MASTER)
-        for key, shape in source.shapes().items()
-        if key[0] in kinds
+        TensorInfo(name=name, shape=list(shapes[key]), dtype="F32", trainable=kind == MASTER)
+        for key, (kind, name) in plan.places.items()
+        if kind in kinds
     ]

@@ -15,6 +15,7 @@ _PREFIX = b'{"sha256":"'
 _MIDDLE = b'",\n"manifest":'
 _SUFFIX = b"}\n"
 
+FROZEN = "parameter"  # the kind of a frozen parameter
 BUFFER = "buffer"  # the kind of a module's persistent buffer
 RNG = "rng"  # the kind of a rank's random number generators
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from ztk.checkpoint import folder as folders
+from ztk.checkpoint.architecture import describe_model
 from ztk.checkpoint.bits import BLOCK_BYTES
 from ztk.checkpoint.errors import Agreement, SaveFailed
 from ztk.checkpoint.folder import Retention
+from ztk.checkpoint.groups import gather_groups
 from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
 from ztk.checkpoint.model import ModelInfo, control_values
 from ztk.checkpoint.shardfile import ShardSource, Staging, describe_file, open_file
@@ -62,6 +64,7 @@ class Saver:
 
     asynchronous: training goes on after the state is copied to main memory (as many bytes as the rank's state, booked in the
         engine's ledger), or, with optimizer states on NVMe, written but not yet synced: nothing is copied then.
+    trained_only: frozen parameters are left out, as beside an adapter; whoever loads has them from where they came.
     A failed save raises SaveFailed on all ranks: a synchronous one at once, an asynchronous one at the next `save` or `wait`.
     """
 
@@ -72,12 +75,14 @@ class Saver:
         folder: str | Path,
         retention: Retention | None = None,
         asynchronous: bool = False,
+        trained_only: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
         """timeout_seconds: how long a background save waits for the slowest rank."""
         self._engine, self._folder = engine, Path(folder)
         self._retention = retention or Retention()
         self._process = process = engine.process
+        self._trained_only = trained_only
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._outcome: SaveReport | Exception | None = None
@@ -196,7 +201,15 @@ class Saver:
         comm, rank = self._process.comm, self._process.rank
         agreement = Agreement(comm, error=SaveFailed)
         info = ModelInfo.gather(self._engine)
-        draft |= {"tied": info.tied, "parameters": info.parameters, "buffers": info.buffers}
+        listed = [own for own in info.parameters if own.trainable or not self._trained_only]
+        draft |= {
+            "tied": info.tied,
+            "parameters": listed,
+            "left_out": [own.name for own in info.parameters if own not in listed],
+            "buffers": info.buffers,
+            "model": describe_model(self._engine.module),
+            "groups": gather_groups(self._engine),
+        }
         token, temporary, writer = secrets.token_hex(4), None, None
         try:
             with agreement.step():
@@ -204,7 +217,7 @@ class Saver:
                     temporary = folders.prepare(self._folder, step=draft["step"], token=token)
             token, temporary = comm.gather_objects((token, temporary))[0]
             with agreement.step():
-                source = ShardSource(self._engine, buffers=info.own_buffers)
+                source = ShardSource(self._engine, buffers=info.own_buffers, trained_only=self._trained_only)
                 writer = open_file(temporary, rank=rank, specs=source.specs)
         except SaveFailed as error:
             if writer is not None:
@@ -303,7 +316,9 @@ def save(
     keep: int | None = 2,
     keep_every: int = 0,
     keep_best: bool = False,
+    trained_only: bool = False,
 ) -> SaveReport:
-    """One synchronous save: `folder/step-000123/` and `folder/latest`; see `Saver.save` and `Retention`. Every rank calls it."""
+    """One synchronous save: `folder/step-000123/` and `folder/latest`; see `Saver` and `Retention`. Every rank calls it."""
     retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best)
-    return Saver(engine, folder=folder, retention=retention).save(data_state=data_state, extra=extra, metric=metric)
+    saver = Saver(engine, folder=folder, retention=retention, trained_only=trained_only)
+    return saver.save(data_state=data_state, extra=extra, metric=metric)

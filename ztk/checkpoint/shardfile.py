@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPE_NAMES
-from ztk.checkpoint.manifest import BUFFER, RNG, Entry, StateFile
+from ztk.checkpoint.manifest import BUFFER, FROZEN, RNG, Entry, StateFile
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
 from ztk.checkpoint.subject import Subject
@@ -47,9 +47,9 @@ class Slice:
 class ShardSource:
     """This rank's part of the engine's state: first its plan, then its values piece by piece."""
 
-    def __init__(self, engine: Subject, *, buffers: frozenset[str]) -> None:
-        """buffers: the names of those that this rank writes."""
-        self._engine = engine
+    def __init__(self, engine: Subject, *, buffers: frozenset[str], trained_only: bool = False) -> None:
+        """buffers: the names of those that this rank writes. trained_only: without frozen parameters."""
+        self._engine, self._trained_only = engine, trained_only
         self._small: dict[tuple[str, str], Tensor] = {
             (BUFFER, name): buffer for name, buffer in persistent_buffers(engine.module) if name in buffers
         }
@@ -60,6 +60,8 @@ class ShardSource:
         """One slice per parameter and kind however many pieces it comes in, so that files do not depend on the offload tier."""
         slices: dict[tuple[str, str], Slice] = {}
         for part in self._engine.zero.state_slices():
+            if part.kind == FROZEN and self._trained_only:
+                continue
             before = slices.get((part.kind, part.name))
             assert before is None or before.stop == part.start, part
             slices[part.kind, part.name] = Slice(
@@ -86,7 +88,8 @@ class ShardSource:
         """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time."""
         with closing(self._engine.zero.state_shards()) as shards:
             for shard in shards:
-                append(self.slices[shard.kind, shard.name].key, value=shard.value)
+                if (shard.kind, shard.name) in self.slices:
+                    append(self.slices[shard.kind, shard.name].key, value=shard.value)
         for (kind, name), value in self._small.items():
             append(self.slices[kind, name].key, value=value)
 

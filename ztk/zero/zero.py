@@ -1,6 +1,6 @@
 """ZeRO over one model: built once, then gathering, reduction and update take turns."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -256,22 +256,25 @@ class Zero:
         shape = next(placement.shape for placement in bucket.layout.placements if placement.name == name)
         return self.parts.get(name) or Part.everything(shape)
 
-    def load_state(self, read: Callable[..., Tensor]) -> None:
+    def load_state(self, read: Callable[..., Tensor], *, keep: Container[str] = ()) -> None:
         """Sets this rank's state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece.
 
+        keep: names of parameters that stay as they are, with their optimizer states.
         Local: when all ranks have come through, all call `share_parameters`.
         """
         self.gathering.drop_all()
         self._update.finish()
         for bucket in self.buckets:
+            if all(placement.name in keep for placement in bucket.layout.placements):
+                continue
             for piece in bucket.pieces:
                 kind = "master" if bucket.traits.trainable else "parameter"
                 # One piece in memory at a time: the weights are gone before the moments come.
                 self._builder.set_master(
-                    bucket, piece=piece, values=self._read(bucket, piece=piece, kind=kind, read=read)
+                    bucket, piece=piece, values=self._read(bucket, piece=piece, kind=kind, read=read, keep=keep)
                 )
                 if bucket.traits.trainable:
-                    self._load_moments(bucket, piece=piece, read=read)
+                    self._load_moments(bucket, piece=piece, read=read, keep=keep)
 
     def share_parameters(self) -> None:
         """After `load_state`, a collective call: replicated parameters become whole on all ranks."""
@@ -286,21 +289,46 @@ class Zero:
             if bucket.traits.counted:
                 yield from ((bucket, piece) for piece in bucket.pieces if piece.start in own)
 
-    def _load_moments(self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor]) -> None:
+    def _load_moments(
+        self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor], keep: Container[str]
+    ) -> None:
         states = self._stores.optimizer.fetch(piece.states).wait()
         moments = states[states.shape[0] - len(self.optimizer.state_names) :]
         try:
             for kind, moment in zip(self.optimizer.state_names, moments, strict=True):
-                moment.copy_(self._read(bucket, piece=piece, kind=kind, read=read))
+                moment.copy_(self._read(bucket, piece=piece, kind=kind, read=read, keep=keep, current=moment))
         finally:  # a failed read must not keep a buffer of the pool
             self._stores.optimizer.put(piece.states, value=states).wait()
 
-    def _read(self, bucket: Bucket, *, piece: Piece, kind: str, read: Callable[..., Tensor]) -> Tensor:
+    def _read(
+        self,
+        bucket: Bucket,
+        *,
+        piece: Piece,
+        kind: str,
+        read: Callable[..., Tensor],
+        keep: Container[str],
+        current: Tensor | None = None,
+    ) -> Tensor:
+        """New values of a piece, fp32 on the CPU. current: those that it has, if they are at hand."""
+        fragments = list(bucket.layout.fragments(range(piece.start, piece.stop)))
         values = torch.zeros(piece.stop - piece.start, dtype=torch.float32)
-        for fragment in bucket.layout.fragments(range(piece.start, piece.stop)):
+        if any(fragment.name in keep for fragment in fragments):
+            values.copy_(self._weights_of(bucket, piece=piece) if current is None else current)
+        for fragment in fragments:
+            if fragment.name in keep:
+                continue
             place = values[fragment.offset - piece.start :][: fragment.stop - fragment.start]
             place.copy_(read(name=fragment.name, kind=kind, start=fragment.start, stop=fragment.stop))
         return values
+
+    def _weights_of(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+        """The master weights of a piece, or the values of a frozen one: a copy."""
+        try:
+            return next(self._piece_state(bucket, piece=piece))[1].clone()
+        finally:
+            if piece.states is not None:
+                self._stores.optimizer.release(piece.states)
 
     def _piece_state(self, bucket: Bucket, *, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         if piece.states is None:

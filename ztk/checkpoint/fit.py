@@ -1,0 +1,166 @@
+"""Whether a checkpoint fits a model, and which of the model's parameters it will set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.manifest import FROZEN, Manifest, TensorInfo
+from ztk.checkpoint.model import ModelInfo
+from ztk.checkpoint.reader import StateReader
+
+_SHOWN = 4  # names in an error text
+_STRETCH = 1 << 20  # elements compared at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What the caller of `load` wants set. Raises ValueError for wishes that exclude each other.
+
+    weights_only: no optimizer states. only: shell patterns of the parameters and buffers to set; the others stay as they are.
+    strict: the names are the same on both sides; otherwise what is on one side alone is left alone.
+    """
+
+    weights_only: bool = False
+    only: Sequence[str] | None = None
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.weights_only and (self.only is not None or not self.strict):
+            raise ValueError(
+                "only= and strict=False load weights: a part of the optimizer's states is no state to go on from; "
+                "add weights_only=True"
+            )
+
+    @property
+    def is_partial(self) -> bool:
+        return self.only is not None or not self.strict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """kept: the model's parameters and buffers that stay as they are. unused: those of the checkpoint that go nowhere."""
+
+    kept: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def match(manifest: Manifest, *, info: ModelInfo, wish: Wish) -> Match:
+    """What a load sets by `wish`; a frozen parameter that the checkpoint has left out on purpose is kept in any case.
+
+    Raises CheckpointError for a pattern that matches nothing.
+    """
+    saved = _names_and_shapes([*manifest.parameters, *manifest.buffers], manifest=manifest)
+    own = [entry.name for entry in [*info.parameters, *info.buffers]]
+    for pattern in wish.only or ():
+        if not any(fnmatchcase(name, pattern) for name in own):
+            raise CheckpointError(f"only={pattern!r} matches none of the model's names, such as {_named(own)}")
+    left_out = set(manifest.left_out)
+    kept = [
+        name
+        for name in own
+        if name in left_out
+        or (not wish.strict and name not in saved)
+        or (wish.only is not None and not any(fnmatchcase(name, pattern) for pattern in wish.only))
+    ]
+    used = (set(own) | info.tied.keys()) - set(kept)
+    unused = [name for name in saved if name not in used and manifest.tied.get(name) not in used]
+    return Match(kept=tuple(kept), unused=tuple(unused))
+
+
+def check_fits(manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, wish: Wish, matched: Match) -> None:
+    """Raises CheckpointError if names, shapes or optimizer states are not the model's, as far as they are to be set.
+
+    state_names: those of the model's optimizer.
+    """
+    where = manifest.path
+    for saved, own, ties in (
+        (manifest.parameters, info.parameters, info.tied),
+        (manifest.buffers, info.buffers, {}),
+    ):
+        _check_names(saved, engine_infos=own, manifest=manifest, ties=ties, wish=wish, kept=set(matched.kept))
+    if wish.weights_only:
+        return
+    if manifest.state_names is None:
+        raise CheckpointError(f"{where} holds weights only, no optimizer states; load it with weights_only=True")
+    if manifest.state_names != list(state_names):
+        raise CheckpointError(
+            f"{where} was saved with another optimizer: it has the states {_named(manifest.state_names)}, this one keeps "
+            f"{_named(list(state_names))}; use the optimizer it was saved with, or load it with weights_only=True"
+        )
+    trained = {saved.name for saved in manifest.parameters if saved.trainable}
+    newly = [
+        own.name for own in info.parameters if own.trainable and manifest.tied.get(own.name, own.name) not in trained
+    ]
+    if newly:
+        raise CheckpointError(
+            f"{where} has no optimizer states for {_named(newly)}, which were frozen when it was saved; "
+            "freeze them, or load it with weights_only=True"
+        )
+
+
+def check_ties(manifest: Manifest, *, info: ModelInfo, reader: StateReader) -> None:
+    """What the model ties may lie twice in the checkpoint, as FSDP stores it, if the values are the same. Raises CheckpointError if not."""
+    shapes = {saved.name: saved.shape for saved in manifest.parameters}
+    for name, canonical in info.tied.items():
+        if name not in shapes or canonical not in shapes:
+            continue
+        for start in range(0, prod(shapes[name]), _STRETCH):
+            stop = min(start + _STRETCH, prod(shapes[name]))
+            one, other = (_weights(reader, name=either, start=start, stop=stop) for either in (name, canonical))
+            if not torch.equal(one, other):
+                raise CheckpointError(
+                    f"{manifest.path} is of another model: {name} stands alone in it, with other values than {canonical}, and is "
+                    "tied in the model; build the model it was saved from"
+                )
+
+
+def _weights(reader: StateReader, *, name: str, start: int, stop: int) -> Tensor:
+    kind = "master" if reader.has(name=name, kind="master") else FROZEN
+    return reader.read(name=name, kind=kind, start=start, stop=stop)
+
+
+def _check_names(
+    saved_infos: list[TensorInfo],
+    *,
+    engine_infos: list[TensorInfo],
+    manifest: Manifest,
+    ties: dict[str, str],
+    wish: Wish,
+    kept: set[str],
+) -> None:
+    saved = _names_and_shapes(saved_infos, manifest=manifest)
+    every = {info.name for info in engine_infos}
+    own = {info.name: info.shape for info in engine_infos if info.name not in kept}
+    missing = [name for name in own if name not in saved]
+    unknown = [name for name in saved if name not in every and name not in ties and name not in manifest.tied]
+    other = [
+        f"{name} {saved[name]} instead of {own[name]}" for name in own if name in saved and saved[name] != own[name]
+    ]
+    faults = [
+        *([f"it lacks {_named(missing)}"] if missing else []),
+        *([f"it has {_named(unknown)}, which the model has not"] if unknown and not wish.is_partial else []),
+        *([f"its shapes differ: {_named(other)}"] if other else []),
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{manifest.path} is of another model: {'; '.join(faults)}; build the model it was saved from"
+        )
+
+
+def _names_and_shapes(infos: list[TensorInfo], *, manifest: Manifest) -> dict[str, list[int]]:
+    """Tied names included."""
+    saved = {info.name: info.shape for info in infos}
+    return saved | {name: saved[canonical] for name, canonical in manifest.tied.items() if canonical in saved}
+
+
+def _named(names: list[str]) -> str:
+    """A few names and how many more."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
