@@ -1,4 +1,4 @@
-"""What forward and backward of `attention` share: which blocks a block sees, tile loads, the CPU's view of sequences."""
+"""What forward and backward of `attention` share: which blocks a block sees, the CPU's view of sequences."""
 
 import torch
 import triton
@@ -46,19 +46,6 @@ def visible(o_m, o_n, length, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.const
     if HAS_WINDOW:
         m_mn = m_mn & (o_n > o_m - window)
     return m_mn
-
-
-@triton.jit
-def load_tile(p_tile, m_rows, m_d, WHOLE_ROWS: tl.constexpr, WHOLE_D: tl.constexpr):
-    """a tile, masked only where it can stick out"""
-    if WHOLE_ROWS and WHOLE_D:
-        return tl.load(p_tile)
-    elif WHOLE_ROWS:
-        return tl.load(p_tile, mask=m_d, other=0.0)
-    elif WHOLE_D:
-        return tl.load(p_tile, mask=m_rows, other=0.0)
-    else:
-        return tl.load(p_tile, mask=m_rows & m_d, other=0.0)
 
 
 def cpu_sequences(tokens: int, *, cu_seqlens: Tensor | None, T: int):

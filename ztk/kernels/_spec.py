@@ -17,7 +17,7 @@ class AotCase:
 
     `signature` types every argument that is not in `constexprs` ("*fp32", "*bf16", "i32", "i64", "fp32"); the names in
     `divisible_by_16` are compiled as the launcher would find them (aligned pointers, padded sizes). Registers are per
-    thread; a zero vector width or a None switches that budget off.
+    thread; a zero vector width (with a reason) or a None switches that budget off.
     """
 
     kernel: Callable
@@ -35,6 +35,7 @@ class AotCase:
     stack_reason: str = ""
     vector_load_bytes: int = 16  # at least one global load of this width
     vector_store_bytes: int = 16  # at least one global store of this width
+    vector_reason: str = ""  # why either width is below 16
     max_barriers: int | None = None  # 0 for elementwise kernels: no shared memory round trip
     matrix_instructions: bool = False  # the target's own: HMMA, HGMMA, UTCxMMA, v_mfma
     elements_per_program: int | None = None  # what one program handles; turns instructions into a figure per element

@@ -34,8 +34,10 @@ from ztk.kernels.adamw_bf16 import adamw_cpu, update_moments, updated
 GROUP = 32
 NUM_WARPS = 4
 CPU_PIECE = 65536
+SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64, and make the kernel compute in it
 
 _GROUP = tl.constexpr(GROUP)
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 _SKIP = tl.constexpr(int(Control.skip))
 _STEP = tl.constexpr(int(Control.step))
 
@@ -61,7 +63,7 @@ def _load_scale(p_scale, m_g):
 @triton.jit
 def _inverse(b_scale):
     """1 / scale, 0 for a scale of 0"""
-    return tl.where(b_scale > 0.0, 1.0 / tl.maximum(b_scale, 1e-38), 0.0)
+    return tl.where(b_scale > 0.0, 1.0 / tl.maximum(b_scale, _SMALLEST_NORMAL), 0.0)
 
 
 @triton.jit(do_not_specialize=["seed", "start"])
@@ -147,7 +149,7 @@ def _encode(size: Tensor, *, largest_code: float, random: Tensor, compand: bool)
     """(codes float32 [n], bfloat16 scales [groups]) of nonnegative values, rounded by 8 random bits."""
     n, groups = size.numel(), _grouped(size)
     scale = ((groups.amax(dim=1).view(torch.int32) + 0xFFFF) & 0x7FFF0000).view(torch.float32)
-    inverse = torch.where(scale > 0, scale.clamp_min(1e-38).reciprocal(), 0.0)[:, None]
+    inverse = torch.where(scale > 0, scale.clamp_min(SMALLEST_NORMAL).reciprocal(), 0.0)[:, None]
     share = (groups * inverse).view(-1)[:n]
     code = torch.floor(largest_code * (share.sqrt() if compand else share) + random.float() * (1.0 / 256.0))
     return code.clamp_max_(largest_code), scale.bfloat16()

@@ -15,88 +15,26 @@ Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_tiles import (
-    batch_view,
-    cpu_mask,
-    cpu_sequences,
-    key_range,
-    load_tile,
-    sequence_bounds,
-    visible,
-)
+from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
+from ztk.kernels._attention_tiles import batch_view, cpu_mask, cpu_sequences, key_range, sequence_bounds, visible
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import TARGETS_OF, Machine, machine
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, compute_dtype
+from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, compute_dtype
 from ztk.kernels.attention_backward import AOT as BACKWARD_AOT
-from ztk.kernels.attention_backward import aot_case, backward
+from ztk.kernels.attention_backward import backward
 
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
-    """Query and key block, warps and pipeline stages."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def forward(*, head_dim: int, itemsize: int, machine: Machine) -> "LaunchConfig":
-        """The accumulator [block_m, head_dim] takes 64 registers of a thread; Hopper has room for wider score tiles."""
-        if itemsize == 4:
-            return LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
-        if machine is Machine.cdna or head_dim > 128:
-            return LaunchConfig(block_m=64, block_n=32, num_warps=8 if head_dim > 128 else 4, num_stages=2)
-        wide = machine is Machine.hopper or head_dim <= 64
-        return LaunchConfig(block_m=128, block_n=64 if wide else 32, num_warps=8, num_stages=3)
-
-
-@triton.jit
-def _attend(
-    b_acc, b_sum, b_max, b_q, p_k, p_v, k_stride, v_stride, o_m, first, last, length, window, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """online softmax over the key blocks from `first` to `last`"""
-    o_d = tl.arange(0, BLOCK_D)
-    o_block = tl.arange(0, BLOCK_N)
-    k_step = tl.cast(k_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
-    v_step = tl.cast(v_stride, tl.int32)
-    for i_n in range(first, last, BLOCK_N):
-        o_n = i_n + o_block
-        i_key = tl.cast(i_n, tl.int64)
-        b_k = load_tile(
-            p_k + i_key * k_stride + (o_block[None, :] * k_step + o_d[:, None]),
-            (o_n < length)[None, :], (o_d < D)[:, None], not MASKED, D == BLOCK_D,
-        )  # fmt: skip
-        b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], BLOCK_N], dtype=tl.float32)) * scale_log2  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            b_s = tl.where(visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW), b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
-        b_p = tl.exp2(b_s - b_new[:, None])
-        b_shrink = tl.exp2(b_max - b_new)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_v = load_tile(
-            p_v + i_key * v_stride + (o_block[:, None] * v_step + o_d[None, :]),
-            (o_n < length)[:, None], (o_d < D)[None, :], not MASKED, D == BLOCK_D,
-        )  # fmt: skip
-        b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
-        b_max = b_new
-    return b_acc, b_sum, b_max
 
 
 @triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
@@ -119,31 +57,39 @@ def _attention_fwd(
         m_m = o_m < length
         o_q = (start + o_m)[:, None] * q_stride + i_h * D + o_d[None, :]
         b_q = tl.load(q_ptr + o_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
-        p_k = k_ptr + start * k_stride + (i_h // GROUP) * D
-        p_v = v_ptr + start * v_stride + (i_h // GROUP) * D
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         b_max = tl.full(
             [BLOCK_M], -1e30, dtype=tl.float32
-        )  # finite: a block without visible keys leaves a row as it is
+        )  # finite: a block that a row does not see leaves it as it is
         scale_log2 = scale * _LOG2E
-
+        i_kv = i_h // GROUP
+        o_block = tl.arange(0, BLOCK_N)
+        k_step = tl.cast(k_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
+        v_step = tl.cast(v_stride, tl.int32)
         first, first_whole, last_whole, last = key_range(
             i_row, length, window, CAUSAL, HAS_WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
-        if HAS_WINDOW:
-            b_acc, b_sum, b_max = _attend(
-                b_acc, b_sum, b_max, b_q, p_k, p_v, k_stride, v_stride, o_m, first, first_whole, length, window,
-                scale_log2, D, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, True,
-            )  # fmt: skip
-        b_acc, b_sum, b_max = _attend(
-            b_acc, b_sum, b_max, b_q, p_k, p_v, k_stride, v_stride, o_m, first_whole, last_whole, length, window,
-            scale_log2, D, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, False,
-        )  # fmt: skip
-        b_acc, b_sum, b_max = _attend(
-            b_acc, b_sum, b_max, b_q, p_k, p_v, k_stride, v_stride, o_m, last_whole, last, length, window,
-            scale_log2, D, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, True,
-        )  # fmt: skip
+        for i_n in range(first, last, BLOCK_N):
+            o_n = i_n + o_block
+            i_key = start + i_n
+            m_n = o_n < length
+            p_k = k_ptr + i_key * k_stride + i_kv * D
+            p_v = v_ptr + i_key * v_stride + i_kv * D
+            m_dn = (o_d < D)[:, None] & m_n[None, :]
+            b_k = tl.load(p_k + (o_block[None, :] * k_step + o_d[:, None]), mask=m_dn, other=0.0)
+            b_s = dot(b_q, b_k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)) * scale_log2  # [BLOCK_M, BLOCK_N]
+            if (i_n < first_whole) | (i_n >= last_whole):
+                m_mn = visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW)
+                b_s = tl.where(m_mn, b_s, float("-inf"))
+            b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+            b_p = tl.exp2(b_s - b_new[:, None])
+            b_shrink = tl.exp2(b_max - b_new)
+            b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+            m_nd = m_n[:, None] & (o_d < D)[None, :]
+            b_v = tl.load(p_v + (o_block[:, None] * v_step + o_d[None, :]), mask=m_nd, other=0.0)
+            b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
+            b_max = b_new
 
         b_sum = tl.where(m_m, b_sum, 1.0)
         o_out = (start + o_m)[:, None] * (H * D) + i_h * D + o_d[None, :]
@@ -160,12 +106,12 @@ def _launch_fwd(
     lse = torch.empty(H, tokens, dtype=torch.float32, device=q.device)
     num_sequences = tokens // max(T, 1) if cu_seqlens is None else cu_seqlens.numel() - 1
     if tokens:
-        config = LaunchConfig.forward(head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
-        _attention_fwd[(triton.cdiv(T, config.block_m), num_sequences * H)](
+        tiles = tiles_for(Part.forward, head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
+        _attention_fwd[(triton.cdiv(T, tiles.held), num_sequences * H)](
             q, k, v, out, lse, cu_seqlens, q.stride(0), k.stride(0), v.stride(0), tokens, T, window, scale,
             H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=causal, HAS_WINDOW=window > 0,
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+            BLOCK_M=tiles.held, BLOCK_N=tiles.step, CAUSAL=causal, HAS_WINDOW=window > 0,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse
 
@@ -363,19 +309,6 @@ def _visible_pairs(shape) -> int:
     return shape[0] * shape[1] * (shape[1] + 1) // 2 * shape[2]
 
 
-def _forward_aot(head_dim: int, **options) -> tuple[AotCase, ...]:
-    cases = []
-    for kind, targets in TARGETS_OF.items():
-        config = LaunchConfig.forward(head_dim=head_dim, itemsize=2, machine=kind)
-        cases.append(
-            aot_case(
-                _attention_fwd, head_dim=head_dim, num_warps=config.num_warps, num_stages=config.num_stages,
-                blocks={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}, targets=targets, **options,
-            )
-        )  # fmt: skip
-    return tuple(cases)
-
-
 SPEC = OpSpec(
     name="attention",
     op=attention,
@@ -390,8 +323,8 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,
     num_flops=lambda shape: 4 * _visible_pairs(shape) * shape[3],
     aot=(
-        *_forward_aot(128),
-        *_forward_aot(128, window=True),
+        *(case for D in (64, 128, 256) for case in aot_cases(Part.forward, _attention_fwd, head_dim=D)),
+        *aot_cases(Part.forward, _attention_fwd, head_dim=128, window=True),
         *BACKWARD_AOT,
     ),
     tolerance_ulps=4.0,  # P is rounded to the input's dtype before P V
@@ -408,6 +341,6 @@ VARLEN_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * itemsize,
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * itemsize,
     num_flops=lambda shape: 4 * shape[1] * shape[2] * sum(n * (n + 1) // 2 for n in _varlen_lengths(shape[0])),
-    aot=_forward_aot(128, varlen=True),
+    aot=aot_cases(Part.forward, _attention_fwd, head_dim=128, varlen=True),
     tolerance_ulps=4.0,
 )

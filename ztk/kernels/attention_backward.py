@@ -8,60 +8,21 @@ One kernel holds a block of keys and walks the queries that see it, over all que
 grouped-query gradients need no reduction; one holds a block of queries and walks the keys it sees.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_tiles import (
-    batch_view,
-    cpu_mask,
-    cpu_sequences,
-    key_range,
-    load_tile,
-    sequence_bounds,
-    visible,
-)
+from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
+from ztk.kernels._attention_tiles import batch_view, cpu_mask, cpu_sequences, key_range, sequence_bounds, visible
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register
-from ztk.kernels._machine import TARGETS_OF, Machine, machine
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase
 
 DELTA_ROWS = 32
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
-    """The block a program holds, the block it walks in steps of, warps and stages."""
-
-    held: int
-    step: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def for_keys(*, head_dim: int, itemsize: int, machine: Machine) -> "LaunchConfig":
-        """Two accumulators [held, head_dim], 64 registers of a thread: with 128 the score tiles beside them spill."""
-        if itemsize == 4:
-            return LaunchConfig(held=32, step=32, num_warps=4, num_stages=1)
-        if machine is Machine.cdna and head_dim <= 128:  # four waves of 64 have 512 registers each
-            return LaunchConfig(held=64, step=32, num_warps=4, num_stages=1)
-        return LaunchConfig(
-            held=128 if head_dim <= 64 else 64, step=32, num_warps=8, num_stages=2 if head_dim <= 128 else 1
-        )
-
-    @staticmethod
-    def for_queries(*, head_dim: int, itemsize: int, machine: Machine) -> "LaunchConfig":
-        """One accumulator, and Q and d_out held beside it."""
-        if itemsize == 4:
-            return LaunchConfig(held=32, step=32, num_warps=4, num_stages=1)
-        if head_dim <= 64 or (machine is Machine.hopper and head_dim <= 128):
-            return LaunchConfig(held=128, step=32, num_warps=8, num_stages=2)
-        return LaunchConfig(held=64, step=32, num_warps=4 if head_dim <= 128 else 8, num_stages=1)
 
 
 @triton.jit
@@ -78,42 +39,6 @@ def _attention_delta(
     b_out = tl.load(out_ptr + o_md, mask=m_md, other=0.0).to(tl.float32)
     b_d_out = tl.load(d_out_ptr + o_md, mask=m_md, other=0.0).to(tl.float32)
     tl.store(delta_ptr + i_h * num_tokens + o_m, tl.sum(b_out * b_d_out, axis=1), mask=o_m < num_tokens)
-
-
-@triton.jit
-def _walk_queries(
-    b_d_k, b_d_v, b_k, b_v, p_q, p_d_out, p_lse, p_delta, q_stride, out_stride, o_n, first, last, length, window,
-    scale_log2, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """d_k, d_v from the query blocks [first, last)"""
-    o_d = tl.arange(0, BLOCK_D)
-    o_block = tl.arange(0, BLOCK_M)
-    q_step = tl.cast(q_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
-    for i_m in range(first, last, BLOCK_M):
-        o_m = i_m + o_block
-        m_m = o_m < length
-        i_query = tl.cast(i_m, tl.int64)
-        b_q = load_tile(
-            p_q + i_query * q_stride + (o_block[:, None] * q_step + o_d[None, :]),
-            m_m[:, None], (o_d < D)[None, :], not MASKED, D == BLOCK_D,
-        )  # fmt: skip
-        b_d_out = load_tile(
-            p_d_out + i_query * out_stride + (o_block[:, None] * out_stride + o_d[None, :]),
-            m_m[:, None], (o_d < D)[None, :], not MASKED, D == BLOCK_D,
-        )  # fmt: skip
-        b_lse = tl.load(p_lse + o_m, mask=m_m, other=0.0) * _LOG2E
-        b_delta = tl.load(p_delta + o_m, mask=m_m, other=0.0)
-        b_zero = tl.zeros([b_k.shape[0], BLOCK_M], dtype=tl.float32)
-        b_s = dot(b_k, tl.trans(b_q), b_zero) * scale_log2  # [BLOCK_N, BLOCK_M]
-        b_p = tl.exp2(b_s - b_lse[None, :])
-        if MASKED:
-            b_p = tl.where(visible(o_m[None, :], o_n[:, None], length, window, CAUSAL, HAS_WINDOW), b_p, 0.0)
-        b_d_v = dot(cast(b_p, b_d_out.dtype), b_d_out, b_d_v)
-        b_d_p = dot(b_v, tl.trans(b_d_out), b_zero)
-        b_d_s = b_p * (b_d_p - b_delta[None, :])
-        b_d_k = dot(cast(b_d_s, b_q.dtype), b_q, b_d_k)
-    return b_d_k, b_d_v
 
 
 @triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
@@ -138,8 +63,8 @@ def _attention_bwd_keys(
         b_d_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         b_d_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
 
-        # Query blocks: [first, first_whole) meet the diagonal, up to last_whole every pair is visible, then the window
-        # or the end of the sequence cuts.
+        # Query blocks: those in [first_whole, last_whole) see every pair; before them the diagonal cuts, behind them the
+        # window or the end of the sequence.
         first = 0
         first_whole = 0
         last = length
@@ -150,62 +75,36 @@ def _attention_bwd_keys(
         if HAS_WINDOW:
             last = tl.minimum(length, i_key + BLOCK_N + window - 1)
             last_whole = tl.minimum(last_whole, (i_key + window) // BLOCK_M * BLOCK_M)
-        first_whole = tl.minimum(first_whole, tl.cdiv(last, BLOCK_M) * BLOCK_M)
-        last_whole = tl.maximum(last_whole, first_whole)
+
+        # One loop over all query heads and blocks: a loop per kind of block, inside one over heads, keeps the invariants
+        # of all of them in registers, 40 to 90 a thread.
         scale_log2 = scale * _LOG2E
-        for i_g in range(0, GROUP):
-            i_h = i_kv * GROUP + i_g
-            p_q = q_ptr + start * q_stride + i_h * D
-            p_d_out = d_out_ptr + start * (H * D) + i_h * D
-            p_lse = lse_ptr + i_h * num_tokens + start
-            p_delta = delta_ptr + i_h * num_tokens + start
-            if CAUSAL:
-                b_d_k, b_d_v = _walk_queries(
-                    b_d_k, b_d_v, b_k, b_v, p_q, p_d_out, p_lse, p_delta, q_stride, H * D, o_n, first, first_whole,
-                    length, window, scale_log2, D, BLOCK_D, BLOCK_M, CAUSAL, HAS_WINDOW, True,
-                )  # fmt: skip
-            b_d_k, b_d_v = _walk_queries(
-                b_d_k, b_d_v, b_k, b_v, p_q, p_d_out, p_lse, p_delta, q_stride, H * D, o_n, first_whole, last_whole,
-                length, window, scale_log2, D, BLOCK_D, BLOCK_M, CAUSAL, HAS_WINDOW, False,
-            )  # fmt: skip
-            b_d_k, b_d_v = _walk_queries(
-                b_d_k, b_d_v, b_k, b_v, p_q, p_d_out, p_lse, p_delta, q_stride, H * D, o_n, last_whole, last,
-                length, window, scale_log2, D, BLOCK_D, BLOCK_M, CAUSAL, HAS_WINDOW, True,
-            )  # fmt: skip
+        o_block = tl.arange(0, BLOCK_M)
+        q_step = tl.cast(q_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
+        num_blocks = tl.cdiv(last - first, BLOCK_M)
+        for i in range(0, GROUP * num_blocks):
+            i_h = i_kv * GROUP + i // num_blocks
+            i_m = first + i % num_blocks * BLOCK_M
+            o_m = i_m + o_block
+            m_m = o_m < length
+            i_query = start + i_m
+            m_md = m_m[:, None] & (o_d < D)[None, :]
+            p_q = q_ptr + i_query * q_stride + i_h * D
+            p_d_out = d_out_ptr + i_query * (H * D) + i_h * D
+            b_q = tl.load(p_q + (o_block[:, None] * q_step + o_d[None, :]), mask=m_md, other=0.0)
+            b_d_out = tl.load(p_d_out + (o_block[:, None] * (H * D) + o_d[None, :]), mask=m_md, other=0.0)
+            b_lse = tl.load(lse_ptr + i_h * num_tokens + i_query + o_block, mask=m_m, other=0.0) * _LOG2E
+            b_delta = tl.load(delta_ptr + i_h * num_tokens + i_query + o_block, mask=m_m, other=0.0)
+            b_zero = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            b_p = tl.exp2(dot(b_k, tl.trans(b_q), b_zero) * scale_log2 - b_lse[None, :])  # [BLOCK_N, BLOCK_M]
+            if (i_m < first_whole) | (i_m >= last_whole):
+                b_p = tl.where(visible(o_m[None, :], o_n[:, None], length, window, CAUSAL, HAS_WINDOW), b_p, 0.0)
+            b_d_v = dot(cast(b_p, b_d_out.dtype), b_d_out, b_d_v)
+            b_d_s = b_p * (dot(b_v, tl.trans(b_d_out), b_zero) - b_delta[None, :])
+            b_d_k = dot(cast(b_d_s, b_q.dtype), b_q, b_d_k)
         o_nd = (start + o_n)[:, None] * (H_KV * D) + i_kv * D + o_d[None, :]
         tl.store(d_k_ptr + o_nd, cast(b_d_k * scale, d_k_ptr.dtype.element_ty), mask=m_nd)
         tl.store(d_v_ptr + o_nd, cast(b_d_v, d_v_ptr.dtype.element_ty), mask=m_nd)
-
-
-@triton.jit
-def _walk_keys(
-    b_d_q, b_q, b_d_out, b_lse, b_delta, p_k, p_v, k_stride, v_stride, o_m, first, last, length, window, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """d_q from the key blocks [first, last)"""
-    o_d = tl.arange(0, BLOCK_D)
-    o_block = tl.arange(0, BLOCK_N)
-    k_step = tl.cast(k_stride, tl.int32)
-    v_step = tl.cast(v_stride, tl.int32)
-    for i_n in range(first, last, BLOCK_N):
-        o_n = i_n + o_block
-        i_key = tl.cast(i_n, tl.int64)
-        m_n = (o_n < length)[:, None]
-        m_d = (o_d < D)[None, :]
-        b_k = load_tile(
-            p_k + i_key * k_stride + (o_block[:, None] * k_step + o_d[None, :]), m_n, m_d, not MASKED, D == BLOCK_D
-        )  # fmt: skip
-        b_v = load_tile(
-            p_v + i_key * v_stride + (o_block[:, None] * v_step + o_d[None, :]), m_n, m_d, not MASKED, D == BLOCK_D
-        )  # fmt: skip
-        b_zero = tl.zeros([b_q.shape[0], BLOCK_N], dtype=tl.float32)
-        b_p = tl.exp2(dot(b_q, tl.trans(b_k), b_zero) * scale_log2 - b_lse[:, None])  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            b_p = tl.where(visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW), b_p, 0.0)
-        b_d_s = b_p * (dot(b_d_out, tl.trans(b_v), b_zero) - b_delta[:, None])
-        b_d_q = dot(cast(b_d_s, b_k.dtype), b_k, b_d_q)
-    return b_d_q
 
 
 @triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
@@ -233,26 +132,29 @@ def _attention_bwd_queries(
         b_d_out = tl.load(d_out_ptr + o_out, mask=m_md, other=0.0)
         b_lse = tl.load(lse_ptr + i_h * num_tokens + start + o_m, mask=m_m, other=0.0) * _LOG2E
         b_delta = tl.load(delta_ptr + i_h * num_tokens + start + o_m, mask=m_m, other=0.0)
-        p_k = k_ptr + start * k_stride + (i_h // GROUP) * D
-        p_v = v_ptr + start * v_stride + (i_h // GROUP) * D
         b_d_q = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         scale_log2 = scale * _LOG2E
+        i_kv = i_h // GROUP
         first, first_whole, last_whole, last = key_range(
             i_row, length, window, CAUSAL, HAS_WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
-        if HAS_WINDOW:
-            b_d_q = _walk_keys(
-                b_d_q, b_q, b_d_out, b_lse, b_delta, p_k, p_v, k_stride, v_stride, o_m, first, first_whole, length,
-                window, scale_log2, D, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, True,
-            )  # fmt: skip
-        b_d_q = _walk_keys(
-            b_d_q, b_q, b_d_out, b_lse, b_delta, p_k, p_v, k_stride, v_stride, o_m, first_whole, last_whole, length,
-            window, scale_log2, D, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, False,
-        )  # fmt: skip
-        b_d_q = _walk_keys(
-            b_d_q, b_q, b_d_out, b_lse, b_delta, p_k, p_v, k_stride, v_stride, o_m, last_whole, last, length,
-            window, scale_log2, D, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, True,
-        )  # fmt: skip
+        o_block = tl.arange(0, BLOCK_N)
+        k_step = tl.cast(k_stride, tl.int32)
+        v_step = tl.cast(v_stride, tl.int32)
+        for i_n in range(first, last, BLOCK_N):
+            o_n = i_n + o_block
+            i_key = start + i_n
+            m_nd = (o_n < length)[:, None] & (o_d < D)[None, :]
+            p_k = k_ptr + i_key * k_stride + i_kv * D
+            p_v = v_ptr + i_key * v_stride + i_kv * D
+            b_k = tl.load(p_k + (o_block[:, None] * k_step + o_d[None, :]), mask=m_nd, other=0.0)
+            b_v = tl.load(p_v + (o_block[:, None] * v_step + o_d[None, :]), mask=m_nd, other=0.0)
+            b_zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            b_p = tl.exp2(dot(b_q, tl.trans(b_k), b_zero) * scale_log2 - b_lse[:, None])  # [BLOCK_M, BLOCK_N]
+            if (i_n < first_whole) | (i_n >= last_whole):
+                b_p = tl.where(visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW), b_p, 0.0)
+            b_d_s = b_p * (dot(b_d_out, tl.trans(b_v), b_zero) - b_delta[:, None])
+            b_d_q = dot(cast(b_d_s, b_k.dtype), b_k, b_d_q)
         tl.store(d_q_ptr + o_out, cast(b_d_q * scale, d_q_ptr.dtype.element_ty), mask=m_md)
 
 
@@ -272,15 +174,16 @@ def _launch_bwd(
     _attention_delta[(triton.cdiv(tokens, DELTA_ROWS), H)](
         out, d_out, delta, tokens, **sizes, BLOCK_M=DELTA_ROWS, num_warps=4, enable_fp_fusion=True
     )
-    config = LaunchConfig.for_keys(head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
-    _attention_bwd_keys[(triton.cdiv(T, config.held), num_sequences * H_kv)](
+    chosen = {"head_dim": D, "itemsize": q.element_size(), "machine": machine(q.device)}
+    tiles = tiles_for(Part.keys, **chosen)
+    _attention_bwd_keys[(triton.cdiv(T, tiles.held), num_sequences * H_kv)](
         q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens, *strides, tokens, T, window, scale, **options,
-        BLOCK_N=config.held, BLOCK_M=config.step, num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_N=tiles.held, BLOCK_M=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    config = LaunchConfig.for_queries(head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
-    _attention_bwd_queries[(triton.cdiv(T, config.held), num_sequences * H)](
+    tiles = tiles_for(Part.queries, **chosen)
+    _attention_bwd_queries[(triton.cdiv(T, tiles.held), num_sequences * H)](
         q, k, v, d_out, lse, delta, d_q, cu_seqlens, *strides, tokens, T, window, scale, **options,
-        BLOCK_M=config.held, BLOCK_N=config.step, num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_M=tiles.held, BLOCK_N=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return d_q, d_k, d_v
 
@@ -319,68 +222,23 @@ backward = register(
 )
 
 
-_TYPES = {
-    "lse_ptr": "*fp32", "delta_ptr": "*fp32", "cu_seqlens_ptr": "*i32", "q_stride": "i64", "k_stride": "i64",
-    "v_stride": "i64", "num_tokens": "i64", "T": "i32", "window": "i32", "scale": "fp32",
-}  # fmt: skip
-
-
-def aot_case(
-    kernel, *, head_dim: int, blocks: dict[str, int], num_warps: int, num_stages: int, window: bool = False,
-    varlen: bool = False, **budget,
-) -> AotCase:  # fmt: skip
-    """bfloat16, 32 query heads over 8 key heads, causal."""
-    if budget.get("targets") == ("gfx942",):  # mfma leaves four neighbours to a lane; four waves have 512 registers
-        budget = {"vector_store_bytes": 8, "max_registers": 512} | budget
-    sizes = {"H": 32, "D": head_dim, "BLOCK_D": head_dim} | blocks
-    if kernel is not _attention_delta:
-        sizes |= {"GROUP": 4, "CAUSAL": True, "HAS_WINDOW": window}
-        if not varlen:
-            sizes["cu_seqlens_ptr"] = None
-    names = [name for name in kernel.arg_names if name not in sizes]
-    signature = {name: _TYPES.get(name, "*bf16") for name in names}
-    return AotCase(
-        kernel=kernel,
-        variant=f"D={head_dim}{',window' if window else ''}{',varlen' if varlen else ''}",
-        signature=signature,
-        constexprs=sizes,
-        divisible_by_16=tuple(name for name in names if name.endswith(("_ptr", "_stride"))),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        matrix_instructions=kernel is not _attention_delta,
-        **budget,
-    )
-
-
-def _backward_aot(*, head_dim: int, window: bool = False) -> tuple[AotCase, ...]:
-    cases = []
-    for kind, targets in TARGETS_OF.items():
-        keys = LaunchConfig.for_keys(head_dim=head_dim, itemsize=2, machine=kind)
-        queries = LaunchConfig.for_queries(head_dim=head_dim, itemsize=2, machine=kind)
-        options = {"head_dim": head_dim, "window": window, "targets": targets}
-        cases.append(
-            aot_case(
-                _attention_bwd_keys, blocks={"BLOCK_N": keys.held, "BLOCK_M": keys.step}, num_warps=keys.num_warps,
-                num_stages=keys.num_stages, **options, max_stack_bytes=256 if kind is Machine.hopper else 0,
-                stack_reason="two accumulators stay in registers beside both score tiles: 18 words of a thread spill on "
-                "sm_90, 60 on sm_100",
-            )
-        )  # fmt: skip
-        cases.append(
-            aot_case(
-                _attention_bwd_queries, blocks={"BLOCK_M": queries.held, "BLOCK_N": queries.step},
-                num_warps=queries.num_warps, num_stages=queries.num_stages, **options,
-                max_stack_bytes=32 if window and kind is Machine.hopper else 0,
-                stack_reason="the window adds two loops whose masks live together: 8 words of a thread spill on sm_100",
-            )
-        )  # fmt: skip
-    return tuple(cases)
-
-
 AOT = (
-    aot_case(
-        _attention_delta, head_dim=128, blocks={"BLOCK_M": DELTA_ROWS}, num_warps=4, num_stages=1, vector_store_bytes=0
+    AotCase(
+        kernel=_attention_delta,
+        variant="D=128",
+        signature={"out_ptr": "*bf16", "d_out_ptr": "*bf16", "delta_ptr": "*fp32", "num_tokens": "i64"},
+        constexprs={"H": 32, "D": 128, "BLOCK_D": 128, "BLOCK_M": DELTA_ROWS},
+        divisible_by_16=("out_ptr", "d_out_ptr", "delta_ptr"),
+        max_registers=64,
+        vector_store_bytes=0,
+        vector_reason="writes one number per row of 128 that it reads",
     ),
-    *_backward_aot(head_dim=128),
-    *_backward_aot(head_dim=128, window=True),
-)
+    *(
+        case
+        for head_dim, window, varlen in (
+            (64, False, False), (128, False, False), (256, False, False), (128, True, False), (128, False, True),
+        )
+        for part, kernel in ((Part.keys, _attention_bwd_keys), (Part.queries, _attention_bwd_queries))
+        for case in aot_cases(part, kernel, head_dim=head_dim, window=window, varlen=varlen)
+    ),
+)  # fmt: skip

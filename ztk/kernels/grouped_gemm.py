@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import TARGETS_OF, Machine, machine
+from ztk.kernels._machine import TARGET_OF, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, compute_dtype
 from ztk.kernels.moe_combine import combine, random_routing
@@ -293,11 +293,11 @@ def _case(kernel, *, variant: str, constexprs: dict[str, object], **options) -> 
 
 def _product_aot() -> tuple[AotCase, ...]:
     cases = []
-    for kind, targets in TARGETS_OF.items():
+    for kind, target in TARGET_OF.items():
         config = LaunchConfig.for_product(itemsize=2, machine=kind)
         blocks = {"TOP_K": 8, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
         options = {
-            "targets": targets, "num_warps": config.num_warps, "num_stages": config.num_stages,
+            "targets": (target,), "num_warps": config.num_warps, "num_stages": config.num_stages,
             "matrix_instructions": True, "vector_store_bytes": 8 if kind is Machine.cdna else 16,
         }  # fmt: skip
         experts = {"E": 128, "BLOCK_E": 128}
