@@ -7,11 +7,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 from ztk.optim import OptimizerPolicy, ParameterGroup
 
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
 # What a group of a torch optimizer may hold besides, and the value with which it changes nothing.
 _MUST_BE = {"amsgrad": False, "maximize": False, "dampening": 0}
+# Classes by the optimizer of ztk that does the same; a class derived from one of them may do anything.
+_CLASSES: dict[type, str] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    **dict.fromkeys((FusedAdam, DeepSpeedCPUAdam), "adam"),
+    **dict.fromkeys((FusedLion, DeepSpeedCPULion), "lion"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +83,10 @@ def groups_of_client(
                 raise ValueError(f"optimizer: {key}={group[key]} is not offered by ztk; use {key}={value}")
     first = optimizer.param_groups[0]
     decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise ValueError(
+            "optimizer: decoupled_weight_decay differs between groups, and one Adam runs them all; make it equal"
+        )
     if name == "adam" and decoupled == {True}:
         name = "adamw"
     options = {key: _plain(first[key]) for key in ("lr", "weight_decay")}
@@ -81,7 +94,9 @@ def groups_of_client(
         momenta = [float(group["momentum"]) for group in optimizer.param_groups]
         options |= {"momentum": max(momenta), "nesterov": bool(first["nesterov"])}
     else:
-        options |= {"betas": tuple(map(float, first["betas"])), "eps": float(first["eps"])}
+        options["betas"] = tuple(map(float, first["betas"]))
+    if "eps" in first:
+        options["eps"] = float(first["eps"])
     policy = OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)
     return _trained(
         policy, model=model, groups=optimizer.param_groups, client=optimizer, defaults=dict(optimizer.defaults)
@@ -171,13 +186,13 @@ def _patterns(policy: OptimizerPolicy, *, groups: list[dict], names: list[list[s
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    names = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-    if type(optimizer) not in names:
+    if type(optimizer) not in _CLASSES:
         raise ValueError(
-            f"optimizer={type(optimizer).__name__}: ztk runs the update itself and knows torch.optim.AdamW, Adam and SGD; "
-            "use one of these, or name one in the configuration's section optimizer (AdamW, Adam, Lion, SGD)"
+            f"optimizer={type(optimizer).__name__}: ztk runs the update itself and knows torch.optim.AdamW, Adam and SGD, and "
+            "FusedAdam, DeepSpeedCPUAdam, FusedLion and DeepSpeedCPULion of deepspeed.ops; use one of these, or name one in the "
+            "configuration's section optimizer (AdamW, Adam, Lion, SGD)"
         )
-    return names[type(optimizer)]
+    return _CLASSES[type(optimizer)]
 
 
 def _list(params: object) -> list:

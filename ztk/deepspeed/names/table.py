@@ -8,7 +8,22 @@ ModuleNotFoundError.
 
 Row = str | dict[str, str]
 
-_STATES = "ztk.deepspeed.zero.states"
+_PARAMETER_STATES = {
+    "ztk.deepspeed.zero.states": (
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+        "safe_set_full_optimizer_state safe_update_full_grad_vectorized"
+    ),
+    "ztk.deepspeed.zero.local": (
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
+        "safe_set_local_grad safe_set_local_optimizer_state"
+    ),
+}
+_LEAF_MODULES = {
+    "ztk.deepspeed.leaf": (
+        "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+        "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+    ),
+}
 
 TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.arguments": "add_config_arguments init_distributed",
@@ -20,10 +35,8 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.device": "get_accelerator",
     "ztk.deepspeed.schedules": "VALID_LR_SCHEDULES",
     "ztk.deepspeed.version": "__version__ __version_major__ __version_minor__ __version_patch__",
-    _STATES: (
-        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
-        "safe_set_full_fp32_param safe_set_full_optimizer_state"
-    ),
+    "ztk.deepspeed.loader": "RepeatingLoader",
+    **_PARAMETER_STATES,
 }
 
 MODULES: dict[str, Row] = {
@@ -36,6 +49,9 @@ MODULES: dict[str, Row] = {
     "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
+    "deepspeed.ops": {},
+    "deepspeed.ops.adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "deepspeed.ops.lion": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
     "deepspeed.profiling.flops_profiler.profiler": {
@@ -48,6 +64,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
+    "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "RepeatingLoader"},
     "deepspeed.runtime.config": {"ztk.deepspeed.config": "DeepSpeedConfigError"},
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {
@@ -55,7 +72,10 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.runtime.utils": {"ztk.deepspeed.memory": "see_memory_usage"},
     "deepspeed.runtime.zero": {"ztk.deepspeed.zero": "*"},
-    "deepspeed.runtime.zero.partition_parameters": {"ztk.deepspeed.zero": "GatheredParameters"},
+    "deepspeed.runtime.zero.offload_config": {
+        "ztk.deepspeed.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
+    },
+    "deepspeed.runtime.zero.partition_parameters": "ztk.deepspeed.zero.partition_parameters",
     "deepspeed.runtime.zero.stage3": {
         "ztk.deepspeed.zero": (
             "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
@@ -67,7 +87,13 @@ MODULES: dict[str, Row] = {
         ),
     },
     # deepspeed.utils
-    "deepspeed.utils": {"ztk.deepspeed.log": "logger log_dist", _STATES: "*"},
+    "deepspeed.utils": {
+        "ztk.deepspeed.log": "logger log_dist",
+        "ztk.deepspeed.loader": "RepeatingLoader",
+        **_PARAMETER_STATES,
+        **_LEAF_MODULES,
+    },
     "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
-    "deepspeed.utils.tensor_fragment": {_STATES: "*"},
+    "deepspeed.utils.tensor_fragment": _PARAMETER_STATES,
+    "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
 }
