@@ -66,7 +66,6 @@ def test_all_faults_come_in_one_error():
     [
         ({"zero_optimization": {"stage": 2, "aio": {}}}, "at the top level"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 4}}, "was removed"),
-        ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5}}, "no effect at stage 2"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "not offered"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, "no effect"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, "must be one of"),
@@ -194,6 +193,11 @@ def test_what_nothing_hangs_on_is_told():
     config = {"stage": 2, "overlap_comm": False, "sub_group_size": 1e9, "contiguous_gradients": True}
     notes = parse(zero_optimization=config).notes
     assert len(notes) == 2 and "behind computation" in notes[0] and "sub_group_size" in notes[1]
+
+
+def test_sizes_of_stage_3_may_stay_when_the_stage_is_changed():
+    settings = parse(zero_optimization={"stage": 2, "stage3_max_live_parameters": 1e9})
+    assert settings.notes == ("zero_optimization.stage3_max_live_parameters: acts at stage 3; this is stage 2",)
 
 
 def test_old_flags_of_offloading():

@@ -68,6 +68,8 @@ ELSEWHERE = {
     "stage": "belongs into the section zero_optimization; move it there",
     "train_micro_batch_size": "there is no such key; did you mean train_micro_batch_size_per_gpu?",
     "lr": "belongs into optimizer.params; move it there",
+    "moe": "is no section of DeepSpeed's; say it where the layer is made: MoE(..., num_experts=, ep_size=)",
+    "moe_expert_parallel_size": "is no key of DeepSpeed's; say it where the layer is made: MoE(..., ep_size=)",
     "offload_optimizer": "belongs into the section zero_optimization; move it there",
     "offload_param": "belongs into the section zero_optimization; move it there",
 }
