@@ -77,6 +77,10 @@ def parallelize(
             "recompute.partition_inputs=true needs blocks whose input is the same on all tensor-parallel ranks; with "
             "topology.sequence_norms=true each has its own part already: leave partition_inputs out"
         )
+    if zero.secondary_shards not in (1, mesh.topology.near):
+        raise ValueError(
+            f"zero.secondary_shards={zero.secondary_shards}: arrange the process with Topology(near={zero.secondary_shards})"
+        )
     memory, clock, io = MemoryLedger(), PhaseClock(), IoCounters()
     step = flat_optimizer(optimizer)
     if accumulation_steps > 1 and precision.reduce_dtype is None:

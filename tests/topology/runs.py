@@ -17,6 +17,7 @@ from ztk.parallel import parallelize
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.runtime import Comm, Process, Tier, Topology
 from ztk.runtime.comm.transport import Alone
+from ztk.runtime.mesh import AXES
 from ztk.runtime.process import all_replicas
 from ztk.runtime.seed import generator
 from ztk.zero import ZeroPolicy
@@ -34,6 +35,7 @@ class Strategy:
     stage: int = 0
     offload: str = "none"
     dtype: str = "fp32"
+    zero: dict = field(default_factory=dict)  # of `ZeroPolicy`
     options: dict = field(default_factory=dict)  # of `parallelize`
 
 
@@ -74,7 +76,7 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
             dtype=DTYPES[strategy.dtype],
             loss_scale=LossScalePolicy(initial=2.0**17, window=4, hysteresis=1) if strategy.dtype == "fp16" else None,
         ),
-        zero=ZeroPolicy(stage=strategy.stage, bucket_size=3000),
+        zero=ZeroPolicy(stage=strategy.stage, bucket_size=3000, **strategy.zero),
         offload=OffloadPolicy(
             optimizer=strategy.offload,
             parameters=parameters,
@@ -108,7 +110,7 @@ def train(process: Process, *, strategy: Strategy, steps: int = 20, config: Deco
     for step in range(steps):
         losses.append(train_step(engine, step=step))
         norms.append(engine.read_metrics().grad_norm)
-    elements = {axis: dict(mesh.comm(axis).counters.elements) for axis in ("pp", "data", "sp", "tp", "ep")}
+    elements = {axis: dict(mesh.comm(axis).counters.elements) for axis in AXES}
     bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())
     for _, value in engine.zero.whole_parameters():
         bits.update(value.float().contiguous().numpy().tobytes())

@@ -20,11 +20,13 @@ _GROUPS = {
     "sp": "pp dp sp tp -> (pp dp tp) sp",
     "tp": "pp dp sp tp -> (pp dp sp) tp",
 }
-_EXPERT_GROUPS = {  # the same, from the data groups
+_DATA_GROUPS = {  # the same, from the data groups
     "ep": "rest (expert_data ep) -> (rest expert_data) ep",
     "expert_data": "rest (expert_data ep) -> (rest ep) expert_data",
+    "near": "rest (far near) -> (rest far) near",
+    "far": "rest (far near) -> (rest near) far",
 }
-AXES = (*_GROUPS, *_EXPERT_GROUPS)
+AXES = (*_GROUPS, *_DATA_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +34,18 @@ class Topology:
     """Degrees of parallelism; what they leave of the world is data parallelism.
 
     pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks that a layer's experts are spread
-    over; they are data-parallel ranks too, so this degree does not multiply the number of ranks.
+    over; they are data-parallel ranks too, so this degree does not multiply the number of ranks. near: neighbours among the data group
+    between whom wires are fast, see `ztk.zero.exchange`; 1: nobody's are.
     """
 
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
     expert: int = 1
+    near: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "sequence", "expert"):
+        for name in ("pipeline", "tensor", "sequence", "expert", "near"):
             if getattr(self, name) < 1:
                 raise ValueError(f"topology.{name}={getattr(self, name)}: must be 1 or more")
 
@@ -61,7 +65,12 @@ class Topology:
 
     def replicas(self, *, world_size: int) -> int:
         """Ranks along dp: how many different batches there are. Raises ValueError if the degrees do not fit the world."""
-        if world_size % self.model_ranks or (world_size // (self.pipeline * self.tensor)) % self.expert:
+        data = world_size // (self.pipeline * self.tensor)
+        if not data % self.expert and not world_size % self.model_ranks and data % self.near:
+            raise ValueError(
+                f"{data} data-parallel ranks cannot be cut into neighbourhoods of zero.secondary_shards={self.near}: use a divisor"
+            )
+        if world_size % self.model_ranks or data % self.expert:
             raise ValueError(
                 f"{world_size} ranks cannot be cut into topology.pipeline={self.pipeline} x topology.tensor={self.tensor} x "
                 f"topology.sequence={self.sequence} with topology.expert={self.expert}: use launch.ranks={self.min_ranks} or a "
@@ -70,14 +79,15 @@ class Topology:
         return world_size // self.model_ranks
 
     def groups(self, axis: str, *, world_size: int) -> list[tuple[int, ...]]:
-        """All groups of ranks along `axis` ("pp", "data", "sp", "tp", "ep", "expert_data"), each in order of the axis."""
+        """All groups of ranks along `axis` (one of AXES), each in order of the axis."""
         ranks = torch.arange(world_size).view(
             self.pipeline, self.replicas(world_size=world_size), self.sequence, self.tensor
         )
         if axis in _GROUPS:
             groups = rearrange(ranks, _GROUPS[axis])
         else:
-            groups = rearrange(rearrange(ranks, _GROUPS["data"]), _EXPERT_GROUPS[axis], ep=self.expert)
+            degree = {"ep": self.expert} if "ep" in _DATA_GROUPS[axis] else {"near": self.near}
+            groups = rearrange(rearrange(ranks, _GROUPS["data"]), _DATA_GROUPS[axis], **degree)
         return [tuple(group) for group in groups.tolist()]
 
     def replica(self, rank: int, *, world_size: int) -> int:
@@ -95,7 +105,7 @@ class Mesh:
         self._comms = comms
 
     def comm(self, axis: str) -> Comm:
-        """The collectives along "pp", "data", "sp", "tp", "ep" or "expert_data"."""
+        """The collectives along one of AXES."""
         return self._comms[axis]
 
     @property

@@ -60,20 +60,25 @@ class Process:
         topology.replicas(world_size=self.world_size)
         if topology == Topology():
             return replace(self, mesh=all_replicas(self.comm))
-        comms = {}
+        comms: dict[str, Comm] = {}
+        of_data = topology.groups("data", world_size=self.world_size)
         for axis in AXES:
             groups = topology.groups(axis, world_size=self.world_size)
-            comms[axis] = (
-                self.comm
-                if axis == "data" and len(groups) == 1
-                else connect_groups(
-                    groups,
-                    device=self.device,
-                    local_world_size=self.local_world_size,
-                    timeout_seconds=self.timeout_seconds,
-                )
-            )
+            if axis == "data" and len(groups) == 1:
+                comms[axis] = self.comm
+            elif axis in ("expert_data", "far") and groups == of_data:  # that axis is not cut
+                comms[axis] = comms["data"]
+            else:
+                comms[axis] = self._connect(groups)
         return replace(self, mesh=Mesh(topology, world=self.comm, comms=comms))
+
+    def _connect(self, groups: list[tuple[int, ...]]) -> Comm:
+        return connect_groups(
+            groups,
+            device=self.device,
+            local_world_size=self.local_world_size,
+            timeout_seconds=self.timeout_seconds,
+        )
 
     def stop(self) -> None:
         """Leaves in order: all ranks arrive, then connections close. After a failure do not call it: just exit."""
@@ -86,7 +91,7 @@ class Process:
 def all_replicas(comm: Comm) -> Mesh:
     """The mesh in which every rank is a data-parallel replica."""
     alone = Comm(Alone(), rank=0, size=1, device=comm.device)
-    whole = ("data", "expert_data")
+    whole = ("data", "expert_data", "far")
     return Mesh(Topology(), world=comm, comms={axis: comm if axis in whole else alone for axis in AXES})
 
 

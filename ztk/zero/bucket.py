@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ztk.runtime import Comm, Tier
 from ztk.zero.buffers import BufferPool
+from ztk.zero.exchange import Exchange
 from ztk.zero.layout import BucketLayout
 from ztk.zero.piece import Piece
 from ztk.zero.store import Pending, Store
@@ -47,6 +48,7 @@ class Bucket:
         layout: BucketLayout,
         parameters: list[nn.Parameter],
         comm: Comm,
+        exchange: Exchange,
         pool: BufferPool,
     ) -> None:
         self.traits, self.layout, self.parameters = traits, layout, parameters
@@ -57,6 +59,7 @@ class Bucket:
         self.full: Tensor | None = None  # [layout.size], the parameters
         self.gradient: Tensor | None = None  # [layout.size], the local gradient
         self.comm, self._pool = comm, pool  # among the ranks that share the shards
+        self.exchange = exchange  # how the shards travel
         self._work: Pending | None = None
         self._written = [False] * len(parameters)  # whose gradient is in `gradient`
         self._arrived: set[int] = set()  # whose gradient came in this backward
@@ -78,7 +81,7 @@ class Bucket:
         if self.state is not ParameterState.sharded:
             return
         self.full = self._pool.acquire(self.size, dtype=self.traits.dtype)
-        self._work = self.comm.all_gather(self.full, label=self.traits.name, after=_ShardFetch(self))
+        self._work = self.exchange.gather(self.full, label=self.traits.name, after=_ShardFetch(self))
         self.state = ParameterState.gathering
 
     def fetch_shard(self) -> list[Pending]:

@@ -16,6 +16,7 @@ from ztk.runtime.part import Part
 from ztk.zero.born import BornParameter, born_of, placeholder
 from ztk.zero.bucket import Bucket, BucketTraits
 from ztk.zero.buffers import BufferPool
+from ztk.zero.exchange import exchange_of
 from ztk.zero.gathering import Unit
 from ztk.zero.layout import BucketLayout, ParameterSpec, Placement
 from ztk.zero.piece import Piece, cut_shard
@@ -114,6 +115,7 @@ class Builder:
                 layout=layout,
                 parameters=[parameters[placement.name] for placement in layout.placements],
                 comm=comm,
+                exchange=exchange_of(bucket_plan.axis, policy=self.policy, mesh=self.mesh, ledger=self.ledger),
                 pool=self.pool,
             )
             bucket.parameter_store = self.stores.parameters
@@ -206,6 +208,7 @@ class Builder:
 
     def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         """Sets the master weights of a piece, fp32 [n], and the parameter that follows from them."""
+        bucket.exchange.forget()
         parameter = values.to(bucket.traits.dtype)
         if bucket.traits.shards_parameters:
             self.stores.parameters.put(piece.parameter, value=parameter).wait()

@@ -137,6 +137,10 @@ class GradientReduction:
             self._settle_order(self._completed)
             self._completed = None
 
+    def resident_buffers(self) -> list[Tensor]:
+        """The gradients that stay on the device whole, at stages 0 and 1."""
+        return list(self._resident.values())
+
     @property
     def has_unreduced(self) -> bool:
         """Backwards without `synchronise` have left gradients on this rank."""
@@ -196,7 +200,7 @@ class GradientReduction:
                 self._land(self._in_flight.popleft())
             local = bucket.forget_gradient()
             shard = self._landing_place(bucket, dtype=local.dtype)
-            work = bucket.comm.reduce_scatter(local, out=shard, label=label)
+            work = bucket.exchange.reduce_scatter(local, out=shard, label=label)
         flight = _InFlight(bucket=bucket, work=work, local=local, shard=shard, is_boundary=self.is_boundary)
         self._in_flight.append(flight)
         while len(self._in_flight) > MAX_IN_FLIGHT:

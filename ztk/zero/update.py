@@ -104,6 +104,8 @@ class ShardUpdate:
             if bool(control[0, Control.skip]):  # skip: nothing more is read from and nothing written to the medium
                 self.drop_ahead()
                 return
+        for bucket in (*self._at_once, *self._behind):
+            bucket.exchange.forget()
         self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
             return
