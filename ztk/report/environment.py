@@ -17,10 +17,10 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
     """The values of `env.json`: versions, commit, device, world size."""
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version(name) for name in _PACKAGES},
         "commit": _commit(),
         "device": device.type,
-        "device_name": _device_name(device),
+        "device_name": device_name(device),
         "world_size": world_size,
         "host": platform.node(),
         "platform": platform.platform(),
@@ -30,7 +30,8 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -58,9 +59,10 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """As it is sold."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.getdevice_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

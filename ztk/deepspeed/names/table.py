@@ -45,6 +45,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
     "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.comm",
+    "deepspeed.env_report": {"ztk.report.__main__": "main"},
     "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
