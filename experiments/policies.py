@@ -12,6 +12,7 @@ from ztk.config import Config
 from ztk.nn import DecoderConfig
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
+from ztk.pipeline import PipelinePolicy
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.report import ReportPolicy, TrackerPolicy
@@ -52,7 +53,13 @@ def offload_policy(config: Config) -> OffloadPolicy:
 
 
 def topology(config: Config) -> Topology:
-    return Topology(**_given(config.topology, without=("data", "sequence_norms")))
+    degrees = {name: getattr(config.topology, name) for name in ("pipeline", "tensor", "sequence", "expert")}
+    return Topology(**degrees)
+
+
+def pipeline_policy(config: Config) -> PipelinePolicy:
+    names = {field.name for field in fields(PipelinePolicy)}
+    return PipelinePolicy(**{name: value for name, value in _given(config.topology).items() if name in names})
 
 
 def tensor_policy(config: Config) -> TensorPolicy:

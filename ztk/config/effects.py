@@ -16,6 +16,7 @@ from ztk.config.schema import (
     LoggerMode,
     OffloadTier,
     OptimizerName,
+    PipelineSchedule,
     ParameterTier,
     RecomputeMode,
     SchedulerName,
@@ -100,6 +101,21 @@ EFFECTS = (
         keys=("topology.sequence_norms",),
         when=lambda c, m: c.topology.tensor > 1,
         only="topology=tp2 and others with topology.tensor above 1",
+    ),
+    Effect(
+        keys=_section("topology", "schedule", "partition"),
+        when=lambda c, m: c.topology.pipeline > 1,
+        only="topology=pp2 and others with topology.pipeline above 1",
+    ),
+    Effect(
+        keys=("topology.virtual_stages",),
+        when=lambda c, m: c.topology.pipeline > 1 and c.topology.schedule is PipelineSchedule.interleaved,
+        only="topology.schedule=interleaved and topology.pipeline above 1",
+    ),
+    Effect(
+        keys=("topology.max_local_gradients",),
+        when=lambda c, m: c.topology.pipeline > 1 and (c.zero.stage or 0) >= 2,
+        only="zero=stage2 or stage3 and topology.pipeline above 1",
     ),
     Effect(
         keys=_section("precision.loss_scale", "dynamic", "initial"),

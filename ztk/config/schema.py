@@ -36,6 +36,14 @@ class ParameterTier(StrEnum):
     nvme = "nvme"
 
 
+# In which order a pipeline's ranks treat micro-batches. Written so because 1f1b is no name that a class body can have.
+# gpipe: all forwards, then all backwards. 1f1b: a forward and a backward in turn, so that fewer micro-batches are alive. interleaved: 1f1b
+# over several stages per rank, a smaller bubble for more transfers. zero_bubble: 1f1b whose gradients of weights fill the bubble.
+PipelineSchedule = StrEnum(
+    "PipelineSchedule", [(name, name) for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
+)
+
+
 class RecomputeMode(StrEnum):
     """What the backward finds of a block."""
 
@@ -158,6 +166,10 @@ class TopologyConfig:
     sequence: int
     data: int | None  # batches at a time; None: as many as the ranks leave
     sequence_norms: bool | None
+    schedule: PipelineSchedule | None
+    virtual_stages: int | None
+    partition: str | None
+    max_local_gradients: int | None
 
 
 @dataclass(kw_only=True)
