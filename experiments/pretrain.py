@@ -21,6 +21,7 @@ from ztk.data import Batch, ByteCorpus, ByteTokenizer, SyntheticStream, TokenStr
 from ztk.engine import Engine
 from ztk.nn import Decoder, initial_values, sample_text
 from ztk.parallel import parallelize
+from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
 
@@ -67,8 +68,16 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         zero=policies.zero_policy(config),
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
+        pipeline=policies.pipeline_policy(config),
+        sample_batch=sample_batch(config, device=process.device),
         **common,
     )
+
+
+def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
+    """A micro-batch of the run's shape, for layers to be measured with."""
+    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=device)
+    return MicroBatch(args=(tokens, tokens))
 
 
 def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
@@ -129,23 +138,20 @@ def train(
 
 
 def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
-    """One optimizer step; returns this rank's mean loss over its micro-batches, on the device."""
-    losses = []
-    for _ in range(engine.accumulation_steps):
-        batch = on_device(stream.next_batch(), device=engine.process.device)
-        loss = engine(batch.tokens, batch.targets) * batch.weight
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
+    """One optimizer step; returns this replica's mean loss over its micro-batches, on the device."""
+    batches = (stream.next_batch() for _ in range(engine.accumulation_steps))
+    return engine.train_batch(micro_batch(batch, device=engine.process.device) for batch in batches)
 
 
 def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
-    """The mean loss over all ranks' batches, the same number on every rank."""
-    with engine.evaluating():
-        placed = (on_device(batch, device=engine.process.device) for batch in batches)
-        losses = torch.stack([engine(batch.tokens, batch.targets) * batch.weight for batch in placed])
-    return engine.comm.gather_scalars(losses.double(), label="validation loss").mean().item()
+    """The mean loss over all replicas' batches, the same number on every rank."""
+    loss = engine.eval_batch(micro_batch(batch, device=engine.process.device) for batch in batches)
+    return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
+
+
+def micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
+    placed = on_device(batch, device=device)
+    return MicroBatch(args=(placed.tokens, placed.targets), weight=batch.weight)
 
 
 def finish(

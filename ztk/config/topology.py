@@ -1,9 +1,10 @@
 """How the ranks are shared out among the axes of parallelism, and which models fit. The arithmetic of `ztk.runtime.mesh`, without torch."""
 
+import re
 from collections.abc import Iterator
 
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, TopologyConfig, ZeroEngine
+from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
 
 DEGREES = ("pipeline", "tensor", "sequence", "expert")
 
@@ -42,9 +43,6 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
     topology = config.topology
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # the ranges say so
-    for name in ("pipeline",):
-        if getattr(topology, name) != 1:
-            yield f"topology.{name}={getattr(topology, name)}: not in this version; use topology.{name}=1"
     if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
         yield (
             f"topology: zero={config.zero.engine.value} is there to compare with and data-parallel only; use topology=dp, or "
@@ -52,7 +50,16 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
         )
     yield from _rank_faults(config, given=given, machine=machine)
     yield from _model_faults(config)
+    near = config.zero.secondary_shards or 1
+    ranks = config.launch.ranks or machine.started_ranks or ranks_of(topology)
+    data = ranks // (topology.pipeline * topology.tensor)
+    if near > 1 and data % near:
+        yield (
+            f"zero.secondary_shards={near} does not divide the {data} data-parallel ranks: use zero.secondary_shards={data}, or "
+            f"launch.ranks={near * topology.pipeline * topology.tensor}"
+        )
     yield from _expert_faults(config)
+    yield from _pipeline_faults(config)
 
 
 def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
@@ -105,6 +112,41 @@ def _heads_of_ranks(config: Config) -> list[int]:
     model, parts = config.model, config.topology.tensor
     base, larger = divmod(model.kv_heads, parts)
     return [(base + (part < larger)) * (model.heads // model.kv_heads) for part in range(parts)]
+
+
+def _pipeline_faults(config: Config) -> Iterator[str]:
+    topology, micro_batches = config.topology, config.train.accumulation_steps
+    ranks = topology.pipeline
+    if ranks == 1:
+        return
+    interleaved = topology.schedule is PipelineSchedule.interleaved
+    if interleaved and micro_batches and micro_batches % ranks:
+        yield (
+            f"topology.schedule=interleaved runs micro-batches in rounds of one per stage: train.accumulation_steps={micro_batches} "
+            f"must be a multiple of topology.pipeline={ranks}; use train.accumulation_steps={-(-micro_batches // ranks) * ranks}"
+        )
+    if interleaved and topology.virtual_stages == 1:
+        yield "topology.virtual_stages=1: topology.schedule=interleaved needs 2 or more; use topology.schedule=1f1b"
+    stages = ranks * (topology.virtual_stages or 1 if interleaved else 1)
+    layers = config.model.layers + 2  # the embedding and the head count as one each
+    if stages > layers:
+        yield (
+            f"{stages} pipeline stages cannot be made of model.layers={config.model.layers}, embedding and head: use "
+            f"topology.pipeline={max(1, layers * ranks // stages)} or a model with more layers"
+        )
+    yield from _partition_faults(topology.partition)
+
+
+def _partition_faults(partition: str | None) -> Iterator[str]:
+    if partition is None or partition in ("uniform", "parameters", "profile"):
+        return
+    if not partition.startswith("type:"):
+        yield f"topology.partition={partition}: must be uniform, parameters, type:PATTERN or profile"
+        return
+    try:
+        re.compile(partition.removeprefix("type:"))
+    except re.error as error:
+        yield f"topology.partition={partition}: not a regular expression ({error})"
 
 
 def _expert_faults(config: Config) -> Iterator[str]:

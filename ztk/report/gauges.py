@@ -14,7 +14,7 @@ from ztk.runtime import MemoryLedger, PhaseClock, Tier
 Gather = Callable[[Tensor], Tensor]
 
 COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-PHASES = ("forward", "backward", "communication", "optimizer", "io")
+PHASES = ("forward", "backward", "bubble", "communication", "optimizer", "io")
 
 
 class _HasBytes(Protocol):
