@@ -111,6 +111,7 @@ def train(
     bucket_size: int = 3000,
     config: DecoderConfig = CONFIG,
     accumulation_steps: int = 1,
+    loss_scale: float = 2.0**17,
 ) -> Run:
     process = process.arrange(topology)
     mesh = process.mesh
@@ -121,7 +122,7 @@ def train(
         optimizer=OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5),
         precision=PrecisionPolicy(
             dtype=DTYPES[dtype],
-            loss_scale=LossScalePolicy(initial=2.0**17, window=4, hysteresis=1) if dtype == "fp16" else None,
+            loss_scale=LossScalePolicy(initial=loss_scale, window=4, hysteresis=1) if dtype == "fp16" else None,
         ),
         zero=ZeroPolicy(stage=stage, bucket_size=bucket_size),
         offload=OffloadPolicy(
