@@ -118,6 +118,17 @@ def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str
     return state
 
 
+def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:
+    """A copy of a state_dict, or of tensors nested in lists, tuples and dicts, whose tensors own just the memory they show."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone(memory_format=torch.contiguous_format).to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, dict):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+    return item
+
+
 def _check_tag(tag: str, *, comm, validation: str) -> None:
     """`checkpoint.tag_validation`: do all ranks name the same tag?"""
     if validation == "ignore":

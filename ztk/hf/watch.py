@@ -14,6 +14,7 @@ COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
     "accelerate.state": "ztk.hf.ranks",
     "transformers.modeling_utils": "ztk.hf.loading",
     "trl.models.utils": "ztk.hf.generation",
+    "trl.trainer.utils": "ztk.hf.head",
 }
 
 

@@ -51,6 +51,14 @@ KEYS: dict[str, Key] = {
     "managed_gradient_accumulation": fixed(
         True, why=f"{_NOT_YET}; engine.set_gradient_accumulation_boundary(bool) says where a step ends"
     ),
+    **dict.fromkeys(
+        (
+            "zero_optimization.reduce_bucket_size",
+            "zero_optimization.stage3_param_persistence_threshold",
+            "zero_optimization.stage3_prefetch_bucket_size",
+        ),
+        hint(anything, "TRL writes it so for its reference models; a key with a dot is not read, by DeepSpeed neither"),
+    ),
     "prescale_gradients": fixed(False, why=_NOT_YET),
     "gradient_predivide_factor": fixed(1, 1.0, why=_NOT_YET),
     "gradient_allreduce_op": fixed("mean", why=f"{_NOT_YET}; for a sum multiply the learning rate"),

@@ -29,7 +29,7 @@ _NODE = {
     "slurm": "$SLURMD_NODENAME",
 }
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO")  # variables that begin like this go with the run
-ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ def reach(
 
     options: of the launcher itself. prepare: a shell script that is sourced first, as of a virtual environment.
     """
-    exports = exported(os.environ, files=(Path.home() / ENVIRONMENT_FILE, Path(ENVIRONMENT_FILE)))
+    exports = exported(os.environ, files=(Path.home() / DEEPSPEED_ENVIRONMENT_NAME, Path(DEEPSPEED_ENVIRONMENT_NAME)))
     names = [host.name for host in plan.hosts]
     if launcher == "ssh":
         port = () if ssh_port is None else ("-p", str(ssh_port))
