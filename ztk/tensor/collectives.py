@@ -91,6 +91,29 @@ class ScatterOut(torch.autograd.Function):
         return gathered(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
 
 
+def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
+    """Ranks' parts of the last dimension, `sizes` of it, put together."""
+    padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - x.shape[-1]))
+    parts = padded.new_empty(comm.size, *padded.shape)
+    parts[comm.rank].copy_(padded)
+    comm.all_gather(parts.view(-1), label=label).wait()
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+
+class SplitLast(torch.autograd.Function):
+    """The own part of the last dimension of a tensor that every rank has; the backward puts the gradients' parts together."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
+        ctx.comm, ctx.sizes, ctx.label = comm, sizes, label
+        return x.split(sizes, dim=-1)[comm.rank]
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple:
+        label = f"gradient of {ctx.label}"
+        return gathered_last(d_out, comm=ctx.comm, sizes=ctx.sizes, label=label), None, None, None
+
+
 class GatherLast(torch.autograd.Function):
     """Ranks' parts of the last dimension, which may differ in size, put together; the gradient's own part goes back, for a result that every
     rank uses alike."""
@@ -98,11 +121,7 @@ class GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
         ctx.rank, ctx.sizes = comm.rank, sizes
-        padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - x.shape[-1]))
-        parts = padded.new_empty(comm.size, *padded.shape)
-        parts[comm.rank].copy_(padded)
-        comm.all_gather(parts.view(-1), label=label).wait()
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+        return gathered_last(x, comm=comm, sizes=sizes, label=label)
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple:

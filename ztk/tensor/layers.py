@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ztk.nn.linear import Linear, linear
 from ztk.runtime import Comm
-from ztk.tensor.collectives import CopyIn, GatherIn, GatherLast, ScatterOut, SumOut
+from ztk.tensor.collectives import CopyIn, GatherIn, GatherLast, ScatterOut, SplitLast, SumOut
 
 
 class TensorAxis:
@@ -98,6 +98,17 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
 
     module.forward = forward
     _set_size(module, name="in_features", dim=1)
+
+
+def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[int, ...]) -> None:
+    """Before a module whose inputs are cut: takes this rank's part of inputs that are whole."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(x: Tensor, *args, **kwargs) -> Tensor:
+        return original(SplitLast.apply(x, axis.comm, sizes, name), *args, **kwargs)
+
+    module.forward = forward
 
 
 def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: range) -> None:

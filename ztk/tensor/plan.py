@@ -18,6 +18,8 @@ class Style(Enum):
     vocabulary = "vocabulary"  # each rank knows some of the words; results are summed
     head = "head"  # as column; the outputs, logits, stay cut for the loss and are put together without one
     column_gathered = "column_gathered"  # as column, and the outputs are put together
+    row_split = "row_split"  # as row, from inputs that every rank has whole
+    partial = "partial"  # a copy on every rank, inside layers that are cut: each knows a part of its gradient
     loss = "loss"  # a module without weights that takes cut logits: see `ztk.tensor.loss`
 
 
@@ -109,6 +111,8 @@ _HUGGING_FACE = {
     "colwise_rep": Style.column_gathered,
     "colwise_gather_output": Style.column_gathered,
     "rowwise": Style.row,
+    "rowwise_split_input": Style.row_split,
+    "replicated_with_grad_allreduce": Style.partial,
     "embedding_rowwise": Style.vocabulary,
 }
 

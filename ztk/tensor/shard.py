@@ -54,7 +54,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     for name, rule in matched.items():
         if rule.style is Style.loss:
             _replace_loss(model, name=name, comm=comm, sizes=cutter.head_sizes)
-    parts, partial = dict(cutter.parts), set()
+    parts, partial = dict(cutter.parts), set(cutter.partial)
     for name, parameter in model.named_parameters():
         if name not in parts:
             _agree(parameter, comm=comm, name=name)
@@ -67,6 +67,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
 class _Cutter:
     def __init__(self, *, axis: TensorAxis, canonical: dict[nn.Parameter, str]) -> None:
         self.parts: dict[str, Part] = {}
+        self.partial: set[str] = set()
         self.head_sizes: tuple[int, ...] = ()
         self._axis, self._canonical = axis, canonical
         self._made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
@@ -74,11 +75,14 @@ class _Cutter:
     def cut(self, module: nn.Module, *, name: str, rule: TensorRule) -> None:
         """Replaces the module's parameters by this rank's part and its forward by one that talks."""
         comm, style = self._axis.comm, rule.style
+        if style is Style.partial:
+            self.partial.update(self._canonical[parameter] for parameter in module.parameters())
+            return
         if not isinstance(getattr(module, "weight", None), nn.Parameter) or module.weight.dim() != 2:
             raise ValueError(
                 f"tensor plan {name}={style.value}: {type(module).__name__} has no weight with two dimensions"
             )
-        dim = 1 if style is Style.row else 0
+        dim = 1 if style in (Style.row, Style.row_split) else 0
         size = module.weight.shape[dim]
         own = self._stretch(size, name=name, grain=rule.grain, part=comm.rank)
         sizes = tuple(len(self._stretch(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))
@@ -98,6 +102,9 @@ class _Cutter:
                 layers.cut_column_gathered(module, axis=self._axis, name=name, sizes=sizes)
             case Style.row:
                 layers.cut_row(module, axis=self._axis, name=name)
+            case Style.row_split:
+                layers.cut_row(module, axis=self._axis, name=name)
+                layers.split_input(module, axis=self._axis, name=name, sizes=sizes)
             case Style.vocabulary:
                 layers.cut_vocabulary(module, axis=self._axis, name=name, words=own)
 
