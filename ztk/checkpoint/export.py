@@ -179,8 +179,8 @@ def _small_state(manifest: Manifest) -> dict[str, object]:
     steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
     trained = [info.name for info in manifest.parameters if info.trainable]
     small: dict[str, object] = {f"optim.state.{name}.step": steps for name in trained}
-    if manifest.groups is not None:
-        small["optim.param_groups"] = torch_param_groups(manifest.groups, state_names=manifest.state_names)
+    if groups := torch_param_groups(manifest.groups or []):
+        small["optim.param_groups"] = groups
     return small
 
 

@@ -2,15 +2,18 @@
 
 from typing import Any
 
+import torch
+
 from ztk.checkpoint.subject import Subject
 from ztk.kernels import Hyper
 
 
 def gather_groups(engine: Subject) -> list[dict[str, Any]]:
-    """One dictionary per set of hyperparameters, with the names of its parameters under "params". A collective call.
+    """One dictionary per set of hyperparameters: by name, "options" of the optimizer, and "params", the parameters' names. Collective.
 
     Rates are those before the schedule's factor; they come from an fp32 table and are given to 7 digits.
     """
+    options = engine.zero.optimizer.options
     table = engine.control.hyper.tolist()
     own = {
         placement.name: {column.name: float(f"{table[placement.group][column]:.7g}") for column in Hyper}
@@ -24,19 +27,31 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
         for name, row in rank_rows.items():
             if name not in seen:
                 seen.add(name)
-                groups.setdefault(tuple(row.values()), {**row, "params": []})["params"].append(name)
+                groups.setdefault(tuple(row.values()), {**row, "options": options, "params": []})["params"].append(name)
     return list(groups.values())
 
 
-def torch_param_groups(groups: list[dict[str, Any]], *, state_names: list[str]) -> list[dict[str, Any]]:
-    """As `torch.optim.Optimizer.state_dict` has them, with names for parameters, as `get_optimizer_state_dict` gives them."""
+def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """As `get_optimizer_state_dict` gives them for torch's optimizer of the same kind; None for lion, which torch lacks."""
     made = []
     for group in groups:
-        common = {"params": group["params"], "lr": group["lr"], "weight_decay": group["weight_decay"]}
-        flags = dict.fromkeys(("maximize", "capturable", "differentiable"), False) | {"foreach": None, "fused": None}
-        if state_names == ["exp_avg", "exp_avg_sq"]:
-            own = {"betas": (group["beta1"], group["beta2"]), "eps": group["eps"], "amsgrad": False}
-        else:
-            own = {"momentum": group["momentum"], "dampening": 0.0, "nesterov": False}
-        made.append({**common, **own, **flags})
+        optimizer = _torch_optimizer(group)
+        if optimizer is None:
+            return None
+        (own,) = optimizer.state_dict()["param_groups"]  # with the flags of the torch that is installed
+        made.append(
+            {**own, "params": group["params"], "initial_lr": group["lr"]}
+        )  # initial_lr: what schedulers look for
     return made
+
+
+def _torch_optimizer(group: dict[str, Any]) -> torch.optim.Optimizer | None:
+    parameters, options = [torch.nn.Parameter(torch.zeros(1))], group["options"]
+    common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+    if "decoupled" in options:
+        kind = torch.optim.AdamW if options["decoupled"] else torch.optim.Adam
+        return kind(parameters, betas=(group["beta1"], group["beta2"]), eps=group["eps"], **common)
+    if "nesterov" in options or not group["beta1"]:  # SGD, with momentum or without
+        nesterov = bool(options.get("nesterov") and group["momentum"])
+        return torch.optim.SGD(parameters, momentum=group["momentum"], nesterov=nesterov, **common)
+    return None
