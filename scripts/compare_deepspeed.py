@@ -1,0 +1,232 @@
+"""The same script, seed and data under real DeepSpeed and under ztk, in fp32 at ZeRO stages 0 to 3: losses and speed side by side.
+
+    python scripts/compare_deepspeed.py --deepspeed-python PATH [--rounds 3] [--steps 12] [--ranks 2]
+
+PATH is an interpreter that can import deepspeed; ztk is not needed there. Both sides' ranks start once and then train in turn, the one that
+begins changing every round; one thread per rank. Seconds per step are medians over rounds, of the slowest rank. Exits with 1 if a loss of
+any step differs by more than 1e-5.
+Rows are appended to experiments/results/cpu/compare_deepspeed.jsonl.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RANK = Path(__file__).with_name("compare_rank.py")
+RESULTS = REPOSITORY / "experiments" / "results" / "cpu" / "compare_deepspeed.jsonl"
+TOLERANCE = 1e-5
+NAMES = ("DeepSpeed", "ztk")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One stage. Seconds per step; CPU seconds are the mean over ranks."""
+
+    stage: int
+    ranks: int
+    rounds: int
+    steps: int
+    parameters_width: int
+    parameters_layers: int
+    largest_difference: float
+    last_loss: float
+    deepspeed_wall_seconds: float
+    ztk_wall_seconds: float
+    deepspeed_cpu_seconds: float
+    ztk_cpu_seconds: float
+
+
+class Side:
+    """The ranks of one of the two, waiting for stages."""
+
+    def __init__(self, name: str, *, interpreter: str, ranks: int, shim: str | None) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        environment.pop("PYTHONPATH", None)
+        if shim is not None:
+            environment["PYTHONPATH"] = os.pathsep.join([shim, str(REPOSITORY)])
+        self._ranks = [
+            subprocess.Popen(
+                [interpreter, str(RANK)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                cwd=tempfile.gettempdir(),  # so that the repository is not on the path of the other interpreter
+            )
+            for rank in range(ranks)
+        ]
+        self.version = self._answers()[0]["version"]
+
+    def train(self, **task) -> list[dict]:
+        """The ranks' answers."""
+        for rank in self._ranks:
+            rank.stdin.write(json.dumps(task) + "\n")
+            rank.stdin.flush()
+        return self._answers()
+
+    def _answers(self) -> list[dict]:
+        lines = [rank.stdout.readline() for rank in self._ranks]
+        if not all(lines):
+            self._log.seek(0)
+            raise SystemExit(f"{self.name} failed:\n{self._log.read().decode(errors='replace')[-4000:]}")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.stdin.close()
+        for rank in self._ranks:
+            rank.wait()
+
+
+def main() -> None:
+    options = parse()
+    console = Console(width=140)
+    sides = start(options)
+    console.print(
+        f"DeepSpeed {sides[0].version}, ztk answering as {sides[1].version}, {options.ranks} gloo ranks, fp32"
+    )
+    measured: dict[tuple[str, int], list[list[dict]]] = {}
+    for number in range(options.rounds):
+        for stage in options.stages:
+            for side in sides if number % 2 == 0 else reversed(sides):
+                found = side.train(stage=stage, steps=options.steps, width=options.width, layers=options.layers)
+                measured.setdefault((side.name, stage), []).append(found)
+    for side in sides:
+        side.close()
+    rows = [summarise(stage, measured=measured, options=options) for stage in options.stages]
+    console.print(table(rows))
+    write(rows, versions={side.name: side.version for side in sides})
+    far = [row.stage for row in rows if not row.largest_difference <= TOLERANCE]
+    if far:
+        sys.exit(f"losses differ by more than {TOLERANCE} at stages {far}")
+
+
+def start(options: argparse.Namespace) -> list[Side]:
+    sys.path.insert(0, str(REPOSITORY))
+    from ztk.deepspeed.names import SHIM
+
+    interpreters = {"DeepSpeed": (options.deepspeed_python, None), "ztk": (sys.executable, str(SHIM))}
+    return [
+        Side(name, interpreter=interpreters[name][0], ranks=options.ranks, shim=interpreters[name][1]) for name in NAMES
+    ]
+
+
+def summarise(stage: int, *, measured: dict, options: argparse.Namespace) -> Row:
+    """Losses of every rank and step are compared, those of the first round with those of the first."""
+    theirs, ours = (measured[name, stage] for name in NAMES)
+    pairs = zip(theirs[0], ours[0], strict=True)
+    differences = [abs(a - b) for their, our in pairs for a, b in zip(their["losses"], our["losses"], strict=True)]
+
+    def wall(rounds: list[list[dict]]) -> float:
+        return statistics.median(max(rank["wall_seconds"] for rank in ranks) for ranks in rounds)
+
+    def cpu(rounds: list[list[dict]]) -> float:
+        return statistics.median(statistics.mean(rank["cpu_seconds"] for rank in ranks) for ranks in rounds)
+
+    return Row(
+        stage=stage,
+        ranks=options.ranks,
+        rounds=options.rounds,
+        steps=options.steps,
+        parameters_width=options.width,
+        parameters_layers=options.layers,
+        largest_difference=max(differences),
+        last_loss=ours[0][0]["losses"][-1],
+        deepspeed_wall_seconds=wall(theirs),
+        ztk_wall_seconds=wall(ours),
+        deepspeed_cpu_seconds=cpu(theirs),
+        ztk_cpu_seconds=cpu(ours),
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(title="seconds per step (medians), and how much faster ztk is")
+    for heading in (
+        "stage",
+        "largest loss difference",
+        "last loss",
+        "DeepSpeed",
+        "ztk",
+        "ratio",
+        "CPU DeepSpeed",
+        "CPU ztk",
+        "ratio",
+    ):
+        made.add_column(heading, justify="right")
+    for row in rows:
+        made.add_row(
+            str(row.stage),
+            f"{row.largest_difference:.1e}",
+            f"{row.last_loss:.6f}",
+            f"{row.deepspeed_wall_seconds:.4f}",
+            f"{row.ztk_wall_seconds:.4f}",
+            f"{row.deepspeed_wall_seconds / row.ztk_wall_seconds:.2f}",
+            f"{row.deepspeed_cpu_seconds:.4f}",
+            f"{row.ztk_cpu_seconds:.4f}",
+            f"{row.deepspeed_cpu_seconds / row.ztk_cpu_seconds:.2f}",
+        )
+    return made
+
+
+def write(rows: list[Row], *, versions: dict[str, str]) -> None:
+    """One JSON object per row."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    where = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.machine()} {os.cpu_count()} cores",
+        "deepspeed": versions["DeepSpeed"],
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    with RESULTS.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({**where, **asdict(row)}) + "\n")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--deepspeed-python", metavar="PATH", required=True, help="an interpreter that can import deepspeed"
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--width", type=int, default=256, help="of the model")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
