@@ -86,7 +86,7 @@ def test_all_faults_come_in_one_error():
         ({"gradient_allreduce_op": "sum"}, "not offered"),
         ({"train_micro_batch_size_per_gpu": 3}, "would fit"),
         ({"train_batch_size": "auto"}, "Hugging Face"),
-        ({"wandb": {"enabled": True}}, "not offered"),
+        ({"comet": {"enabled": True}}, "not offered"),
         ({"tensor_parallel": {"autotp_size": 2}}, "not offered"),
         ({"flops_profiler": True}, "must be an object"),
     ],

@@ -97,7 +97,9 @@ class Session:
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one"])
         sweep = "-m" in flags or "--multirun" in flags
-        sys.argv[1:] = flags + door.parse_arguments(overrides, folders=folders, sweep=sweep)
+        expanded = door.expand_ds_config(overrides, machine=self._machine())
+        self._say(*(f"ds_config: {note}" for note in expanded.notes))
+        sys.argv[1:] = flags + door.parse_arguments(expanded.words, folders=folders, sweep=sweep)
 
     def _machine(self) -> Machine:
         if self._external is None:
@@ -153,7 +155,7 @@ class Session:
 
     def _say(self, *lines: str) -> None:
         if self._external is None or self._external.rank == 0:
-            print(*(f"ztk: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+            print("".join(f"ztk: {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
     def _print_jobs(self) -> None:
         if self._sweeping and self._jobs:

@@ -3,6 +3,7 @@
 from ztk.config.arguments import extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
+from ztk.config.ds_config import expand_ds_config
 from ztk.config.machine import Machine
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
@@ -13,6 +14,7 @@ __all__ = [
     "Machine",
     "compose",
     "conf_dir",
+    "expand_ds_config",
     "extra_folders",
     "from_yaml",
     "load",

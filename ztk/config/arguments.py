@@ -10,6 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.keys import expected, holds_int, leaf_types, section_of
 from ztk.config.rules import ConfigError
 from ztk.config.suggest import did_you_mean, near_keys, near_options
@@ -120,7 +121,7 @@ def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
             yield f"{override}: write its keys one by one, {key}.KEY=value"
     else:
         plus = " and + cannot add one" if "+" in sign else ""
-        yield f"{key}: there is no such key{plus}{did_you_mean(near_keys(key, keys=[*known, *options]))}"
+        yield f"{key}: there is no such key{plus}{did_you_mean(near_keys(key, keys=[*known, *options, DS_CONFIG]))}"
 
 
 def _group_faults(

@@ -15,6 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.arguments import parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
+from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import device_of, settle_parameter_tier, silence_idle
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
@@ -38,7 +39,8 @@ def conf_dir() -> str:
 
 def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None) -> Config:
     """The run that `python run.py OVERRIDES...` would start, without starting it. Raises ConfigError."""
-    arguments = parse_arguments(list(overrides), folders=[conf_dir()])
+    machine = machine or Machine.here()
+    arguments = parse_arguments(expand_ds_config(list(overrides), machine=machine).words, folders=[conf_dir()])
     folder = str(Path(output_dir).absolute())
     try:
         with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -47,7 +49,7 @@ def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | N
         raise refusal(error) from None
     with open_dict(choices):
         options = choices.pop("hydra").runtime.choices
-    return to_config(choices, overrides=arguments, options=options, machine=machine or Machine.here())
+    return to_config(choices, overrides=arguments, options=options, machine=machine)
 
 
 def refusal(error: HydraException) -> ConfigError:

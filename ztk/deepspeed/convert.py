@@ -30,12 +30,20 @@ class Overrides:
         self.words += [f"{key.replace('__', '.')}={_word(value)}" for key, value in pairs.items()]
 
 
-def to_overrides(settings: Settings, *, ranks: int | None = None) -> Overrides:
-    """The run that `settings` describes, but for model, data and length."""
+def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_batch: bool = False) -> Overrides:
+    """The run that `settings` describes, but for model, data and length.
+
+    keeps_global_batch: a given train_batch_size holds on any number of ranks; else the number of micro-batches per step does.
+    """
     out = Overrides(notes=[*settings.notes])
     if ranks is not None:
         out.add(launch__ranks=ranks)
-    out.add(train__micro_batch_size=settings.batch.micro, train__accumulation_steps=settings.batch.accumulation)
+    out.add(train__micro_batch_size=settings.batch.micro)
+    if keeps_global_batch and "train_batch_size" in settings.given:
+        out.add(train__global_batch_size=settings.batch.train)
+    else:
+        out.add(train__accumulation_steps=settings.batch.accumulation)
+    _unsaid(settings, out=out)
     _zero(settings, out=out)
     _offload(settings, out=out)
     _precision(settings, out=out)
@@ -44,9 +52,36 @@ def to_overrides(settings: Settings, *, ranks: int | None = None) -> Overrides:
     return out
 
 
+def _unsaid(settings: Settings, *, out: Overrides) -> None:
+    """What run.py does by other means, or not at all."""
+    watching, record = settings.watching, "run.py writes every step to metrics.jsonl and to wandb (logger=online)"
+    reasons = {
+        "tensorboard": (watching.monitors.tensorboard, record),
+        "csv_monitor": (watching.monitors.csv_monitor, record),
+        "wandb": (watching.monitors.wandb, record),
+        "flops_profiler": (watching.flops, "run.py does not count operations"),
+        "comms_logger": (watching.comms, "run.py writes the bytes of every kind of collective for every step"),
+        "wall_clock_breakdown": (
+            settings.wall_clock_breakdown,
+            "run.py writes the seconds of every phase for every step",
+        ),
+        "memory_breakdown": (settings.memory_breakdown, "run.py writes the bytes per tier for every step"),
+        "steps_per_print": (settings.steps_per_print, "train.log_every is the interval of rows"),
+        "dump_state": (settings.dump_state, "run.py writes config.yaml"),
+        "dataloader_drop_last": (settings.drop_last, "run.py's batches are always whole"),
+        "activation_checkpointing": (
+            settings.activation_checkpointing,
+            "choose recompute=full or another for run.py's models",
+        ),
+    }
+    out.notes += [f"{key}: {reason}" for key, (value, reason) in reasons.items() if value]
+
+
 def _zero(settings: Settings, *, out: Overrides) -> None:
     zero = settings.zero
     out.add(zero=f"stage{zero.stage}", zero__bucket_size=zero.bucket_size)
+    if zero.quantized_gradients:
+        out.add(zero__quantized_gradients=True)
     if zero.stage == 3:
         out.add(
             zero__prefetch_bucket_size=zero.prefetch_bucket_size,
@@ -54,6 +89,10 @@ def _zero(settings: Settings, *, out: Overrides) -> None:
             zero__max_reuse_distance=zero.max_reuse_distance,
             zero__param_persistence_threshold=zero.param_persistence_threshold,
         )
+        if zero.quantized_weights:
+            out.add(zero__quantized_weights=True)
+        if zero.secondary_shards > 1:
+            out.add(zero__secondary_shards=zero.secondary_shards)
 
 
 def _offload(settings: Settings, *, out: Overrides) -> None:
@@ -202,6 +241,12 @@ def to_ds_config(config: Mapping) -> dict:
             "stage3_max_reuse_distance": zero["max_reuse_distance"],
             "stage3_param_persistence_threshold": zero["param_persistence_threshold"],
         }
+    names = {
+        "quantized_weights": "zero_quantized_weights",
+        "quantized_gradients": "zero_quantized_gradients",
+        "secondary_shards": "zero_hpz_partition_size",
+    }
+    made["zero_optimization"] |= {theirs: zero[ours] for ours, theirs in names.items() if zero.get(ours)}
     offload = config["offload"]
     for key, place in (("offload_optimizer", offload["optimizer"]), ("offload_param", offload["parameters"])):
         if place not in ("none", "auto"):

@@ -10,7 +10,7 @@ from ztk.deepspeed import checkpoints, owners
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.getters import Getters
 from ztk.deepspeed.optimizer import ShardedOptimizer
-from ztk.deepspeed.report import StepReport
+from ztk.deepspeed.watch.watcher import Watcher
 from ztk.engine import Engine
 from ztk.kernels import State
 
@@ -46,7 +46,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._in_no_sync = False
         self._step_applied = False
         self._closed = False
-        self._report = StepReport(engine, settings=settings)
+        self._watcher = Watcher(self)
 
     def __getattr__(self, name: str) -> object:
         try:
@@ -62,7 +62,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         """The module's forward. With fp16 floating-point inputs are cast, unless `fp16.auto_cast` is false."""
         if self.settings.casts_inputs:
             args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
-        output = self.engine(*args, **kwargs)
+        with self._watcher.forward():
+            output = self.engine(*args, **kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._announce()  # for scripts that call loss.backward() themselves
         return output
@@ -77,7 +78,8 @@ class DeepSpeedEngine(Getters, nn.Module):
             raise ValueError("backward(loss): must be a scalar tensor that the model's parameters led to")
         steps = self.settings.batch.accumulation
         self._announce()
-        self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph)
+        with self._watcher.backward(loss):
+            self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph)
         return loss / steps if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -95,8 +97,12 @@ class DeepSpeedEngine(Getters, nn.Module):
         if self._in_no_sync:
             raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; call it after the block")
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
-            self._take_model_step(lr_kwargs or {})
+        is_boundary = self.is_gradient_accumulation_boundary()
+        with self._watcher.step():
+            if is_boundary:
+                self._take_model_step(lr_kwargs or {})
+        if is_boundary:
+            self._watcher.after_step()
         self.micro_steps += 1
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
@@ -108,7 +114,6 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._step_applied = not self.optimizer.overflow
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._report.after_step(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -223,6 +228,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         if not self._closed:
             self._closed = True
             owners.forget(self.engine)
+            self._watcher.close()
             self.engine.close()
 
 

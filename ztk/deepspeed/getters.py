@@ -2,6 +2,9 @@
 
 import torch
 
+from ztk.deepspeed.watch.flops import FlopsProfiler
+from ztk.deepspeed.watch.monitors import MonitorMaster
+
 
 class Getters:
     """Mixed into the engine, which has `settings`, `engine`, `optimizer`."""
@@ -102,6 +105,28 @@ class Getters:
 
     def memory_breakdown(self) -> bool:
         return self.settings.memory_breakdown
+
+    def dump_state(self) -> bool:
+        return self.settings.dump_state
+
+    def flops_profiler_enabled(self) -> bool:
+        return self.settings.watching.flops is not None
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of fwd, bwd and step, of the last step; with `_microstep` of the last micro-batch. Empty unless measured."""
+        clock = self._watcher.clock
+        if clock is None:
+            return {}
+        return {**clock.step, **{f"{name}_microstep": spent for name, spent in clock.micro.items()}}
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """The monitors of the configuration; scripts write events of their own to them."""
+        return self._watcher.monitor
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        return self._watcher.flops
 
     def dataloader_drop_last(self) -> bool:
         return self.settings.drop_last

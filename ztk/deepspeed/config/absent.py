@@ -5,21 +5,12 @@ A section that is switched off is accepted, with its keys checked: a misspelt ke
 
 from ztk.deepspeed.config.keys import Findings, boolean, did_you_mean, fixed, hint, one_of, read_section, shown, takes
 
-_MONITOR = ("enabled", "output_path", "job_name")
 # Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
 SECTIONS = {
-    "tensorboard": _MONITOR,
-    "csv_monitor": _MONITOR,
-    "wandb": ("enabled", "group", "team", "project"),
     "comet": (
         *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
         *("experiment_key", "online", "mode"),
     ),
-    "flops_profiler": (
-        *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
-        "output_file",
-    ),
-    "comms_logger": ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
     "expert_parallel": (
         *("enabled", "autoep_size", "expert_tensor_parallel_size", "validate_folding_routing", "async_split_plan"),
         *("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "use_grouped_mm", "route_norm"),
@@ -60,10 +51,7 @@ SECTIONS = {
     "datastates_ckpt": ("host_cache_size",),
 }
 _INSTEAD = {
-    "wandb": "log from the script",
-    "tensorboard": "log from the script",
-    "csv_monitor": "log from the script",
-    "flops_profiler": "use torch.utils.flop_counter",
+    "comet": "use wandb, tensorboard or csv_monitor",
     "compile": "compile the model with torch.compile before",
 }
 REMOVED = (

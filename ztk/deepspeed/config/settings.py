@@ -13,6 +13,7 @@ from ztk.deepspeed.config.precision import Precision
 from ztk.deepspeed.config.scheduler import ScheduleChoice, read_scheduler
 from ztk.deepspeed.config.source import read_source
 from ztk.deepspeed.config.top import ELSEWHERE, KEYS
+from ztk.deepspeed.config.watching import Watching, read_watching
 from ztk.deepspeed.config.zero import Zero
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
@@ -45,6 +46,8 @@ class Settings:
     steps_per_print: int | None
     wall_clock_breakdown: bool
     memory_breakdown: bool
+    dump_state: bool
+    watching: Watching
     drop_last: bool
     log_level: str | None
     tag_validation: str
@@ -66,6 +69,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     optimizer = read_optimizer(given.get("optimizer"), clip=clip, findings=findings)
     schedule = read_scheduler(given.get("scheduler"), findings=findings)
     activations = read_activation_checkpointing(given.get("activation_checkpointing"), findings=findings)
+    watching = read_watching(given, findings=findings)
     tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
     check_absent(given, findings=findings)
     if findings.faults:
@@ -88,6 +92,8 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         steps_per_print=top.get("steps_per_print"),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
         memory_breakdown=top.get("memory_breakdown", False),
+        dump_state=top.get("dump_state", False),
+        watching=watching,
         drop_last=top.get("dataloader_drop_last", False),
         log_level=top.get("log_level"),
         tag_validation=tag_validation,

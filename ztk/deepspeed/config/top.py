@@ -2,7 +2,7 @@
 
 import math
 
-from ztk.deepspeed.config import absent, batch
+from ztk.deepspeed.config import absent, batch, watching
 from ztk.deepspeed.config.keys import (
     Key,
     anything,
@@ -34,6 +34,7 @@ def _steps(value: object) -> int | None:
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
     *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", *absent.SECTIONS),
+    *watching.SECTIONS,
 )
 KEYS: dict[str, Key] = {
     **{name: takes(anything) for name in _SECTIONS},
@@ -47,7 +48,6 @@ KEYS: dict[str, Key] = {
     "log_level": takes(optional(one_of(*LEVELS))),
     "zero_allow_untested_optimizer": hint(boolean, "every optimizer that ztk offers is tested with every stage"),
     "zero_force_ds_cpu_optimizer": hint(boolean, "there is one optimizer, for every place"),
-    "timers": hint(anything, "seconds per phase are always taken; wall_clock_breakdown prints them"),
     "managed_gradient_accumulation": fixed(
         True, why=f"{_NOT_YET}; engine.set_gradient_accumulation_boundary(bool) says where a step ends"
     ),
@@ -67,7 +67,7 @@ KEYS: dict[str, Key] = {
     "data_parallel_size": fixed(None, why="is the number of ranks that were started; leave it out"),
     "disable_allgather": fixed(False, why=_NOT_YET),
     "disable_python_gc": fixed(False, why=_NOT_YET),
-    "dump_state": fixed(False, why=f"{_NOT_YET}; engine.config is the configuration"),
+    "dump_state": takes(boolean),
     "vocabulary_size": fixed(None, why=_NOT_YET),
     "use_data_before_expert_parallelism": fixed(False, why=_NOT_YET),
 }

@@ -1,0 +1,124 @@
+"""The FLOPs profiler counts what DeepSpeed's counts, and prints it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ztk.deepspeed.watch.flops import FlopsProfiler, get_model_profile
+from ztk.deepspeed.watch.flops_text import duration_to_string, flops_to_string, number_to_string, params_to_string
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).view(4, 16, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 16, 32))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(50, 32), nn.ModuleList([Block(), Block()])
+        self.conv, self.head = nn.Conv1d(32, 8, 3), nn.Linear(32, 50)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.softmax(self.head(x), -1), F.relu(self.conv(x.transpose(1, 2)))
+
+
+TOKENS = torch.zeros(4, 16, dtype=torch.long)
+# Recorded from DeepSpeed 0.19.8's get_model_profile of the same model and input.
+DEEPSPEED = {"flops": 3_739_648, "macs": 1_849_344, "params": 29_306}
+
+
+def test_figures_are_deepspeeds():
+    """Products are the same to the last one; of the rest ours has the residual additions (8192) and not the bias of the convolution (448)."""
+    flops, macs, params = get_model_profile(Model(), args=[TOKENS], as_string=False, print_profile=False)
+    assert (macs, params) == (DEEPSPEED["macs"], DEEPSPEED["params"])
+    assert flops == DEEPSPEED["flops"] + 8192 - 448
+    with torch.inference_mode():
+        again = get_model_profile(Model(), kwargs={"tokens": TOKENS}, as_string=False, print_profile=False)
+    assert again == (flops, macs, params)
+    assert get_model_profile(nn.Linear(4, 2), input_shape=(3, 4), print_profile=False) == ("48 ", "24 MACs", "10")
+
+
+def test_what_it_is_called_with_must_be_said():
+    with pytest.raises(ValueError, match="give one of them"):
+        get_model_profile(nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="forward or generate"):
+        get_model_profile(nn.Linear(4, 2), input_shape=(1, 4), mode="train")
+
+
+def test_a_backward_is_not_counted_and_nothing_is_left_behind():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.ones(2, 8)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(x).sum().backward()
+    profiler.stop_profile()
+    model(x)
+    assert profiler.get_total_macs() == 2 * 8 * 8 + 2 * 8
+    assert profiler.get_total_flops() == 2 * profiler.get_total_macs() + 2 * 8  # and the ReLU
+    assert profiler.of(model[0]).macs == 128 and profiler.of(model[1]).flops == 16
+    assert 0 < profiler.of(model[0]).seconds < profiler.get_total_duration()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    profiler.end_profile()
+    assert profiler.get_total_flops() == 0 and not profiler.started
+
+
+def test_a_forward_that_raises_is_survived():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 4))
+    model[0](torch.ones(1, 4))
+    profiler.stop_profile()
+    assert profiler.get_total_macs() == 2 * 16 + 0  # two forwards of the first; the second never multiplied
+
+
+def test_ignored_classes_count_with_the_module_above():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignore_list=[nn.Linear])
+    model(torch.ones(1, 4))
+    profiler.stop_profile()
+    assert profiler.of(model[0]).macs == 0 and profiler.get_total_macs() == 32
+
+
+def test_the_profile_reads_as_deepspeeds(tmp_path, capsys):
+    path = tmp_path / "new" / "profile.txt"
+    get_model_profile(Model(), args=[TOKENS], module_depth=1, top_modules=2, output_file=str(path))
+    assert capsys.readouterr().out == ""
+    text = path.read_text()
+    rows = {line[:70].strip(): line[72:].strip() for line in text.splitlines() if len(line) > 72}
+    assert rows["fwd MACs per GPU:"] == "1.85 MMACs" and rows["params per GPU:"] == "29.31 K"
+    assert "depth 1:" in text and "depth 2:" not in text
+    assert "    params      - {'ModuleList': '25.28 K', 'Linear': '1.65 K'}" in text
+    assert "      (up): Linear(4.22 K = 14.41% Params, 262.14 KMACs = 14.17% MACs, " in text
+    get_model_profile(Model(), args=[TOKENS], detailed=False)
+    out = capsys.readouterr().out
+    assert "DeepSpeed Flops Profiler" in out and "(up): Linear" not in out
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (number_to_string(1536), "1.54 K"),
+        (number_to_string(0), "0 "),
+        (number_to_string(2.5e12, units="G"), "2500 G"),
+        (flops_to_string(3e9), "3 GFLOPS"),
+        (params_to_string(7e9), "7 B"),
+        (duration_to_string(0.0123), "12.3 ms"),
+        (duration_to_string(4.2e-5), "42 us"),
+    ],
+)
+def test_numbers_as_texts(made, expected):
+    assert made == expected

@@ -1,0 +1,56 @@
+"""`ds_config=FILE` on the command line: a DeepSpeed configuration as the overrides that say the same.
+
+What else is on the line stays and wins. What the file says and run.py has no word for is told, what DeepSpeed's door refuses is
+refused here, too, key by key.
+"""
+
+from dataclasses import dataclass
+
+from ztk.config.machine import Machine
+from ztk.config.rules import ConfigError
+
+KEY = "ds_config"
+_RANKS_WITHOUT_GPU = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expanded:
+    """words: the overrides without `ds_config`. notes: keys of the file that change nothing in such a run."""
+
+    words: list[str]
+    notes: tuple[str, ...] = ()
+
+
+def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
+    """Raises ConfigError with every key that is refused, and for more than one file."""
+    given = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == KEY]
+    if not given:
+        return Expanded(words=overrides)
+    if len(given) > 1 or "," in given[0]:
+        raise ConfigError([f"{KEY}={','.join(given)}: one file for one run; start run.py once for every file"])
+    from ztk.deepspeed.config import DeepSpeedConfigError, parse_config  # brings torch, which only these runs need here
+    from ztk.deepspeed.convert import to_overrides
+
+    others = [word for word in overrides if word.partition("=")[0] != KEY]
+    try:
+        settings = parse_config(given[0], world_size=_ranks(others, machine=machine))
+    except DeepSpeedConfigError as error:
+        raise ConfigError([f"{KEY}={given[0]}: {fault}" for fault in error.faults]) from None
+    made = to_overrides(settings, keeps_global_batch=True)
+    chosen = {word.partition("=")[0].lstrip("+~") for word in others}
+    kept = [word for word in made.words if not _is_said(word, chosen=chosen)]
+    return Expanded(words=[*kept, *others], notes=tuple(made.notes))
+
+
+def _is_said(word: str, *, chosen: set[str]) -> bool:
+    """The key itself is given, or the option of its group."""
+    key = word.partition("=")[0]
+    return key in chosen or key.partition(".")[0] in chosen
+
+
+def _ranks(overrides: list[str], *, machine: Machine) -> int:
+    """As many as the run will have, as far as the line says; the global batch is kept whatever it is."""
+    values = dict(word.partition("=")[::2] for word in overrides)
+    named = values.get("launch.ranks", "")
+    gpus = 0 if values.get("launch.device") == "cpu" else machine.gpus
+    return int(named) if named.isdigit() and int(named) else machine.started_ranks or gpus or _RANKS_WITHOUT_GPU
