@@ -41,7 +41,8 @@ def solve_batch(values: dict, *, world_size: int, findings: Findings) -> BatchSi
     if not micro or not accumulation or train != micro * accumulation * world_size:
         unit = world_size * (values.get("train_micro_batch_size_per_gpu") or 1)
         unit *= values.get("gradient_accumulation_steps") or 1
-        near = max(unit, round(train / unit) * unit)
+        all_given = all(name in values for name in KEYS)
+        near = unit if all_given else max(unit, round(train / unit) * unit)
         findings.faults.append(
             f"{given} on {world_size} rank{'s' if world_size > 1 else ''}: train_batch_size must be "
             f"train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks; train_batch_size={near} would fit"
