@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,18 +44,46 @@ def assert_all_stopped(folder: Path) -> None:
         assert not Path("/proc", file.read_text()).exists(), f"{file.name} still runs"
 
 
+class RankWatch:
+    """When each rank's process ended, seconds since 1970, by the name of the file that it left its number in."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.ended: dict[str, float] = {}
+        self._cwd, self._over = cwd, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        files: dict[str, Path] = {}
+        while not self._over.wait(0.02):
+            if len(files) < 2:
+                files |= {file.name: file for file in self._cwd.rglob("pid*") if file.stat().st_size}
+            for name, file in files.items():
+                if name not in self.ended and not Path("/proc", file.read_text()).exists():
+                    self.ended[name] = time.time()
+
+    def __enter__(self) -> "RankWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
 @pytest.mark.parametrize(
     "where, count", [("forward", 4), ("backward", 9), ("optimizer", 9), ("checkpoint", 3)], ids=lambda value: str(value)
 )
 def test_a_killed_rank_stops_the_run_and_is_named(tmp_path, where, count):
     fault = {"rank": 1, "where": where, "count": count, "how": "kill"}
-    done = run(*NVME, "train.steps=500", "checkpoint.every=2", cwd=tmp_path, fault=fault)
+    with RankWatch(tmp_path) as ranks:
+        done = run(*NVME, "train.steps=500", "checkpoint.every=2", cwd=tmp_path, fault=fault)
     ended = time.time()
     folder = folder_of(tmp_path)
     assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL" in done.stderr
-    took = ended - float((folder / "struck").read_text())
-    assert took < 7  # 5 s at most to stop the others; then the starting process prints and ends
+    struck = float((folder / "struck").read_text())
+    assert len(ranks.ended) == 2 and max(ranks.ended.values()) - struck < 5
+    assert ended - struck < 7  # then the starting process prints and ends
     assert summary_of(tmp_path)["status"] == "failed" and "SIGKILL" in summary_of(tmp_path)["error"]
     assert_all_stopped(folder)
     for line in (folder / "metrics.jsonl").read_text().splitlines():
