@@ -52,7 +52,7 @@ def groups_of_config(policy: OptimizerPolicy, *, model: nn.Module, model_paramet
         raise ValueError("model_parameters is empty; an iterator that was used before is, too: pass model.parameters()")
     if not isinstance(given[0], Mapping):
         given = [{"params": given}]
-    groups = [{**defaults, **group, "params": _list(group["params"])} for group in given]
+    groups = [{**defaults, **group, "params": _list(group["params"])} for group in _experts_apart(given)]
     return _trained(policy, model=model, groups=groups, client=None, defaults=defaults)
 
 
@@ -193,6 +193,17 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
             "configuration's section optimizer (AdamW, Adam, Lion, SGD)"
         )
     return _CLASSES[type(optimizer)]
+
+
+def _experts_apart(groups: list) -> list:
+    """What a group marked "moe" holds leaves the others: the documents' own helper lists experts twice."""
+    experts = {id(p) for group in groups if group.get("moe") for p in _list(group["params"])}
+    if not experts:
+        return groups
+    return [
+        group if group.get("moe") else {**group, "params": [p for p in _list(group["params"]) if id(p) not in experts]}
+        for group in groups
+    ]
 
 
 def _list(params: object) -> list:

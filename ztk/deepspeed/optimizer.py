@@ -5,7 +5,6 @@ import torch
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
 from ztk.engine import Engine
 from ztk.kernels import State
-from ztk.optim import group_parameters
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -20,9 +19,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
         self._policy, self._engine = trained.policy, engine
-        shapes = {name: p.shape for name, p in engine.module.named_parameters() if p.requires_grad}
-        rows = group_parameters(trained.policy, shapes=shapes).row_of
-        self._row_of_group = [rows[own[0]] if own else None for own in trained.names]
+        self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._written: dict[int, tuple[float, ...]] = {}
 
     @torch.no_grad()

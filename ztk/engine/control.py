@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ztk import kernels
-from ztk.kernels import CONTROL_COLUMNS, Control, State
+from ztk.kernels import CONTROL_COLUMNS, Control, Setting, State
 from ztk.optim import GroupTable, OptimizerPolicy
 from ztk.precision import LossScalePolicy, control_settings, control_state
 
@@ -39,6 +39,7 @@ class StepControl:
         self.scaling = loss_scale
         self.state = control_state(loss_scale, device=device)
         self.hyper = groups.hyper(device=device)
+        self.row_of = groups.row_of  # of every trained parameter of the whole model, those of other ranks included
         self.control = torch.zeros(len(groups.rows), CONTROL_COLUMNS, dtype=torch.float32, device=device)
         self._settings = control_settings(
             loss_scale, gradient_divisor=gradient_divisor, clip_grad_norm=optimizer.clip_grad_norm, device=device
@@ -50,6 +51,10 @@ class StepControl:
     def loss_scale(self) -> Tensor:
         """The factor on the loss, a device scalar []."""
         return self.state[State.loss_scale]
+
+    def set_gradient_divisor(self, divisor: int) -> None:
+        """Data-parallel size times accumulation steps, from the next step on."""
+        self._settings[Setting.gradient_divisor] = divisor
 
     def decide(self, sum_of_squares: Tensor) -> None:
         """Skip or step, clip or not, grow or shrink the scale: fills `control` from the gradients' sum of squares, fp32 [1]."""

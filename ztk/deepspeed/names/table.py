@@ -65,6 +65,16 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.version": "ztk.deepspeed.version",
     "deepspeed.zero": "ztk.deepspeed.zero",
+    # deepspeed.moe
+    "deepspeed.moe": {},
+    "deepspeed.moe.layer": {"ztk.moe": "MoE"},
+    "deepspeed.moe.sharded_moe": {"ztk.deepspeed.moe.sharded_moe": "top1gating top2gating topkgating"},
+    "deepspeed.moe.utils": {
+        "ztk.moe": (
+            "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
+            "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
+        ),
+    },
     # deepspeed.runtime
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},

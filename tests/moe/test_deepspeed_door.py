@@ -1,0 +1,88 @@
+"""`deepspeed.moe` by its names: the documents' block and helper, DeepSpeed's helpers, and what the gates return."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.moe.deepspeed_scripts import train
+from ztk.deepspeed.moe import expert_topology
+from ztk.deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
+from ztk.deepspeed.names import lookup
+from ztk.moe import (
+    MoE,
+    configure_moe_param_groups,
+    has_moe_layers,
+    is_moe_param,
+    is_moe_param_group,
+    split_params_into_different_moe_groups_for_optimizer,
+    split_params_into_shared_and_expert_params,
+)
+
+
+@pytest.mark.parametrize(("stage", "groups"), [(0, "none"), (1, "deepspeed"), (2, "seed"), (3, "seed")])
+def test_the_documents_script_trains_with_experts_spread(ranks, stage, groups):
+    """`ep_size=2` alone makes the mesh; stage 3, which DeepSpeed refuses for its layer, too."""
+    (alone, names, _) = ranks(1).run(train, ep_size=1, stage=0, groups="none")[0]
+    assert names == ["0", "1", "2", "3"] and alone[-1] < alone[0]
+    runs = ranks(2).run(train, ep_size=2, stage=stage, groups=groups)
+    assert [names for _, names, _ in runs] == [["0", "1"], ["2", "3"]]
+    for losses, _, number in runs:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
+        assert number == (1 if groups == "none" else 2)
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"plain": nn.Linear(4, 4), "moe": MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=2)})
+
+
+def test_helpers_tell_experts_from_the_rest():
+    made = model()
+    assert has_moe_layers(made) == (True, 4) and has_moe_layers(made["plain"]) == (False, 0)
+    shared, experts = split_params_into_shared_and_expert_params(made.parameters())
+    assert len(experts) == 8 and all(map(is_moe_param, experts)) and not any(map(is_moe_param, shared))
+
+    options = {"params": list(made.parameters()), "name": "all", "lr": 0.5}
+    groups = split_params_into_different_moe_groups_for_optimizer(options)
+    assert [is_moe_param_group(group) for group in groups] == [False, True]
+    assert [group["name"] for group in groups] == ["all", "ep_size_2"] and groups[1]["lr"] == 0.5
+    assert [len(group["params"]) for group in groups] == [3, 8]
+
+    chunks = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(made.parameters()), "name": "all"}, max_group_size=40
+    )
+    assert [sum(p.numel() for p in group["params"]) for group in chunks[1:]] == [40, 40]
+    assert configure_moe_param_groups(groups) is groups
+    assert [len(group["params"]) for group in configure_moe_param_groups(list(made.parameters()))] == [3, 8]
+    torch.optim.AdamW(groups)
+
+
+def test_layers_say_over_how_many_ranks_they_are_spread():
+    made = model()
+    assert expert_topology(made).expert == 2 and expert_topology(made["plain"]).expert == 1
+    made["more"] = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=4)
+    with pytest.raises(ValueError, match="ep_size=2 and 4"):
+        expert_topology(made)
+
+
+def test_names_are_deepspeeds():
+    assert lookup("moe").layer.MoE is MoE
+    assert lookup("moe").utils.is_moe_param is is_moe_param
+    assert lookup("moe").sharded_moe.top2gating is top2gating
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_gates_are_dense_as_deepspeeds(k):
+    logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(k))
+    gate = {1: top1gating, 2: top2gating, 3: lambda *a, **b: topkgating(a[0], 3, *a[1:], **b)}[k]
+    options = {1: {"use_rts": False}, 2: {"top2_2nd_expert_sampling": False}, 3: {}}[k]
+    l_aux, combine, dispatch, counts = gate(logits, 0.75, 1, **options)
+    capacity = -(-12 * k * 3 // 16)
+    assert combine.shape == dispatch.shape == (12, 4, capacity)
+    assert (dispatch.sum(0) <= 1).all(), "a place holds one token"
+    assert counts.sum() == 12 * k and l_aux.isfinite()
+    weights = combine.sum((1, 2))
+    assert ((weights - 1).abs() < 1e-6).logical_or(weights < 1 if k == 1 else weights == 0).all()
+    with pytest.raises(ValueError, match="ep_group"):
+        gate(logits, 1.0, 1, ep_group=json)
