@@ -54,6 +54,12 @@ _INSTEAD = {
     "comet": "use wandb, tensorboard or csv_monitor",
     "compile": "compile the model with torch.compile before",
 }
+_DEEPER = 'belongs one level deeper: "tensor_parallel": {"tp": {"tp_size": 4}}, or "tensor_parallel": {"autotp_size": 4}'
+_MENDS = {
+    "tensor_parallel.tp_size": _DEEPER,
+    "tensor_parallel.tp_grain_size": f"{_DEEPER}; leave tp_grain_size out",
+    "tensor_parallel.mpu": "leave it out: the number of tensor-parallel ranks says which ranks work together",
+}
 REMOVED = (
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
     *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
@@ -89,7 +95,8 @@ def check_absent(given: dict, *, findings: Findings) -> None:
             continue
         wrong = [key for key in section if key not in keys]
         for key in wrong:
-            findings.faults.append(f"{name}.{key}: there is no such key{did_you_mean(key, known=keys)}")
+            mend = _MENDS.get(f"{name}.{key}") or f"there is no such key{did_you_mean(key, known=keys)}"
+            findings.faults.append(f"{name}.{key}: {mend}")
         if not wrong and (active := _active(section, keys=keys)):
             instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
             key = active if active == "enabled" else f"{active}={shown(section[active])}"
@@ -100,4 +107,5 @@ def _active(section: dict, *, keys: tuple[str, ...]) -> str | None:
     """The key that switches the section on, or None."""
     if "enabled" in keys:
         return "enabled" if section.get("enabled", False) not in (False, None) else None
-    return next((key for key, value in section.items() if value not in _OFF), None)
+    # True is equal to 1, which leaves a degree of parallelism as it is, but switches a feature on.
+    return next((key for key, value in section.items() if value is True or value not in _OFF), None)
