@@ -54,7 +54,7 @@ def offload_policy(config: Config) -> OffloadPolicy:
 
 def topology(config: Config) -> Topology:
     degrees = {name: getattr(config.topology, name) for name in ("pipeline", "tensor", "sequence", "expert")}
-    return Topology(**degrees)
+    return Topology(**degrees, near=config.zero.secondary_shards or 1)
 
 
 def pipeline_policy(config: Config) -> PipelinePolicy:

@@ -168,7 +168,7 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("topology.pipeline=8",), "use topology.pipeline=6 or a model with more layers"),
         (("topology=pp2", "topology.schedule=interleaved", "train.accumulation_steps=3"), "train.accumulation_steps=4"),
         (("topology=pp2", "topology.partition=layers"), "must be uniform, parameters, type:PATTERN or profile"),
-        (("topology=pp2", "topology.partition=type:("), "not a regular expression"),
+        (("topology=pp2", "topology.partition=type:*"), "not a regular expression"),
         (("topology=pp2", "topology.virtual_stages=2"), "topology.schedule=interleaved"),
         (("topology.schedule=gpipe",), "topology.pipeline above 1"),
         (("topology=ep2",), "use topology.expert=1, or model=tiny_moe"),

@@ -21,9 +21,7 @@ from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.rules import ConfigError, check, data_paths
 from ztk.config.schema import Config, DataName, SchedulerName
-from ztk.config.topology import is_cut, ranks_of, replicas_of
-
-RANKS_WITHOUT_GPU = 2
+from ztk.config.topology import replicas_of, settled_ranks
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
 
@@ -169,9 +167,7 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
     launch = config.launch
     device = device_of(config, machine)
     launch.device = type(launch.device)(device)
-    everything = machine.gpus if device == "cuda" else RANKS_WITHOUT_GPU
-    named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else everything
-    launch.ranks = machine.started_ranks or launch.ranks or named
+    launch.ranks = settled_ranks(config, machine=machine)
     config.topology.data = replicas_of(config.topology, ranks=launch.ranks)
     if launch.threads is None:
         # torchrun sets OMP_NUM_THREADS=1 whatever the machine has: there it is not the user's wish.

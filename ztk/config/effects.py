@@ -16,8 +16,8 @@ from ztk.config.schema import (
     LoggerMode,
     OffloadTier,
     OptimizerName,
-    PipelineSchedule,
     ParameterTier,
+    PipelineSchedule,
     RecomputeMode,
     SchedulerName,
     ZeroEngine,
@@ -66,7 +66,13 @@ EFFECTS = (
     Effect(keys=("zero.bucket_size",), when=lambda c, m: c.zero.engine is ZeroEngine.ztk, only="zero=stage0 to stage3"),
     Effect(
         keys=_section(
-            "zero", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold"
+            "zero",
+            "prefetch_bucket_size",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "param_persistence_threshold",
+            "quantized_weights",
+            "secondary_shards",
         ),
         when=lambda c, m: c.zero.stage == 3,
         only="zero=stage3",
@@ -96,6 +102,11 @@ EFFECTS = (
         ),
         when=lambda c, m: c.model.experts is not None,
         only="model=tiny_moe and others with model.experts",
+    ),
+    Effect(
+        keys=("zero.quantized_gradients",),
+        when=lambda c, m: c.zero.engine is ZeroEngine.ztk and (c.zero.stage or 0) >= 2,
+        only="zero=stage2 or zero=stage3",
     ),
     Effect(
         keys=("topology.sequence_norms",),

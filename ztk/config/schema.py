@@ -117,6 +117,9 @@ class ZeroConfig:
     max_live_parameters: int | None = None
     max_reuse_distance: int | None = None
     param_persistence_threshold: int | None = None
+    quantized_weights: bool | None = None
+    quantized_gradients: bool | None = None
+    secondary_shards: int | None = None
 
 
 @dataclass(kw_only=True)

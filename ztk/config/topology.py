@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator
 
+from ztk.config.effects import device_of
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
 
+RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "sequence", "expert")
 
 
@@ -38,6 +40,13 @@ def replicas_of(topology: TopologyConfig, *, ranks: int) -> int:
     return max(1, ranks // model_ranks(topology))
 
 
+def settled_ranks(config: Config, *, machine: Machine) -> int:
+    """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one."""
+    named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
+    everything = machine.gpus if device_of(config, machine) == "cuda" else RANKS_WITHOUT_GPU
+    return machine.started_ranks or config.launch.ranks or named or everything
+
+
 def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
     """One line per fault, each with its mend."""
     topology = config.topology
@@ -50,14 +59,7 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
         )
     yield from _rank_faults(config, given=given, machine=machine)
     yield from _model_faults(config)
-    near = config.zero.secondary_shards or 1
-    ranks = config.launch.ranks or machine.started_ranks or ranks_of(topology)
-    data = ranks // (topology.pipeline * topology.tensor)
-    if near > 1 and data % near:
-        yield (
-            f"zero.secondary_shards={near} does not divide the {data} data-parallel ranks: use zero.secondary_shards={data}, or "
-            f"launch.ranks={near * topology.pipeline * topology.tensor}"
-        )
+    yield from _neighbour_faults(config, machine=machine)
     yield from _expert_faults(config)
     yield from _pipeline_faults(config)
 
@@ -76,6 +78,18 @@ def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> 
         yield (
             f"{ranks or named} ranks cannot be cut into {degrees} with topology.expert={topology.expert}: use "
             f"launch.ranks={smallest} or a multiple of it"
+        )
+
+
+def _neighbour_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """ZeRO's second shards."""
+    topology, near = config.topology, config.zero.secondary_shards or 1
+    cut = topology.pipeline * topology.tensor
+    data = settled_ranks(config, machine=machine) // cut
+    if data % near:
+        yield (
+            f"zero.secondary_shards={near} does not divide the {data} data-parallel ranks: use zero.secondary_shards={data}, or "
+            f"launch.ranks={near * cut}"
         )
 
 
