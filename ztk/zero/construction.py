@@ -65,7 +65,8 @@ class _Construction:
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
         self._unfinished: list[nn.Module] = []  # outermost first
-        self._built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # In order, unlike a set: the ranks meet for every parameter, so all must go through the modules alike.
+        self._built: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._touched: list[BornParameter] = []
 
     def finish(self) -> None:
@@ -113,7 +114,7 @@ class _Construction:
                 self._unfinished.pop()
             self._settle(all_of_them=not self._unfinished)
             shard_module(module, nursery=self._nursery)
-            self._built.add(module)
+            self._built[module] = None
 
         return __init__
 
