@@ -7,7 +7,6 @@ process and the machine.
 import contextlib
 import functools
 import os
-import resource
 
 import torch
 
@@ -169,9 +168,7 @@ class Accelerator:
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most so far; on a CPU since the process began, whatever was reset."""
-        if self._gpu:
-            return torch.cuda.max_memory_allocated(device_index)
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return torch.cuda.max_memory_allocated(device_index) if self._gpu else host_memory().most
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         return torch.cuda.memory_reserved(device_index) if self._gpu else host_memory().process

@@ -29,6 +29,8 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.arguments": "add_config_arguments init_distributed",
     "ztk.deepspeed.config": "DeepSpeedConfigError",
     "ztk.deepspeed.engine": "DeepSpeedEngine",
+    "ztk.deepspeed.helpers": "OnDevice",
+    "ztk.deepspeed.parsed": "DeepSpeedConfig",
     "ztk.deepspeed.entry": "initialize",
     "ztk.deepspeed.log": "log_dist logger",
     "ztk.deepspeed.names": "install",
@@ -80,12 +82,20 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "RepeatingLoader"},
-    "deepspeed.runtime.config": {"ztk.deepspeed.config": "DeepSpeedConfigError"},
+    "deepspeed.runtime.config": {
+        "ztk.deepspeed.config": "DeepSpeedConfigError",
+        "ztk.deepspeed.parsed": "DeepSpeedConfig",
+    },
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {
         "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
     },
-    "deepspeed.runtime.utils": {"ztk.deepspeed.memory": "see_memory_usage"},
+    "deepspeed.runtime.utils": {
+        "ztk.deepspeed.helpers": (
+            "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_only_unique_item move_to_device set_random_seed"
+        ),
+        "ztk.deepspeed.memory": "empty_cache get_ma_status memory_status see_memory_usage",
+    },
     "deepspeed.runtime.zero": {"ztk.deepspeed.zero": "*"},
     "deepspeed.runtime.zero.offload_config": {
         "ztk.deepspeed.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
@@ -103,11 +113,14 @@ MODULES: dict[str, Row] = {
     },
     # deepspeed.utils
     "deepspeed.utils": {
+        "ztk.deepspeed.helpers": "OnDevice instrument_w_nvtx",
         "ztk.deepspeed.log": "logger log_dist",
         "ztk.deepspeed.loader": "RepeatingLoader",
         **_PARAMETER_STATES,
         **_LEAF_MODULES,
     },
+    "deepspeed.utils.init_on_device": {"ztk.deepspeed.helpers": "OnDevice"},
+    "deepspeed.utils.nvtx": {"ztk.deepspeed.helpers": "instrument_w_nvtx"},
     "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
     "deepspeed.utils.tensor_fragment": _PARAMETER_STATES,
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,

@@ -32,7 +32,10 @@ class Watcher:
             comm.configure(**dataclasses.asdict(watching.comms))
         comm.watch(facade.engine.comm)
         self.monitor = MonitorMaster(watching.monitors)
-        self.clock = WallClock(process.device) if settings.wall_clock_breakdown else None
+        # The profiler shows the times of backward and step, too.
+        measures = settings.wall_clock_breakdown or watching.flops is not None
+        self.clock = WallClock(process.device) if measures else None
+        self._prints_times = settings.wall_clock_breakdown and process.rank == 0
         self.flops = (
             FlopsProfiler(facade.module, facade, watching.flops.recompute_fwd_factor) if watching.flops else None
         )
@@ -83,7 +86,7 @@ class Watcher:
         """Around `step()` of a micro-batch; prints its times."""
         with self._timed("step"):
             yield
-        if self.clock is not None and self._is_first:
+        if self._prints_times:
             _log_times({f"{name}_microstep": spent for name, spent in self.clock.micro.items()})
 
     def after_step(self) -> None:
@@ -94,7 +97,7 @@ class Watcher:
         if self._is_first:
             if self.monitor.enabled:
                 self.monitor.write_events(self._events())
-            if self.clock is not None:
+            if self._prints_times:
                 _log_times(self.clock.step)
             if self._every and step % self._every == 0:
                 self._report(step)
@@ -134,7 +137,7 @@ class Watcher:
         events.append(("Train/Samples/lr", facade.get_lr()[0], samples))
         if facade.fp16_enabled():
             events.append(("Train/Samples/loss_scale", facade.optimizer.cur_scale, samples))
-        if self.clock is not None:
+        if self._settings.wall_clock_breakdown:
             spent = self.clock.step
             events += [
                 (f"Train/Samples/elapsed_time_ms_{word}", spent.get(name, 0.0), samples)
@@ -148,7 +151,7 @@ class Watcher:
         speed = self._throughput.text(micro_steps=facade.micro_steps + 1, steps=step)
         if speed is not None:
             logger.info(speed)
-        if self.clock is not None:
+        if self._prints_times:
             now = dict(self._engine.clock.seconds)
             spent = {name: now[name] - self._seconds.get(name, 0.0) for name in now}
             self._seconds = now
