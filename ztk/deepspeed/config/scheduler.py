@@ -35,7 +35,8 @@ def _or_none(convert: Convert) -> Convert:
 
 _rate = _per_group(at_least(0))
 _LAST = {"last_batch_iteration": fixed(-1, why="a checkpoint says where a schedule stands; leave it out")}
-_WARMUP = {"warmup_num_steps": takes(whole(1)), "warmup_type": takes(one_of("log", "linear")), **_LAST}
+# 0 is what the Hugging Face Trainer fills in without warmup_steps; DeepSpeed takes anything below 2 for 2.
+_WARMUP = {"warmup_num_steps": takes(whole(0)), "warmup_type": takes(one_of("log", "linear")), **_LAST}
 _RATES = {"warmup_min_lr": takes(_rate), "warmup_max_lr": takes(_or_none(_rate))}
 _TOTAL = {"total_num_steps": takes(whole(1))}
 TYPES = {
