@@ -62,7 +62,7 @@ WORDS = {
     "stepped": "fresh one",
     "twice": "fc1.weight is in the parameter groups 0 and 1",
     "empty": "model_parameters is empty",
-    "schedule": "needs an optimizer",
+    "schedule": "needs something to train",
     "schedule rates": "warmup_min_lr=1",
 }
 

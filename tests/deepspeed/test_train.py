@@ -116,7 +116,8 @@ def test_document_001(ranks, zero):
 
 
 @pytest.mark.parametrize("zero", BLOCKS, ids=lambda zero: f"stage{zero['stage']}")
-def test_without_an_optimizer_the_engine_evaluates_and_says_what_to_give(ranks, zero):
+def test_document_001_as_it_is_written(ranks, zero):
+    """No optimizer is named: AdamW at DeepSpeed's default rate, which DeepSpeed 0.19.8 itself refuses."""
     found = ranks(2).run(scripts.document_001, zero=zero, with_optimizer=False)[0]
-    assert 'add the section "optimizer"' in found["error"]
-    assert found["evaluated"] == found["losses"][0] and found["optimizer"] == "NoneType"
+    assert found["losses"][-1] < found["losses"][0] and found["error"] is None
+    assert found["evaluated"] < found["losses"][-1] and found["optimizer"] == "NoneType"

@@ -2,6 +2,7 @@
 
 [Note: Folder]
     save_dir/latest                     the tag to resume from
+    save_dir/zero_to_fp32.py            makes whole fp32 weights of it
     save_dir/TAG/step-000120/           a checkpoint of `ztk.checkpoint`
     save_dir/TAG/latest                 its name
 Saving a tag again writes the new checkpoint whole before the old one goes.
@@ -10,18 +11,24 @@ Saving a tag again writes the new checkpoint whole before the old one goes.
 import base64
 import io
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
+from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.log import logger
+from ztk.deepspeed.zero.gathered import GatheredParameters
 
 LATEST = "latest"
 
 
-def save_checkpoint(engine, *, folder: str | os.PathLike, tag: object, client_state: dict, save_latest: bool) -> None:
+def save_checkpoint(
+    engine, *, folder: str | os.PathLike, tag: object, client_state: dict, save_latest: bool, trained_only: bool = False
+) -> None:
     """Collective. See `DeepSpeedEngine.save_checkpoint`."""
     folder, comm = Path(folder), engine.engine.comm
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -35,13 +42,17 @@ def save_checkpoint(engine, *, folder: str | os.PathLike, tag: object, client_st
         "param_groups": None if engine.optimizer is None else engine.optimizer.groups_state(),
         "global_samples": engine.global_samples,
     }
-    checkpoint.save(engine.engine, folder=folder / tag, extra={"deepspeed": _encode(state)}, keep=1)
+    checkpoint.save(
+        engine.engine, folder=folder / tag, extra={"deepspeed": _encode(state)}, keep=1, trained_only=trained_only
+    )
     agreement = Agreement(comm, error=SaveFailed)
     with agreement.step():
-        if save_latest and comm.rank == 0:
-            temporary = folder / f"{LATEST}.tmp"
-            temporary.write_text(tag)
-            os.replace(temporary, folder / LATEST)
+        if comm.rank == 0:
+            zero_to_fp32.leave_script(folder)
+            if save_latest:
+                temporary = folder / f"{LATEST}.tmp"
+                temporary.write_text(tag)
+                os.replace(temporary, folder / LATEST)
 
 
 def load_checkpoint(
@@ -49,9 +60,11 @@ def load_checkpoint(
     *,
     folder: str | os.PathLike,
     tag: object,
+    strict: bool,
     optimizer_states: bool,
     scheduler_states: bool,
     counters: bool,
+    custom: Callable | None,
 ) -> tuple[str | None, dict]:
     """Collective. See `DeepSpeedEngine.load_checkpoint`."""
     folder, inner = Path(folder), engine.engine
@@ -62,7 +75,12 @@ def load_checkpoint(
         if tag is None:
             logger.warning("%s has no file `latest`: nothing is loaded; give a tag to name a checkpoint", folder)
             return None, {}
-    report = checkpoint.load(inner, path=folder / str(tag), weights_only=not optimizer_states)
+    # A custom function sets the weights; what else is asked for must still fit.
+    strict = (strict and custom is None) or optimizer_states
+    report = checkpoint.load(inner, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
+    if custom is not None:
+        whole = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, str(tag))
+        load_module(engine, state=whole, strict=True, custom=custom)
     if not isinstance(report.extra, dict) or "deepspeed" not in report.extra:
         state = {"client_state": {}, "lr_scheduler": None, "param_groups": None, "global_samples": None}
     else:
@@ -70,7 +88,7 @@ def load_checkpoint(
     if counters:
         inner.global_steps = report.step
         inner.micro_steps = report.step * inner.accumulation_steps
-        engine.micro_steps = inner.micro_steps
+        engine.micro_steps, engine._since_step = inner.micro_steps, 0
         samples = state["global_samples"]
         engine.global_samples = report.step * engine.settings.batch.train if samples is None else samples
     if optimizer_states and engine.optimizer is not None and state["param_groups"] is not None:
@@ -95,38 +113,88 @@ def save_16bit_model(engine, *, folder: str | os.PathLike, filename: str, exclud
     return True
 
 
-def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """The whole weights in main memory on rank 0, tied names and persistent buffers included; None on the others. Collective."""
-    inner, keeps = engine.engine, engine.engine.comm.rank == 0
-    module = inner.module
+def module_state_dict(
+    engine, *, destination: dict | None, prefix: str, keep_vars: bool, exclude_frozen: bool
+) -> dict[str, torch.Tensor]:
+    """See `DeepSpeedEngine.module_state_dict`. Collective at stage 3."""
+    module = engine.module
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    whole = {}
-    for name, value in inner.zero.whole_parameters():
-        if keeps and not (exclude_frozen and name in frozen):
-            whole[name] = value.detach().to("cpu", copy=True)
-    if not keeps:
-        return None
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    state = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if first[id(parameter)] in whole:
-            state[name] = whole[first[id(parameter)]]
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                state[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
+    if not engine.settings.zero.shards_parameters:
+        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    else:
+        if keep_vars:
+            raise ValueError("keep_vars=True: at stage 3 whole weights are copies; use zero.GatheredParameters")
+        state = {} if destination is None else destination
+        state |= {f"{prefix}{name}": value for name, value in _whole_state(engine, keeps=True).items()}
+    for name in frozen if exclude_frozen else ():
+        state.pop(f"{prefix}{name}", None)
     return state
 
 
-def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:
-    """A copy of a state_dict, or of tensors nested in lists, tuples and dicts, whose tensors own just the memory they show."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().clone(memory_format=torch.contiguous_format).to(device)
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-    return item
+def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, custom: Callable | None) -> None:
+    """See `DeepSpeedEngine.load_module_state_dict`. Collective."""
+    module, is_first = engine.module, engine.engine.comm.rank == 0
+    if custom is not None:
+        with GatheredParameters(module.parameters(), modifier_rank=0):
+            custom(src=state, dst=module)
+        return
+    expected = set(_names(module))
+    missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"load_module_state_dict: missing {', '.join(missing[:5]) or 'nothing'}, unexpected "
+            f"{', '.join(unexpected[:5]) or 'nothing'}; strict=False loads what both have"
+        )
+    errors: list[str] = []
+    for prefix, part in module.named_modules():
+        prefix = f"{prefix}." if prefix else ""
+        with GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0), torch.no_grad():
+            if is_first:
+                part._load_from_state_dict(dict(state), prefix, {}, False, [], [], errors)
+    if errors := [error for rank in engine.engine.comm.gather_objects(errors) for error in rank]:
+        raise ValueError(f"load_module_state_dict: {errors[0]}")
+    for name, buffer in _buffers(module):  # every rank has its own
+        if name in state:
+            buffer.data.copy_(state[name])
+
+
+def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
+    """The whole weights in main memory on rank 0, tied names and persistent buffers included; None on the others. Collective."""
+    keeps = engine.engine.comm.rank == 0
+    state = _whole_state(engine, keeps=keeps)
+    if not keeps:
+        return None
+    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+    return {name: value for name, value in state.items() if not (exclude_frozen and name in frozen)}
+
+
+def _whole_state(engine, *, keeps: bool) -> dict[str, torch.Tensor]:
+    """In main memory, one bucket gathered at a time; empty on ranks that do not keep it. Collective."""
+    module, whole = engine.module, {}
+    for name, value in engine.engine.zero.whole_parameters():
+        if keeps:
+            whole[name] = value.detach().to("cpu", copy=True)
+    if not keeps:
+        return {}
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    state = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        state[name] = whole[first[id(parameter)]]
+    return state | {name: buffer.detach().cpu().clone() for name, buffer in _buffers(module)}
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    """Of a state_dict."""
+    yield from (name for name, _ in module.named_parameters(remove_duplicate=False))
+    yield from (name for name, _ in _buffers(module))
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a state_dict, under every name."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _check_tag(tag: str, *, comm, validation: str) -> None:

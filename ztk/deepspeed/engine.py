@@ -1,26 +1,35 @@
 """What a DeepSpeed script calls: DeepSpeed's names and counting over the one engine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ztk.deepspeed import checkpoints, owners
-from ztk.deepspeed.config import Settings
+from ztk.deepspeed import owners
+from ztk.deepspeed.build import Builder
+from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.getters import Getters
+from ztk.deepspeed.loader import loader_of
+from ztk.deepspeed.log import logger
+from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.optimizer import ShardedOptimizer
+from ztk.deepspeed.saving import Saving
 from ztk.deepspeed.watch.watcher import Watcher
 from ztk.engine import Engine
 from ztk.kernels import State
+from ztk.zero.parking import StateKind
 
 _MEND = (
-    "no optimizer was given, so there is nothing to train: add the section "
-    '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to the configuration, or pass optimizer= to initialize'
+    "there is nothing to train: no optimizer was given, and no forward of the engine has run with gradients on, or no parameter "
+    'requires one. Add the section "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to the configuration, or pass '
+    "optimizer= to initialize"
 )
 
 
-class DeepSpeedEngine(Getters, nn.Module):
+class DeepSpeedEngine(Getters, Saving, nn.Module):
     """`loss = engine(x)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch; unknown names are the module's.
 
     global_steps rises with every step, skipped ones included; micro_steps with every call of `step`; a learning rate schedule moves
@@ -31,20 +40,24 @@ class DeepSpeedEngine(Getters, nn.Module):
         self,
         engine: Engine,
         *,
-        settings: Settings,
+        builder: Builder,
         optimizer: ShardedOptimizer | None,
         lr_scheduler: object | None,
-        training_dataloader: object | None,
+        collate_fn: Callable | None,
     ) -> None:
         super().__init__()
         self.module = engine.module
-        self.engine, self.settings, self.optimizer = engine, settings, optimizer
-        self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
+        self.engine, self.settings, self.optimizer = engine, builder.settings, optimizer
+        self.lr_scheduler, self.training_dataloader, self.collate_fn = lr_scheduler, None, collate_fn
+        self._builder = builder
+        self._states = StateOffload(engine, policy=self.settings.offload)
         self.micro_steps = 0
+        self._since_step = 0  # micro-batches that `step` ended since the optimizer stepped
         self.global_samples = 0
         self._boundary: bool | None = None
         self._in_no_sync = False
         self._step_applied = False
+        self._compiled = False
         self._closed = False
         self._watcher = Watcher(self)
 
@@ -60,6 +73,9 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def forward(self, *args, **kwargs):
         """The module's forward. With fp16 floating-point inputs are cast, unless `fp16.auto_cast` is false."""
+        if self.optimizer is None and self._builder.trainable and torch.is_grad_enabled():
+            self._begin_training()
+        self._states.need(StateKind.lp_params, what="forward")
         if self.settings.casts_inputs:
             args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
         with self._watcher.forward():
@@ -77,6 +93,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError("backward(loss): must be a scalar tensor that the model's parameters led to")
         steps = self.settings.batch.accumulation
+        self._states.need(StateKind.lp_params, StateKind.lp_grads, what="backward")
         self._announce()
         with self._watcher.backward(loss):
             self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph)
@@ -94,6 +111,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         Raises FloatingPointError for a non-finite gradient that no smaller loss scale can mend.
         """
         self._need_optimizer()
+        self._states.need(what="step")
         if self._in_no_sync:
             raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; call it after the block")
         self._step_applied = False
@@ -104,6 +122,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         if is_boundary:
             self._watcher.after_step()
         self.micro_steps += 1
+        self._since_step = 0 if is_boundary else self._since_step + 1
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._announce()
@@ -115,6 +134,11 @@ class DeepSpeedEngine(Getters, nn.Module):
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
+    def _begin_training(self) -> None:
+        """No optimizer was given, and now a backward may follow."""
+        self.engine, self.optimizer = self._builder.begin_training(self.engine)
+        self._states = StateOffload(self.engine, policy=self.settings.offload)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards inside add up on the rank and are not reduced. Works at every stage."""
@@ -125,11 +149,67 @@ class DeepSpeedEngine(Getters, nn.Module):
         finally:
             self._in_no_sync = before
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Gradients of all backwards inside add up on the rank and are reduced once, at the end: one block for one `step()` after it.
+
+        Works at every stage; at 2 and 3 the price is whole gradients. Raises RuntimeError inside another such block or `no_sync`.
+        """
+        self._need_optimizer()
+        if self._in_no_sync:
+            raise RuntimeError("coalesce_grad_reduction() inside no_sync() or itself: leave the outer block first")
+        with self.no_sync():
+            yield
+        self.allreduce_gradients()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduces what backwards under `no_sync` left on the ranks. Every rank calls it; without such gradients it does nothing.
+
+        bucket_size: accepted; gradients are reduced in the buffers they lie in.
+        """
+        del bucket_size
+        reduction = self.engine.zero.reduction
+        if reduction.has_unreduced:
+            reduction.reduce_now()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of micro-batches per step, from now on; the micro-batch stays.
+
+        Raises ValueError unless train_batch_size is a multiple of the micro-batch on all ranks.
+        """
+        batch = self.settings.batch
+        unit = batch.micro * self.dp_world_size
+        if train_batch_size < 1 or train_batch_size % unit:
+            raise ValueError(
+                f"train_batch_size={train_batch_size}: must be a multiple of {unit}, the micro-batch {batch.micro} on "
+                f"{self.dp_world_size} ranks; {max(unit, round(train_batch_size / unit) * unit)} would fit"
+            )
+        self._set_batch(replace(batch, train=train_batch_size, accumulation=train_batch_size // unit))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another micro-batch, from now on; the number of micro-batches per step stays. A loader that exists keeps its own."""
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")
+        batch = self.settings.batch
+        train = micro_batch_size * batch.accumulation * self.dp_world_size
+        self._set_batch(replace(batch, train=train, micro=micro_batch_size))
+
+    def _set_batch(self, batch: BatchSizes) -> None:
+        self.settings = replace(self.settings, batch=batch)
+        self.engine.accumulation_steps = batch.accumulation
+        self.engine.control.set_gradient_divisor(self.dp_world_size * batch.accumulation)
+        if batch.accumulation > 1 and self.engine.zero.gradient_dtype.itemsize < 4 and self.global_rank == 0:
+            logger.warning(
+                "gradients of %d micro-batches add up in %s, which stagnates; set data_types.grad_accum_dtype to fp32",
+                batch.accumulation,
+                self.engine.zero.gradient_dtype,
+            )
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """The optimizer steps at the coming `step()`."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.settings.batch.accumulation == 0
+        return self._since_step + 1 >= self.settings.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decides it from now on; None goes back to counting."""
@@ -137,6 +217,53 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients live in the engine's buffers, which a step empties."""
+
+    def compile(
+        self,
+        backend: str | Callable = "inductor",
+        compile_kwargs: Mapping[str, object] | None = None,
+        schedule: None = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """torch.compile for the module; at stage 3 for every unit that is gathered, between whose forwards the rest runs as it is.
+
+        A second call does nothing. Raises ValueError for schedule and compiled_autograd_enabled, which belong to DeepCompile.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError(
+                "schedule, compiled_autograd_enabled: passes of DeepCompile, which ztk does not offer; leave them out"
+            )
+        if self.is_compiled:
+            return
+        self.engine.zero.compile(self.module, backend=backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler | None = None,
+        collate_fn: Callable | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader:
+        """A loader of this rank's part of `dataset`, see `loader_of`. batch_size: None is the micro-batch."""
+        return loader_of(
+            dataset,
+            batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            process=self.engine.process,
+            drop_last=self.settings.drop_last,
+            route=route,
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+        )
 
     def was_step_applied(self) -> bool:
         """The last `step()` changed the parameters."""
@@ -151,6 +278,34 @@ class DeepSpeedEngine(Getters, nn.Module):
         if self.optimizer is None:
             raise ValueError(_MEND)
 
+    # Memory
+
+    def offload_states(
+        self,
+        include: Container[StateKind] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states to main memory until `reload_states`, at every stage. Between steps; every rank calls it.
+
+        include: members of OffloadStateTypeEnum; None: all. What the configuration offloads already stays where it is. With lp_params on
+        the device the model still runs forward; everything else needs what it needs.
+        non_blocking: do not wait for the copies; memory is free when they are done.
+        Raises ValueError for nvme and for offloaded parameters.
+        """
+        self._states.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` moved away; does nothing if that was nothing."""
+        self._states.reload(non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Gives free buffers of gathered parameters and of gradients back to the device."""
+        self.engine.zero.free_buffers()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     # Counters
 
     @property
@@ -161,67 +316,6 @@ class DeepSpeedEngine(Getters, nn.Module):
     def skipped_steps(self) -> int:
         """Steps that were skipped because a gradient was not finite. On a GPU this waits for the device."""
         return int(self.engine.control.state[State.skipped_steps])
-
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Writes `save_dir/tag/` (default tag: global_stepN) and the tag into `save_dir/latest`. Every rank calls it.
-
-        client_state: plain values and tensors; `load_checkpoint` gives them back.
-        Raises SaveFailed on all ranks if any fails, ValueError for a client_state that cannot be read back safely.
-        """
-        if exclude_frozen_parameters:
-            raise ValueError("exclude_frozen_parameters=True is not offered yet; frozen parameters are saved once, too")
-        checkpoints.save_checkpoint(
-            self, folder=save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: None = None,
-    ) -> tuple[str | None, dict]:
-        """Sets the engine's state from a checkpoint saved at any stage and number of ranks. Every rank calls it.
-
-        tag: None reads `load_dir/latest`. Returns (folder, client_state), or (None, {}) if there is no `latest`.
-        Raises CheckpointError on all ranks for a checkpoint that is missing, damaged or of another model.
-        """
-        if not load_module_strict:
-            raise ValueError("load_module_strict=False is not offered: names and shapes must be the model's")
-        if custom_load_fn is not None:
-            raise ValueError("custom_load_fn is not offered: a checkpoint is read by slices, no state_dict is made")
-        return checkpoints.load_checkpoint(
-            self,
-            folder=load_dir,
-            tag=tag,
-            optimizer_states=load_optimizer_states and not load_module_only,
-            scheduler_states=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-        )
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Writes the weights in the model's dtype as one state_dict file. Every rank calls it.
-
-        False, and nothing written, at stage 3 unless `stage3_gather_16bit_weights_on_model_save` is set.
-        """
-        return checkpoints.save_16bit_model(
-            self, folder=save_dir, filename=save_filename, exclude_frozen=exclude_frozen_parameters
-        )
 
     def destroy(self) -> None:
         """Gives memory and files back. The engine is unusable after it. Idempotent."""

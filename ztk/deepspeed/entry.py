@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from ztk.deepspeed import owners
+from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.deepspeed.engine import DeepSpeedEngine
-from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_client, groups_of_config
+from ztk.deepspeed.groups import TrainedGroups, groups_of_client, groups_of_config
 from ztk.deepspeed.log import logger, show_messages
 from ztk.deepspeed.optimizer import ShardedOptimizer
+from ztk.deepspeed.pipe.engine import PipelineEngine
+from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
-from ztk.deepspeed.zero.parameter import name_parameter
-from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.runtime import Process
 
 
 def initialize(
@@ -41,8 +39,10 @@ def initialize(
 
     args: may hold `deepspeed_config`, the path of the configuration.
     optimizer: a fresh torch.optim.AdamW, Adam or SGD, or a callable that makes one of the parameters; None: the configuration's.
-        With neither the engine runs forward and evaluates; training is refused with what to give.
+        With neither, AdamW at DeepSpeed's defaults; where model_parameters and a schedule are missing too, its states are made when the
+        first forward runs with gradients on, so that a model that only evaluates takes no memory for them.
     model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
+    training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
     lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer.
     config, config_params: dict, path, or base64 of JSON.
 
@@ -53,37 +53,37 @@ def initialize(
     _refuse_meshes(mpu=mpu, mesh_param=mesh_param)
     source = _source(args, config=config, config_params=config_params)
     process = this_process(distributed_port, dist_init_required=dist_init_required)
-    settings = parse_config(source, world_size=process.world_size)
+    is_pipeline = isinstance(model, PipelineModule)
+    if is_pipeline:
+        process = model.process  # which knows the stages
+    settings = parse_config(source, world_size=process.mesh.replicas)
     show_messages(settings.log_level)
     if process.rank == 0:
         for note in settings.notes:
             logger.info("config: %s", note)
-    trained = _trained(model, settings=settings, optimizer=optimizer, model_parameters=model_parameters)
-    _check_schedule(lr_scheduler, settings=settings, trained=trained)
-    frozen = freeze_others(model, names={name for own in trained.names for name in own} if trained else set())
-    if frozen and trained and process.rank == 0:
-        logger.info("not in the optimizer, so held frozen: %s", ", ".join(frozen[:5]) + (" ..." * (len(frozen) > 5)))
-    engine = parallelize(
+    trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    has_schedule = lr_scheduler is not None or settings.schedule is not None
+    trained = _trained(
         model,
-        process=process,
-        optimizer=trained.policy if trained else OptimizerPolicy(name="sgd", lr=0.0),
-        precision=settings.precision,
-        zero=settings.zero,
-        offload=settings.offload,
-        accumulation_steps=settings.batch.accumulation,
-    )
-    sharded = ShardedOptimizer(trained, engine=engine) if trained else None
-    made = DeepSpeedEngine(
-        engine,
         settings=settings,
+        optimizer=optimizer,
+        model_parameters=None if model_parameters is None else list(model_parameters),
+        trains=bool(trainable) and (model_parameters is not None or has_schedule),
+    )
+    if trained and optimizer is None and settings.optimizer is None and process.rank == 0:
+        logger.warning(NO_OPTIMIZER)
+    _check_schedule(lr_scheduler, settings=settings, trained=trained)
+    builder = Builder(model=model, settings=settings, process=process, trainable=trainable)
+    engine, sharded = builder.build(trained)
+    made = (PipelineEngine if is_pipeline else DeepSpeedEngine)(
+        engine,
+        builder=builder,
         optimizer=sharded,
         lr_scheduler=_scheduler(lr_scheduler, settings=settings, optimizer=sharded),
-        training_dataloader=_loader(training_data, settings=settings, process=process, collate_fn=collate_fn),
+        collate_fn=collate_fn,
     )
-    owners.register(engine)
-    if settings.zero.shards_parameters:
-        for parameter in model.parameters():
-            name_parameter(parameter)
+    if training_data is not None:
+        made.training_dataloader = made.deepspeed_io(training_data)
     if settings.activation_checkpointing is not None:
         from ztk.deepspeed import checkpointing  # not imported by those who do not use it
 
@@ -114,8 +114,14 @@ def _source(args: object, *, config: object, config_params: object) -> object:
 
 
 def _trained(
-    model: nn.Module, *, settings: Settings, optimizer: object, model_parameters: Iterable | None
+    model: nn.Module,
+    *,
+    settings: Settings,
+    optimizer: object,
+    model_parameters: list | None,
+    trains: bool,
 ) -> TrainedGroups | None:
+    """None if there is no optimizer. trains: without one, there is one all the same."""
     if optimizer is not None:
         if settings.optimizer is not None:
             raise ValueError(
@@ -124,9 +130,10 @@ def _trained(
         return groups_of_client(
             optimizer, model=model, model_parameters=model_parameters, clip=settings.gradient_clipping
         )
-    if settings.optimizer is None:
-        return None
-    return groups_of_config(settings.optimizer, model=model, model_parameters=model_parameters)
+    policy = settings.optimizer
+    if policy is None and trains:
+        policy = default_optimizer(settings)
+    return policy and groups_of_config(policy, model=model, model_parameters=model_parameters)
 
 
 def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups | None) -> None:
@@ -134,7 +141,7 @@ def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups
     if given is None and settings.schedule is None:
         return
     if trained is None:
-        raise ValueError("a learning rate schedule needs an optimizer: add the section optimizer to the configuration")
+        raise ValueError("a learning rate schedule needs something to train, and no parameter requires a gradient")
     if given is not None and settings.schedule is not None:
         raise ValueError(
             "lr_scheduler is passed to initialize and the configuration has a section scheduler; keep one of them"
@@ -150,20 +157,3 @@ def _scheduler(given: object, *, settings: Settings, optimizer: ShardedOptimizer
     if settings.schedule is not None:
         return SCHEDULES[settings.schedule.type](optimizer, **settings.schedule.params)
     return given if given is None or hasattr(given, "step") else given(optimizer.optimizer)
-
-
-def _loader(data: object, *, settings: Settings, process: Process, collate_fn: Callable | None) -> DataLoader | None:
-    """Micro-batches of this rank's part, shuffled; call `dataloader.sampler.set_epoch(n)` for another order each epoch."""
-    if data is None:
-        return None
-    sampler = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, num_replicas=process.world_size, rank=process.rank)
-    return DataLoader(
-        data,
-        batch_size=settings.batch.micro,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=settings.drop_last,
-        pin_memory=process.device.type == "cuda",
-    )

@@ -68,7 +68,7 @@ class Getters:
             return None
         if self.optimizer.optimizer is not self.optimizer:
             return type(self.optimizer.optimizer).__name__
-        return self.settings.given["optimizer"]["type"].lower()
+        return self.settings.given.get("optimizer", {"type": "AdamW"})["type"].lower()
 
     def scheduler_name(self) -> str | None:
         return None if self.settings.schedule is None else self.settings.schedule.type
@@ -92,7 +92,7 @@ class Getters:
         return self.engine.read_metrics().grad_norm if self.engine.global_steps else None
 
     def get_data_parallel_rank(self) -> int:
-        return self.engine.process.rank
+        return self.engine.process.mesh.comm("data").rank
 
     def get_model_parallel_rank(self) -> int:
         return 0
@@ -159,7 +159,7 @@ class Getters:
 
     @property
     def dp_world_size(self) -> int:
-        return self.engine.process.world_size
+        return self.engine.process.mesh.comm("data").size
 
     @property
     def mp_world_size(self) -> int:

@@ -40,3 +40,10 @@ class BufferPool:
         """The caller no longer uses `buffer`."""
         self._free.append(self._used.pop(buffer.data_ptr()))
         self._free.sort(key=Tensor.numel)
+
+    def drop_free(self) -> None:
+        """Gives the memory of what is not in use back."""
+        self._ledger.remove(
+            tier=Tier.device, category=self._category, nbytes=sum(buffer.numel() for buffer in self._free)
+        )
+        self._free.clear()

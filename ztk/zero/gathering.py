@@ -10,7 +10,7 @@ to the pair that was active outside, which is how activation checkpointing aroun
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,6 +70,7 @@ class Gathering:
         self._traces = {True: UseTrace(), False: UseTrace()}  # with gradients, without
         self._trace = self._traces[True]
         self._placeholders: dict[tuple, Tensor] = {}
+        self._forwards: dict[nn.Module, Callable] = {}  # of the wrapped modules, as they were or compiled
         for unit in units:
             self._wrap(unit.module, unit=unit, is_root=unit is units[-1])
         for module in _entries(units):
@@ -194,17 +195,35 @@ class Gathering:
 
     def _wrap(self, module: nn.Module, *, unit: Unit, is_root: bool) -> None:
         """`module`'s forward opens `unit`. A part of the model outside of the units does so only when it is called by itself."""
-        original = module.forward
+        self._forwards[module] = module.forward
         is_part = module is not unit.module
+        gathers_first = not is_root and any(getattr(part, "is_one_unit", False) for part in module.modules())
 
-        @functools.wraps(original)
+        @functools.wraps(module.forward)
         def forward(*args, **kwargs):
             if is_part and self._open_units:
-                return original(*args, **kwargs)
+                return self._forwards[module](*args, **kwargs)
             with self._open(unit, is_root=is_root):
-                return self._keep_views(original(*args, **kwargs), is_root=is_root)
+                output = self._keep_views(self._forwards[module](*args, **kwargs), is_root=is_root)
+            return self._gather_before_backward(unit, output) if gathers_first else output
 
         module.forward = forward
+
+    def compile(self, compiler: Callable[[Callable], Callable]) -> None:
+        """Compiles the forward of every unit, inside the gathering; the root's own code runs between theirs and stays as it is, unless
+        it is the only unit."""
+        for unit in self._units[:-1] or self._units:
+            self._forwards[unit.module] = compiler(self._forwards[unit.module])
+
+    def detach(self) -> None:
+        """Takes the hooks off the model again; its parameters are placeholders."""
+        for module, forward in self._forwards.items():
+            del module.forward
+            if module.forward != forward:  # it had one of its own before
+                module.forward = forward
+        for module in self._units[-1].module.modules() if self._units else ():
+            if isinstance(module._parameters, _GatherOnAccess):
+                module._parameters = dict(module._parameters)
 
     def _keep_views(self, output: object, *, is_root: bool) -> object:
         """What a unit returns may be a view of its parameters: then its bucket stays till the model's forward ends; the model itself
@@ -218,6 +237,15 @@ class Gathering:
             return value
 
         return tree_map(keep, output)
+
+    def _gather_before_backward(self, unit: Unit, output: object) -> object:
+        """Inside a unit that is gathered as one, ranks may read different parameters, or none, in the backward; so all gather all of it
+        before."""
+
+        def mark(value: object) -> object:
+            return _Before.apply(value, self, unit) if isinstance(value, Tensor) and value.requires_grad else value
+
+        return tree_map(mark, output)
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
         """The gathered bucket that `tensor` is a view of."""
@@ -298,6 +326,21 @@ class Gathering:
             self.use(saved.bucket)
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.unpack(saved.packed) if isinstance(saved, _HandedOn) else saved
+
+
+class _Before(torch.autograd.Function):
+    """The identity; its backward is the first of a unit's."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, gathering: Gathering, unit: Unit) -> Tensor:
+        ctx.gathering, ctx.unit = gathering, unit
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        for bucket in ctx.unit.buckets:
+            ctx.gathering.use(bucket)
+        return gradient, None, None
 
 
 class _GatherOnAccess(dict):

@@ -1,8 +1,8 @@
 """Which modules are gathered together, and which parameters share a flat buffer.
 
 A unit is a module whose parameters are needed at the same time: each element of a `ModuleList`, `ModuleDict` or `Sequential`, or of a
-module that says `children_are_units` (a transformer block), each large leaf outside of them (an embedding, a head), and the root, which
-keeps the rest and stays gathered while it runs.
+module that says `children_are_units` (a transformer block), each module that says `is_one_unit`, each large leaf outside of them (an
+embedding, a head), and the root, which keeps the rest and stays gathered while it runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +118,8 @@ def _unit_modules(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Mod
         is_container = isinstance(module, _CONTAINERS) or getattr(module, "children_are_units", False)
         is_element = is_container and not isinstance(child, _CONTAINERS)
         own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
-        if (is_element and next(child.parameters(), None) is not None) or own > LARGE_LEAF:
+        is_marked = getattr(child, "is_one_unit", False)
+        if ((is_element or is_marked) and next(child.parameters(), None) is not None) or own > LARGE_LEAF:
             found.append((path, child))
         else:
             found.extend(_unit_modules(child, f"{path}."))

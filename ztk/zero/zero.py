@@ -1,5 +1,6 @@
 """ZeRO over one model: built once, then gathering, reduction and update take turns."""
 
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.part import Part
+from ztk.zero.born import BornParameter, Nursery
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.buffers import BufferPool
 from ztk.zero.build import Builder, InitialValues
@@ -75,6 +77,7 @@ class Zero:
         self.parts = parts or {}
         gathered = BufferPool(device=mesh.world.device, ledger=ledger, category="gathered")
         passing = BufferPool(device=mesh.world.device, ledger=ledger, category="gradients in flight")
+        self._pools = gathered, passing
         self._builder = Builder(
             policy=policy,
             dtype=precision.dtype,
@@ -170,6 +173,32 @@ class Zero:
                 stack.callback(store.flush)
             stack.callback(self._update.close)
 
+    def compile(self, model: nn.Module, **options: object) -> None:
+        """torch.compile with `options`: of the whole model, or, where parameters are sharded, of every unit inside its gathering."""
+        if any(bucket.traits.shards_parameters for bucket in self.buckets):
+            self.gathering.compile(functools.partial(torch.compile, **options))
+        else:
+            model.forward = torch.compile(model.forward, **options)
+
+    def free_buffers(self) -> None:
+        """Gives the memory of buffers that are not in use back: what is gathered and not held, and what gradients pass through."""
+        self.gathering.release_all()
+        for pool in self._pools:
+            pool.drop_free()
+
+    def disband(self, nursery: Nursery) -> None:
+        """Undoes the building, one bucket whole at a time: sharded parameters become slices in `nursery`, the others stay whole, optimizer
+        states are lost. Another Zero may take the model. Every rank must call it."""
+        self.gathering.drop_all()
+        for bucket in self.buckets:
+            if bucket.traits.shards_parameters:
+                self.gathering.borrow(bucket)
+                for parameter in bucket.parameters:
+                    BornParameter(parameter, nursery=nursery)
+                self.gathering.release(bucket)
+        self.gathering.detach()
+        self.close()
+
     def first_non_finite(self) -> str | None:
         """The first parameter, in order of definition, whose reduced gradient is not finite. The same answer on every rank."""
         first, names = float("inf"), []
@@ -223,16 +252,25 @@ class Zero:
 
     # State, for checkpoints
 
-    def state_shards(self) -> Iterator[StateShard]:
-        """Every state element of the model exactly once over all ranks, piece by piece. Values are valid until the next one."""
-        self._update.finish()
+    def state_shards(self, *, aside: bool = False) -> Iterator[StateShard]:
+        """Every state element of the model exactly once over all ranks, piece by piece. Values are valid until the next one.
+
+        aside: for another thread than the training's, after `hold_state`; pieces pass through memory of their own.
+        """
+        if not aside:
+            self._update.finish()
         for bucket, piece in self._own_pieces():
             try:
-                for kind, values in self._piece_state(bucket, piece=piece):
+                for kind, values in self._piece_state(bucket, piece=piece, aside=aside):
                     yield from self._shards(bucket, piece=piece, kind=kind, values=values)
             finally:  # also when the caller stops early
-                if piece.states is not None:
+                if piece.states is not None and not aside:
                     self._stores.optimizer.release(piece.states)
+
+    def hold_state(self, *, until: Callable[[], None]) -> None:
+        """The last update ends now; before the next one, or whatever else changes the state, `until()` is called once."""
+        self._update.finish()
+        self._update.hold(until)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """What `state_shards` will yield, in the same order, without the values."""
@@ -289,9 +327,7 @@ class Zero:
             if bucket.traits.counted:
                 yield from ((bucket, piece) for piece in bucket.pieces if piece.start in own)
 
-    def _load_moments(
-        self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor], keep: Container[str]
-    ) -> None:
+    def _load_moments(self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor], keep: Container[str]) -> None:
         states = self._stores.optimizer.fetch(piece.states).wait()
         moments = states[states.shape[0] - len(self.optimizer.state_names) :]
         try:
@@ -330,11 +366,15 @@ class Zero:
             if piece.states is not None:
                 self._stores.optimizer.release(piece.states)
 
-    def _piece_state(self, bucket: Bucket, *, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+    def _piece_state(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[tuple[str, Tensor]]:
         if piece.states is None:
             yield "parameter", self._parameter(bucket, piece=piece)
             return
-        states = self._stores.optimizer.fetch(piece.states).wait()
+        if aside:
+            memory = torch.empty(piece.states.shape, dtype=piece.states.dtype)
+            states = self._stores.optimizer.fetch_into(piece.states, out=memory).wait()
+        else:
+            states = self._stores.optimizer.fetch(piece.states).wait()
         num_moments = len(self.optimizer.state_names)
         has_master = states.shape[0] > num_moments
         yield "master", states[0] if has_master else self._parameter(bucket, piece=piece)

@@ -7,8 +7,10 @@ from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activ
 from ztk.deepspeed.config.batch import BatchSizes, solve_batch
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings, read_section
+from ztk.deepspeed.config.leaf import LeafModules
 from ztk.deepspeed.config.offload import read_offload
 from ztk.deepspeed.config.optimizer import read_optimizer
+from ztk.deepspeed.config.pipeline import read_pipeline
 from ztk.deepspeed.config.precision import Precision
 from ztk.deepspeed.config.scheduler import ScheduleChoice, read_scheduler
 from ztk.deepspeed.config.source import read_source
@@ -36,11 +38,13 @@ class Settings:
     static_loss_scale: float
     casts_inputs: bool
     zero: ZeroPolicy
+    leaves: LeafModules
     gathers_on_save: bool
     offload: OffloadPolicy
     optimizer: OptimizerPolicy | None
     schedule: ScheduleChoice | None
     activation_checkpointing: ActivationCheckpointing | None
+    pipeline_recompute_interval: int
     gradient_clipping: float
     communication_data_type: str | None
     steps_per_print: int | None
@@ -69,6 +73,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     optimizer = read_optimizer(given.get("optimizer"), clip=clip, findings=findings)
     schedule = read_scheduler(given.get("scheduler"), findings=findings)
     activations = read_activation_checkpointing(given.get("activation_checkpointing"), findings=findings)
+    pipeline_recompute_interval = read_pipeline(given.get("pipeline"), findings=findings)
     watching = read_watching(given, findings=findings)
     tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
     check_absent(given, findings=findings)
@@ -82,11 +87,13 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         static_loss_scale=precision.static_loss_scale,
         casts_inputs=precision.casts_inputs,
         zero=zero.policy,
+        leaves=zero.leaves,
         gathers_on_save=zero.gathers_on_save,
         offload=offload,
         optimizer=optimizer,
         schedule=schedule,
         activation_checkpointing=activations,
+        pipeline_recompute_interval=pipeline_recompute_interval,
         gradient_clipping=clip,
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),

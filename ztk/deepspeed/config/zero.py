@@ -1,6 +1,7 @@
 """zero_optimization, and where its shards sleep."""
 
 from ztk.deepspeed.config.keys import Findings, Key, anything, boolean, fixed, hint, read_section, takes, whole
+from ztk.deepspeed.config.leaf import read_leaf_modules
 from ztk.zero import ZeroPolicy
 
 _NOT_YET = "not offered by ztk yet; leave it out"
@@ -50,11 +51,11 @@ KEYS = {
     "pipeline_loading_checkpoint": fixed(False, why=_NOT_YET),
     "enable_sanity_checks": fixed(False, why=_NOT_YET),
     "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
-    "leaf_module": fixed(None, why=f"{_NOT_YET}: parameters are gathered when they are read, in any module"),
+    "leaf_module": takes(anything),
     "zenflow": fixed(None, why=_NOT_YET),
-    "zero_hpz_partition_size": fixed(1, why=_NOT_YET),
-    "zero_quantized_weights": fixed(False, why=_NOT_YET),
-    "zero_quantized_gradients": fixed(False, why=_NOT_YET),
+    "zero_hpz_partition_size": takes(whole(1)),
+    "zero_quantized_weights": takes(boolean),
+    "zero_quantized_gradients": takes(boolean),
     "zero_quantized_nontrainable_weights": fixed(False, why=_NOT_YET),
 }
 _REMOVED = "was removed from DeepSpeed in 0.19.8; leave it out"
@@ -73,7 +74,11 @@ _STAGE3 = {
 }
 # DeepSpeed's, which differ from those of ZeroPolicy.
 _DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000_000_000}
-_ZERO_PLUS_PLUS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+_ZERO_PLUS_PLUS = {
+    "zero_hpz_partition_size": ("secondary_shards", 1),
+    "zero_quantized_weights": ("quantized_weights", False),
+    "zero_quantized_gradients": ("quantized_gradients", False),
+}
 
 
 class Zero:
@@ -89,6 +94,11 @@ class Zero:
         )
         self.offload_optimizer = _section(values, name="offload_optimizer", old="cpu_offload", findings=findings)
         self.offload_param = _section(values, name="offload_param", old="cpu_offload_param", findings=findings)
+        self.leaves = read_leaf_modules(values.get("leaf_module"), findings=findings)
+        if self.leaves.wanted and self.stage != 3:
+            findings.faults.append(
+                f"zero_optimization.leaf_module: has no effect at stage {self.stage}, where nothing is gathered; leave it out"
+            )
         self.policy = self._policy(values, findings=findings)
 
     def _policy(self, values: dict, *, findings: Findings) -> ZeroPolicy:
@@ -106,16 +116,18 @@ class Zero:
             options = {}
         else:
             options = _DEFAULTS | options
+            options |= {ours: values[theirs] for theirs, (ours, _) in _ZERO_PLUS_PLUS.items() if theirs in values}
         return ZeroPolicy(stage=self.stage, bucket_size=values.get("reduce_bucket_size", 500_000_000), **options)
 
 
 def _not_at_this_stage(given: object) -> dict[str, Key]:
-    """ZeRO++ below stage 3 is not only not offered: it would do nothing."""
+    """ZeRO++ below stage 3 would do nothing."""
     stage = given.get("stage", 0) if isinstance(given, dict) else 0
     if stage == 3:
         return {}
     return {
-        name: fixed(*KEYS[name].usual, why=f"has no effect at stage {stage}; leave it out") for name in _ZERO_PLUS_PLUS
+        name: fixed(usual, why=f"has no effect at stage {stage}; leave it out")
+        for name, (_, usual) in _ZERO_PLUS_PLUS.items()
     }
 
 

@@ -1,0 +1,105 @@
+"""From a script's model, settings and groups to an engine; again, if training begins after all."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ztk.deepspeed import owners
+from ztk.deepspeed.config import Settings
+from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_config
+from ztk.deepspeed.leaf import settle_units
+from ztk.deepspeed.log import logger
+from ztk.deepspeed.moe import expert_topology
+from ztk.deepspeed.optimizer import ShardedOptimizer
+from ztk.deepspeed.pipe.module import PipelineModule
+from ztk.deepspeed.zero.parameter import name_parameter
+from ztk.engine import Engine
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.pipeline import PipelinePolicy
+from ztk.runtime import MemoryLedger, Process, Topology
+from ztk.zero import DeviceStore
+from ztk.zero.born import Nursery
+
+NO_OPTIMIZER = (
+    "no optimizer was given: training runs with AdamW at lr=0.001; name another in the configuration's section optimizer, or "
+    "pass optimizer= to initialize"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Builder:
+    """What an engine is built of. trainable: the parameters that required a gradient when the script gave its model."""
+
+    model: nn.Module
+    settings: Settings
+    process: Process
+    trainable: frozenset[str]
+
+    def build(self, trained: TrainedGroups | None) -> tuple[Engine, ShardedOptimizer | None]:
+        """The engine and its optimizer; without groups it only runs forward, and keeps no states. A collective call."""
+        frozen = freeze_others(
+            self.model, names={name for own in trained.names for name in own} if trained else frozenset()
+        )
+        if frozen and trained and self.process.rank == 0:
+            shown = ", ".join(frozen[:5]) + (" ..." * (len(frozen) > 5))
+            logger.info("not in the optimizer, so held frozen: %s", shown)
+        settings = self.settings
+        settle_units(self.model, leaves=settings.leaves)
+        engine = parallelize(
+            self.model,
+            process=self._arranged(),
+            optimizer=trained.policy if trained else OptimizerPolicy(name="sgd", lr=0.0),
+            precision=settings.precision,
+            zero=settings.zero,
+            offload=settings.offload,
+            accumulation_steps=settings.batch.accumulation,
+            pipeline=self._pipeline(),
+        )
+        owners.register(engine)
+        if settings.zero.shards_parameters:
+            for parameter in self.model.parameters():
+                name_parameter(parameter)
+        return engine, ShardedOptimizer(trained, engine=engine) if trained else None
+
+    def _pipeline(self) -> PipelinePolicy | None:
+        """Of a model in stages, whose layers are recomputed as it or the configuration says."""
+        if not isinstance(self.model, PipelineModule):
+            return None
+        if self.settings.pipeline_recompute_interval:
+            self.model.recompute_interval = self.settings.pipeline_recompute_interval
+        return self.model.policy
+
+    def _arranged(self) -> Process:
+        """The process in the mesh that the model's stages and experts ask for."""
+        experts, stages = expert_topology(self.model).expert, self.process.mesh.topology.pipeline
+        if experts == 1 and stages > 1:
+            return self.process  # arranged by the model itself
+        return self.process.arrange(Topology(pipeline=stages, expert=experts))
+
+    def begin_training(self, engine: Engine) -> tuple[Engine, ShardedOptimizer]:
+        """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.
+
+        Parameters are never whole on the way, and master weights start from their values in the model's dtype.
+        """
+        if expert_topology(self.model).expert > 1:
+            raise ValueError(
+                "experts are spread already: name an optimizer in the configuration, or pass it to initialize"
+            )
+        device = self.process.device
+        nursery = Nursery(comm=self.process.mesh.comm("data"), store=DeviceStore(device=device, ledger=MemoryLedger()))
+        owners.forget(engine)
+        engine.zero.disband(nursery)
+        nursery.close()
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in self.trainable)
+        if self.process.rank == 0:
+            logger.warning(NO_OPTIMIZER)
+        return self.build(groups_of_config(default_optimizer(self.settings), model=self.model, model_parameters=None))
+
+
+def default_optimizer(settings: Settings) -> OptimizerPolicy:
+    """DeepSpeed's optimizer as its section has it when it holds no parameters: AdamW, rate 1e-3, betas 0.9 and 0.999, no decay."""
+    return OptimizerPolicy(
+        name="adamw", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, decay_all=True, clip_grad_norm=settings.gradient_clipping
+    )

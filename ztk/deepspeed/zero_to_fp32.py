@@ -1,0 +1,303 @@
+"""Whole fp32 weights out of a checkpoint folder, of ztk or of DeepSpeed (ZeRO stages 1 to 3), without an engine and without GPUs.
+
+state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")
+python zero_to_fp32.py checkpoints weights          # the script that every save leaves beside the checkpoints
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ztk.checkpoint.deepspeed import DeepSpeedSource
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.export import STRETCH
+from ztk.checkpoint.folder import resolve
+from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
+from ztk.checkpoint.reader import StateReader
+from ztk.checkpoint.sources import FROZEN, MASTER
+from ztk.deepspeed.log import logger
+
+SCRIPT = "zero_to_fp32.py"  # its name beside the checkpoints
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "torch.float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LazyTensor:
+    """A tensor that is still in its files; `contiguous()` reads it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stretches: Callable[[], Iterator[Tensor]]  # flat, in order
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def contiguous(self) -> Tensor:
+        """In main memory. Raises CheckpointError for damaged files."""
+        whole, done = torch.empty(prod(self.shape), dtype=self.dtype), 0
+        for values in self.stretches():
+            whole[done : done + values.numel()] = values
+            done += values.numel()
+        return whole.view(self.shape)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor | LazyTensor]:
+    """Name -> fp32 weight, persistent buffers and tied names included. Non-floating buffers keep their dtype.
+
+    checkpoint_dir: the folder that was given to `save_checkpoint`. tag: None reads its file `latest`.
+    lazy_mode: values are read when their `contiguous()` is called, so that they need not be in memory together.
+    Raises ValueError without `latest`, FileNotFoundError without the tag's folder, CheckpointError for damaged files.
+    """
+    state = _open(_tag_folder(Path(checkpoint_dir), tag=tag), exclude_frozen=exclude_frozen_parameters)
+    return state if lazy_mode else _read(state, dtype=torch.float32)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
+) -> nn.Module:
+    """Moves `model` to the CPU, loads the fp32 weights into it, leaving what the checkpoint lacks, and returns it. Not for an engine's
+    model."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes the weights as files of torch.save, or of safetensors, in the layout of the Hugging Face hub.
+
+    dtype: of floating-point weights: float32, float16 or bfloat16. max_shard_size: bytes, or a text such as "5GB"; None: one file. As many
+    bytes are in memory at once. A safetensors file has tied weights under their first name only.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=True
+    )
+    if safe_serialization:
+        first = {id(tensor): name for name, tensor in reversed(state.items())}
+        state = {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
+    stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    files = _cut(state, limit=_bytes(max_shard_size))
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map, total = {}, 0
+    for number, names in enumerate(files, start=1):
+        name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.{ending}"
+        shard = _read({key: state[key] for key in names}, dtype=_dtype(dtype))
+        _save(shard, path=folder / name, safe=safe_serialization)
+        weight_map |= dict.fromkeys(names, name)
+        total += sum(tensor.nbytes for tensor in {id(t): t for t in shard.values()}.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (folder / f"{stem}.{ending}.index.json").write_text(text + "\n", encoding="utf-8")
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+
+
+def leave_script(folder: Path) -> None:
+    """Writes the runnable script into a folder of checkpoints."""
+    path = folder / SCRIPT
+    path.write_text(
+        "#!/usr/bin/env python\n"
+        '"""python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR: whole fp32 weights out of this folder. Needs ztk; --help says more."""\n\n'
+        "from ztk.deepspeed.zero_to_fp32 import main\n\n"
+        'if __name__ == "__main__":\n'
+        "    main()\n"
+    )
+    path.chmod(0o755)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line of DeepSpeed's script."""
+    parser = argparse.ArgumentParser(prog=SCRIPT, description="whole fp32 weights out of a ZeRO checkpoint")
+    parser.add_argument(
+        "checkpoint_dir", help="the folder that was given to save_checkpoint, such as path/checkpoint-12"
+    )
+    parser.add_argument("output_dir", help="where to write pytorch_model.bin or model.safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="the largest file, digits and a unit such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch.save")
+    parser.add_argument("-t", "--tag", default=None, help="which checkpoint, such as global_step1; default: the latest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
+    parser.add_argument("-d", "--debug", action="store_true", help="say more")
+    args = parser.parse_args(argv)
+    if args.debug:
+        logger.setLevel(logging.DEBUG)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        args.checkpoint_dir,
+        args.output_dir,
+        max_shard_size=args.max_shard_size,
+        safe_serialization=args.safe_serialization,
+        tag=args.tag,
+        exclude_frozen_parameters=args.exclude_frozen_parameters,
+    )
+
+
+def _tag_folder(folder: Path, *, tag: str | None) -> Path:
+    if tag is None:
+        pointer = folder / "latest"
+        if not pointer.is_file():
+            raise ValueError(f"{folder} has no file `latest`; give the tag of a checkpoint in it")
+        tag = pointer.read_text().strip()
+    if not (folder / tag).is_dir():
+        raise FileNotFoundError(f"the folder {folder / tag} does not exist")
+    return folder / tag
+
+
+def _open(folder: Path, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
+    """Parameters and buffers in order, tied names as the same object."""
+    if any(folder.glob("*_optim_states.pt")):
+        state, tied = _of_deepspeed(folder, exclude_frozen=exclude_frozen)
+    elif any(folder.glob("*_model_states.pt")):
+        raise CheckpointError(
+            f"{folder} was saved by DeepSpeed without ZeRO: its *_model_states.pt hold the whole weights"
+        )
+    else:
+        state, tied = _of_ztk(folder, exclude_frozen=exclude_frozen)
+    return state | {name: state[other] for name, other in tied.items() if other in state}
+
+
+def _of_deepspeed(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    source = DeepSpeedSource(folder)
+    kinds = (MASTER, BUFFER) if exclude_frozen else (MASTER, FROZEN, BUFFER)
+    state = {}
+    for key, shape in source.shapes().items():
+        if key[0] in kinds:
+            own = next(iter(source.stretches(key)), torch.empty(0)).dtype
+            dtype = torch.float32 if own.is_floating_point else own
+            state[key[1]] = LazyTensor(shape=shape, dtype=dtype, stretches=lambda key=key: source.stretches(key))
+    return state, source.tied
+
+
+def _of_ztk(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    manifest = read_manifest(resolve(folder))
+    with StateReader(manifest) as reader:
+        reader.check_files()
+        stored = {
+            (info.name, kind): reader.dtype(name=info.name, kind=kind)
+            for info in [*manifest.parameters, *manifest.buffers]
+            for kind in (MASTER, FROZEN, BUFFER)
+            if reader.has(name=info.name, kind=kind)
+        }
+    kinds = {info.name: MASTER if info.trainable else FROZEN for info in manifest.parameters}
+    if exclude_frozen:
+        kinds = {name: kind for name, kind in kinds.items() if kind == MASTER}
+    kinds |= {info.name: BUFFER for info in manifest.buffers}
+    shapes = {info.name: tuple(info.shape) for info in [*manifest.parameters, *manifest.buffers]}
+    state = {}
+    for name, kind in kinds.items():
+        if (name, kind) in stored:  # a checkpoint may hold the trained parameters alone
+            own = stored[name, kind]
+            state[name] = LazyTensor(
+                shape=shapes[name],
+                dtype=torch.float32 if own.is_floating_point else own,
+                stretches=lambda name=name, kind=kind: _stretches(
+                    manifest, name=name, kind=kind, numel=prod(shapes[name])
+                ),
+            )
+    return state, dict(manifest.tied)
+
+
+def _stretches(manifest: Manifest, *, name: str, kind: str, numel: int) -> Iterator[Tensor]:
+    with StateReader(manifest) as reader:
+        for start in range(0, numel, STRETCH):
+            yield reader.read(name=name, kind=kind, start=start, stop=min(start + STRETCH, numel))
+
+
+def _read(state: dict[str, LazyTensor], *, dtype: torch.dtype) -> dict[str, Tensor]:
+    whole: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if id(tensor) not in whole:
+            value = tensor.contiguous()
+            whole[id(tensor)] = value.to(dtype) if value.is_floating_point() else value
+    return {name: whole[id(tensor)] for name, tensor in state.items()}
+
+
+def _cut(state: dict[str, LazyTensor], *, limit: int | None) -> list[list[str]]:
+    """Names per file, in order; tied ones lie together."""
+    owners: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        owners.setdefault(id(tensor), []).append(name)
+    files: list[list[str]] = [[]]
+    filled = 0
+    for names in owners.values():
+        nbytes = state[names[0]].nbytes
+        if limit is not None and files[-1] and filled + nbytes > limit:
+            files.append([])
+            filled = 0
+        files[-1] += names
+        filled += nbytes
+    return files
+
+
+def _save(shard: dict[str, Tensor], *, path: Path, safe: bool) -> None:
+    if safe:
+        from safetensors.torch import save_file
+
+        save_file(shard, path, metadata={"format": "pt"})
+    else:
+        torch.save(shard, path)
+
+
+def _bytes(size: str | int | None) -> int | None:
+    if size is None or isinstance(size, int):
+        return size
+    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", size.strip())
+    if found is None or found[2].upper() not in _UNITS:
+        raise ValueError(f"max_shard_size={size!r}: must be digits and a unit, such as 5GB")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def _dtype(word: str | torch.dtype) -> torch.dtype:
+    dtype = _DTYPES.get(str(word).lower())
+    if dtype is None:
+        raise ValueError(f"dtype={word!r}: must be float32, float16 or bfloat16")
+    return dtype
+
+
+if __name__ == "__main__":
+    main()
