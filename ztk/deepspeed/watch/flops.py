@@ -162,13 +162,19 @@ class FlopsProfiler:
         engine = self.ds_engine
         if engine is None:
             return ProfileHead(step=step)
+        accumulation, times = engine.gradient_accumulation_steps(), engine.get_wall_clock_timers()
         return ProfileHead(
             step=step,
             world_size=engine.world_size,
             data_parallel=engine.dp_world_size,
             model_parallel=engine.mp_world_size,
             micro_batch=engine.train_micro_batch_size_per_gpu(),
-            milliseconds=engine.get_wall_clock_timers(),
+            accumulation=accumulation,
+            milliseconds={
+                name: times[name] / (1 if name == "step" else accumulation)
+                for name in ("fwd", "bwd", "step")
+                if name in times
+            },
             backward_factor=2 + self.recompute_fwd_factor,
         )
 

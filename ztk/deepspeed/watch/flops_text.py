@@ -22,13 +22,17 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileHead:
-    """What the summary says besides the model's own figures. milliseconds: of fwd, bwd and step, where they are measured."""
+    """What the summary says besides the model's own figures.
+
+    milliseconds: of fwd and bwd of a micro-batch and of the step, where they are measured. accumulation: micro-batches in a step.
+    """
 
     step: int
     world_size: int | None = None
     data_parallel: int = 1
     model_parallel: int = 1
     micro_batch: int = 1
+    accumulation: int = 1
     milliseconds: Mapping[str, float] = field(default_factory=dict)
     backward_factor: float = 2.0
 
@@ -83,8 +87,10 @@ def _summary(total, *, params: int, head: ProfileHead) -> list[tuple[str, object
 
 def _phases(flops: int, *, forward: float, head: ProfileHead) -> list[tuple[str, object]]:
     back, step = head.milliseconds["bwd"] / 1000, head.milliseconds["step"] / 1000
-    whole, factor = forward + back + step, head.backward_factor
-    samples = round(head.micro_batch * (head.world_size or 1) / whole, 2)
+    many, factor = head.accumulation, head.backward_factor
+    whole = many * (forward + back) + step
+    times = f" * {many} micro-batches" if many > 1 else ""
+    samples = round(head.micro_batch * many * (head.world_size or 1) / whole, 2)
     return [
         ("bwd latency: ", duration_to_string(back)),
         (
@@ -98,8 +104,8 @@ def _phases(flops: int, *, forward: float, head: ProfileHead) -> list[tuple[str,
         ("step latency: ", duration_to_string(step)),
         ("iter latency: ", duration_to_string(whole)),
         (
-            f"FLOPS per GPU = {factor + 1:g} * fwd flops per GPU / iter latency: ",
-            _rate((factor + 1) * flops, seconds=whole),
+            f"FLOPS per GPU = {factor + 1:g} * fwd flops per GPU{times} / iter latency: ",
+            _rate(many * (factor + 1) * flops, seconds=whole),
         ),
         ("samples/second: ", samples),
     ]

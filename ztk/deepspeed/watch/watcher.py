@@ -102,7 +102,7 @@ class Watcher:
             if self._every and step % self._every == 0:
                 self._report(step)
             if self.flops is not None and self.flops.started:
-                self._print_profile(step - 1)
+                self._print_profile(step)
         if self.clock is not None:
             self.clock.end_step()
 
