@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ztk.engine.control import StepControl
 from ztk.engine.engine import Engine
 from ztk.engine.pipeline import PipelineEngine
-from ztk.moe import expert_figures, has_figures, scale_router_losses, shard_experts
+from ztk.moe import figures_of_experts, scale_router_losses, shard_experts
 from ztk.nn.deferred import DeferredGradients
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
 from ztk.offload.policy import PAGE_BYTES
@@ -95,7 +95,7 @@ def parallelize(
         pipeline.check(num_ranks=mesh.comm("pp").size, num_micro_batches=accumulation_steps)
         layers = layered(model)
         trained = layers.shapes()
-        stages = split(layers, policy=pipeline, mesh=mesh, sample_batch=sample_batch)
+        stages = getattr(model, "stages", None) or split(layers, policy=pipeline, mesh=mesh, sample_batch=sample_batch)
     if not trained and optimizer.lr > 0:  # lr=0: a model that shall only run forward, its parameters frozen
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
     parts, tensors, deferred = {}, None, DeferredGradients()
@@ -106,7 +106,8 @@ def parallelize(
         parts |= tensors.parts
     if mesh.comm("sp").size > 1:
         cut_sequences(model, mesh=mesh)
-    parts |= shard_experts(model, mesh=mesh, pattern=experts)
+    cuts_tokens = tensor is not None and tensor.sequence_norms
+    parts |= shard_experts(model, mesh=mesh, pattern=experts, tokens_cut_along_tp=cuts_tokens)
     if stages is not None:
         share_values(stages, comm=mesh.comm("pp"))
         parts = mark_copies(parts, stages=stages, comm=mesh.comm("pp"))
@@ -158,7 +159,7 @@ def parallelize(
         clock=clock,
         io=io,
         accumulation_steps=accumulation_steps,
-        figures=functools.partial(expert_figures, model, comm=process.comm) if has_figures(model) else None,
+        figures=figures_of_experts(model, mesh=mesh),
     )
 
 

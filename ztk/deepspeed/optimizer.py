@@ -1,6 +1,9 @@
 """The second item that `initialize` returns: what a script sees of the sharded optimizer."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
 from ztk.engine import Engine
@@ -30,6 +33,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert closure is None
         self._write_hyper()
         self._engine.step()
+        self._mark_stepped()
+
+    def train_batch(self, micro_batches: Iterable) -> Tensor:
+        """The engine's whole step, for a pipeline; returns its loss."""
+        self._write_hyper()
+        loss = self._engine.train_batch(micro_batches)
+        self._mark_stepped()
+        return loss
+
+    def _mark_stepped(self) -> None:
         if self.optimizer is not self:
             self.optimizer._opt_called = True  # a torch scheduler warns if its optimizer has not stepped before it
 

@@ -70,20 +70,20 @@ class PipelineEngine(Engine):
         losses = self._run(batches, schedule=self.schedule, trains=True)
         self.micro_steps += len(batches) - 1
         self.step()
-        return self._share(torch.stack(losses).float().mean() if self.is_last_stage else None)
+        return self.share(torch.stack(losses).float().mean() if self.is_last_stage else None)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """This replica's mean loss over `micro_batches`, without gradients and in eval mode, on every rank of the pipeline."""
         batches = [MicroBatch.of(batch) for batch in micro_batches]
         with self.evaluating():
-            outputs = self._infer(batches)
+            outputs = self.forward_batches(batches)
         losses = [batch.weigh(out) for batch, out in zip(batches, outputs, strict=True)] if self.is_last_stage else None
-        return self._share(None if losses is None else torch.stack(losses).float().mean())
+        return self.share(None if losses is None else torch.stack(losses).float().mean())
 
     def __call__(self, *args, **kwargs) -> Carry:
         """The model's output for one micro-batch, on every rank of the pipeline and without gradients: for looking, not for training."""
         with torch.no_grad():
-            (output,) = self._infer([MicroBatch(args=args, kwargs=kwargs)])
+            (output,) = self.forward_batches([MicroBatch(args=args, kwargs=kwargs)])
         return self._wire.spread(output, source=self._pipeline.size - 1)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -94,7 +94,8 @@ class PipelineEngine(Engine):
 
     # Runs
 
-    def _infer(self, batches: list[MicroBatch]) -> list[Carry]:
+    def forward_batches(self, batches: list[MicroBatch]) -> list[Carry]:
+        """Forwards alone; returns the model's outputs per micro-batch on the last stage, Nones elsewhere. Collective along the pipeline."""
         schedule = make_inference_schedule(
             num_ranks=self._pipeline.size,
             num_micro_batches=len(batches),
@@ -121,7 +122,7 @@ class PipelineEngine(Engine):
             self.timeline = Timeline(intervals=tuple(intervals))
         return run.outputs
 
-    def _share(self, value: Tensor | None) -> Tensor:
+    def share(self, value: Tensor | None) -> Tensor:
         """The last stage's scalar, on every rank of the pipeline."""
         own = torch.zeros(1, device=self.process.device) if value is None else value.view(1)
         return self._pipeline.gather_scalars(own, label="loss")[-1, 0]

@@ -1,10 +1,12 @@
 """A model written as a list of layers, of which every rank builds its own alone."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ztk.pipeline.layers import Carry, Layer, MicroBatch
 
@@ -55,9 +57,15 @@ class PipelineModule(nn.Module):
 
     base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages; with None
         it is built from the random state as it is. seed_fn: called with that seed in place of `torch.manual_seed`.
+    recompute_interval: so many layers at a time keep their input alone, and are run again in the backward by `recompute(function, carry)`;
+        0: everything is kept.
+    stages: set when the model has been cut already; `parallelize` then takes it as it is.
     """
 
     children_are_units = True  # for ZeRO: each layer is gathered by itself
+    recompute_interval: int = 0
+    recompute: Callable = staticmethod(partial(checkpoint, use_reentrant=False))
+    stages: object | None = None
 
     def __init__(
         self,
@@ -83,7 +91,9 @@ class PipelineModule(nn.Module):
         return self
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of all layers, see `LayeredModel`."""
+        """Of all layers, see `LayeredModel`; of this rank's, if the model is cut already."""
+        if self.stages is not None:
+            return {name: p.shape for name, p in self.named_parameters() if p.requires_grad}
         found = {}
         for index, spec in enumerate(self.specs):
             for path in self._paths(index):
@@ -115,9 +125,26 @@ class PipelineModule(nn.Module):
     def forward(self, inputs: Carry, labels: object = None) -> Carry:
         """The whole model on one rank; builds what is not built yet."""
         self.build()
-        carry: Carry = None
-        for layer in self.layers:
-            carry = layer.run(carry, MicroBatch(args=(inputs, labels)))
+        return self.run_layers(range(len(self.layers)), carry=None, batch=MicroBatch(args=(inputs, labels)))
+
+    def run_layers(self, indices: range, *, carry: Carry, batch: MicroBatch) -> Carry:
+        """The layers `indices` one after the other, recomputed in groups of `recompute_interval`."""
+        step = self.recompute_interval
+        if not step or not torch.is_grad_enabled():
+            return self._run_plainly(indices, carry=carry, batch=batch)
+        for start in range(indices.start, indices.stop, step):
+            group = range(start, min(start + step, indices.stop))
+            if group.stop == len(self.layers):  # the loss is not worth running twice
+                return self._run_plainly(group, carry=carry, batch=batch)
+            carry = self.recompute(partial(self._run_group, group, batch), carry)
+        return carry
+
+    def _run_group(self, indices: range, batch: MicroBatch, carry: Carry) -> Carry:
+        return self._run_plainly(indices, carry=carry, batch=batch)
+
+    def _run_plainly(self, indices: range, *, carry: Carry, batch: MicroBatch) -> Carry:
+        for index in indices:
+            carry = self.layers[index].run(carry, batch)
         return carry
 
     def _is_built(self, index: int) -> bool:

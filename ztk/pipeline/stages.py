@@ -139,6 +139,9 @@ class _StageForward:
         self._model, self._boundaries = model, boundaries
 
     def __call__(self, stage: int, carry: Carry, batch: MicroBatch) -> Carry:
-        for index in self._boundaries[stage]:
+        indices = self._boundaries[stage]
+        if isinstance(self._model, PipelineModule):
+            return self._model.run_layers(indices, carry=carry, batch=batch)
+        for index in indices:
             carry = self._model.layers[index].run(carry, batch)
         return carry

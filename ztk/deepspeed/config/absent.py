@@ -38,10 +38,6 @@ SECTIONS = {
         *("dtype", "autotp_size", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "tp"),
         *("injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host", "kernel_inject"),
     ),
-    "pipeline": (
-        *("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned"),
-        *("grad_partitioned", "use_reentrant"),
-    ),
     "compile": (
         *("deepcompile", "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
         *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log"),
@@ -54,7 +50,9 @@ _INSTEAD = {
     "comet": "use wandb, tensorboard or csv_monitor",
     "compile": "compile the model with torch.compile before",
 }
-_DEEPER = 'belongs one level deeper: "tensor_parallel": {"tp": {"tp_size": 4}}, or "tensor_parallel": {"autotp_size": 4}'
+_DEEPER = (
+    'belongs one level deeper: "tensor_parallel": {"tp": {"tp_size": 4}}, or "tensor_parallel": {"autotp_size": 4}'
+)
 _MENDS = {
     "tensor_parallel.tp_size": _DEEPER,
     "tensor_parallel.tp_grain_size": f"{_DEEPER}; leave tp_grain_size out",

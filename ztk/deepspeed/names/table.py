@@ -34,6 +34,8 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.entry": "initialize",
     "ztk.deepspeed.log": "log_dist logger",
     "ztk.deepspeed.names": "install",
+    "ztk.deepspeed.pipe.engine": "PipelineEngine",
+    "ztk.deepspeed.pipe": "PipelineModule",
     "ztk.deepspeed.device": "get_accelerator",
     "ztk.deepspeed.schedules": "VALID_LR_SCHEDULES",
     "ztk.deepspeed.version": "__version__ __version_major__ __version_minor__ __version_patch__",
@@ -59,6 +61,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.ops": {},
     "deepspeed.ops.adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.lion": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPULion FusedLion"},
+    "deepspeed.pipe": "ztk.deepspeed.pipe",
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
     "deepspeed.profiling.flops_profiler.profiler": {
@@ -89,6 +92,14 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {
         "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
+    },
+    "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
+    "deepspeed.runtime.pipe.engine": {"ztk.deepspeed.pipe.engine": "PipelineEngine PipelineError"},
+    "deepspeed.runtime.pipe.module": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec"},
+    "deepspeed.runtime.pipe.topology": {
+        "ztk.deepspeed.pipe": (
+            "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
+        ),
     },
     "deepspeed.runtime.utils": {
         "ztk.deepspeed.helpers": (

@@ -1,0 +1,189 @@
+"""The engine of a `PipelineModule`: batches instead of losses."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ztk.deepspeed.engine import DeepSpeedEngine
+from ztk.deepspeed.loader import RepeatingLoader
+from ztk.deepspeed.pipe.topology import PipelineParallelGrid
+from ztk.pipeline import MicroBatch
+
+
+class PipelineError(Exception):
+    """A pipeline was asked for a forward, backward or step of its own."""
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """`train_batch` and `eval_batch` take micro-batches `(inputs, labels)` from an iterator, on the first and the last stage's ranks;
+    the others' iterators are not touched and may be None."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.data_iterator: Iterator | None = None
+        self.batch_fn: Callable | None = None
+        self.agg_train_loss: Tensor | None = None
+        self.grid: PipelineParallelGrid = self.module.mpu()
+        self.num_stages, self.stage_id = self.module.num_stages, self.grid.stage_id
+        self.micro_batches = self.gradient_accumulation_steps()
+
+    # Batches
+
+    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
+        """One optimizer step over gradient_accumulation_steps micro-batches; the mean loss of all replicas, on every rank.
+
+        data_iter: None takes from what `set_dataiterator`, `set_dataloader` or `training_data` gave.
+        """
+        self._need_optimizer()
+        self.module.train()
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        batches = self._take(self.micro_batches)
+        with self._watcher.step():
+            loss = self.optimizer.train_batch(batches)
+        self._after_batch()
+        self._watcher.after_step()
+        self.agg_train_loss = self._mean_of_replicas(loss)
+        return self.agg_train_loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor | list | tuple | None:
+        """Forwards alone, over so many micro-batches as a training batch has or as given.
+
+        With compute_loss the mean loss of all replicas on every rank, or with reduce_output=None a list of each micro-batch's, on the last
+        stage. Without, the outputs, on the last stage. return_logits: (loss, outputs), the outputs on the last stage.
+        bcast_loss: False leaves the loss of ranks before the last stage None.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
+        before, self.data_iterator = self.data_iterator, data_iter
+        try:
+            batches = self._take(num_micro_batches or self.micro_batches)
+        finally:
+            self.data_iterator = before
+        inputs = [(batch[0],) if batch is not None else None for batch in batches]
+        with self.engine.evaluating():
+            outputs = self._forward_all(inputs)
+            if not compute_loss:
+                return outputs
+            losses = self._losses(outputs, batches=batches)
+        result = losses if reduce_output is None else self._reduced(losses, shares=bcast_loss)
+        return (result, outputs) if return_logits else result
+
+    def set_dataloader(self, loader: Iterable) -> None:
+        """Batches of `loader`, over and over."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator) -> None:
+        self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable) -> None:
+        """`fn(batch)` is used instead of each batch that the iterator gives."""
+        self.batch_fn = fn
+
+    def _take(self, count: int) -> list:
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return [None] * count
+        if self.data_iterator is None:
+            if self.training_dataloader is None:
+                raise ValueError("train_batch() has no data: pass data_iter, or training_data to initialize")
+            self.set_dataloader(self.training_dataloader)
+        batches = []
+        for _ in range(count):
+            batch = next(self.data_iterator)
+            batch = batch if self.batch_fn is None else self.batch_fn(batch)
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise ValueError("a pipeline's batches are (inputs, labels); set_batch_fn makes them of others")
+            batches.append(tuple(_placed(part, device=self.device) for part in batch))
+        return batches
+
+    # Parts of eval_batch
+
+    def _forward_all(self, inputs: list) -> list:
+        if self.num_stages == 1:
+            return [self.engine(*batch) for batch in inputs]
+        return self.engine.forward_batches([MicroBatch(args=batch or ()) for batch in inputs])
+
+    def _losses(self, outputs: list, *, batches: list) -> list[Tensor] | None:
+        """Of each micro-batch, on the last stage; None elsewhere."""
+        if not self.is_last_stage():
+            return None
+        if self.module.loss_fn is None:  # the model's output is its loss
+            return outputs
+        return [self.module.loss_fn(output, batch[1]) for output, batch in zip(outputs, batches, strict=True)]
+
+    def _reduced(self, losses: list[Tensor] | None, *, shares: bool) -> Tensor | None:
+        mean = None if losses is None else torch.stack([loss.float() for loss in losses]).mean()
+        shared = self._mean_of_replicas(mean if self.num_stages == 1 else self.engine.share(mean))
+        return shared if shares or self.is_last_stage() else None
+
+    def _mean_of_replicas(self, loss: Tensor) -> Tensor:
+        return self.engine.process.mesh.comm("data").gather_scalars(loss.float().view(1), label="loss").mean()
+
+    def _after_batch(self) -> None:
+        self.micro_steps += self.micro_batches
+        self.global_samples += self.settings.batch.train
+        self._step_applied = not self.optimizer.overflow
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    # Questions
+
+    def is_first_stage(self) -> bool:
+        return self.grid.is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        return self.grid.is_last_stage()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True: a batch is a step."""
+        return True
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: shapes are agreed whenever those of the micro-batches change."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Accepted; tuples pass with whatever is in them."""
+        del value
+
+    def get_additional_losses(self) -> None:
+        """There are none but the one that `loss_fn` returns."""
+
+    def get_model_parallel_rank(self) -> int:
+        return self.grid.get_model_parallel_rank()
+
+    # What a pipeline does not do
+
+    def forward(self, *args, **kwargs):
+        """Raises PipelineError."""
+        raise PipelineError(
+            "a pipeline runs whole batches: use engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
+        )
+
+    def backward(self, *args, **kwargs):
+        """Raises PipelineError."""
+        raise PipelineError("a pipeline runs whole batches: use engine.train_batch(data_iter)")
+
+    def step(self, *args, **kwargs):
+        """Raises PipelineError."""
+        raise PipelineError("a pipeline steps in engine.train_batch(data_iter)")
+
+
+def _placed(value: object, *, device: torch.device) -> object:
+    """Tensors in tuples, lists and dicts on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    place = partial(_placed, device=device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(place, value))
+    return {key: place(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,109 @@
+"""`deepspeed.pipe.PipelineModule`: cut when it is made, with DeepSpeed's arguments."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ztk import pipeline
+from ztk.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from ztk.deepspeed.started import this_process
+from ztk.pipeline import LayerSpec, PipelinePolicy
+from ztk.pipeline.stages import cut, plan
+from ztk.runtime import Process, Topology
+
+
+class PipelineModule(pipeline.PipelineModule):
+    """Layers in stages; every rank builds those of its own. Parameters are named as in DeepSpeed: "3.weight", "tied_modules.embed.weight".
+
+    num_stages or topology: the ranks along "pipe"; what they leave of the world is data-parallel.
+    seed_layers: layer i is built after `seed_fn(base_seed + i)`, so that its values do not depend on the stages; otherwise each rank's
+        random state goes on from stage to stage as the script left it.
+    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters".
+    activation_checkpoint_interval, activation_checkpoint_func: see `ztk.pipeline.PipelineModule`.
+    checkpointable_layers: accepted; groups of the interval are recomputed whatever their classes. dynamic_shape: activations may
+        change their shapes though the micro-batches do not; those that follow the micro-batches' need nothing.
+    Raises ValueError for a number of stages that does not divide the ranks, and for more of them than layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec | nn.Module | Callable],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable | None = None,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        del checkpointable_layers
+        super().__init__(layers, loss_fn=loss_fn, base_seed=base_seed if seed_layers else None, seed_fn=seed_fn)
+        process = this_process()
+        self._topo = _topology(topology, num_stages=num_stages, process=process)
+        self.num_stages = self._topo.get_dim("pipe")
+        self.process = process.arrange(Topology(pipeline=self.num_stages))
+        self.policy = PipelinePolicy(partition=_method(partition_method), dynamic_shapes=dynamic_shape)
+        self.recompute_interval = activation_checkpoint_interval
+        if activation_checkpoint_func is not None:
+            self.recompute = activation_checkpoint_func
+        self._grid = PipelineParallelGrid(self._topo, process=process)
+        boundaries = plan(self, method=self.policy.partition, num_stages=self.num_stages)
+        self.parts = [0, *(indices.stop for indices in boundaries)]
+        if self.num_stages == 1:
+            self.build()
+        else:
+            self.stages = cut(self, boundaries=boundaries, rank=self._grid.stage_id, num_ranks=self.num_stages)
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Where this rank is."""
+        return self._grid
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that runs a layer."""
+        if not 0 <= layer_idx < self.parts[-1]:
+            raise ValueError(f"layer {layer_idx}: there are {self.parts[-1]}")
+        return next(stage for stage, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+
+
+def _topology(given: ProcessTopology | None, *, num_stages: int | None, process: Process) -> ProcessTopology:
+    world = process.world_size
+    if given is None:
+        if num_stages is None:
+            raise ValueError("PipelineModule: give num_stages or topology")
+        if num_stages < 1 or world % num_stages:
+            raise ValueError(f"num_stages={num_stages} does not divide the {world} ranks; start a multiple of it")
+        return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
+    if given.get_dim("pipe") < 1 or given.world_size() != world:
+        raise ValueError(
+            f"topology {given.axes} {given.dims}: needs an axis pipe and {world} ranks in all, as were started"
+        )
+    if given.axes != [axis for axis in ("pipe", "data", "model") if axis in given.axes]:
+        raise ValueError(f"topology {given.axes}: the axes must be pipe, data, model in this order")
+    if given.get_dim("model") > 1:
+        raise ValueError(
+            f"topology num_mp={given.get_dim('model')}: layers of a PipelineModule are not cut by this door; use num_mp=1, or "
+            "run.py topology=tp2_pp2 for the native models"
+        )
+    if num_stages not in (None, given.get_dim("pipe")):
+        raise ValueError(f"num_stages={num_stages} and a topology of {given.get_dim('pipe')} stages: keep one of them")
+    return given
+
+
+def _method(given: str) -> str:
+    """DeepSpeed's word for a partition as ztk's."""
+    method = given.lower()
+    if method == "profile":
+        raise ValueError(
+            'partition_method="profile": layers are cut before there is data to measure them with; use "parameters"'
+        )
+    return "parameters" if method == "best" else given if method.startswith("type:") else method

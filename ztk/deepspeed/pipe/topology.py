@@ -1,0 +1,149 @@
+"""Ranks as points of a grid with named axes, the last of which counts fastest."""
+
+from collections import namedtuple
+from itertools import product
+from math import prod
+
+from ztk.runtime import Process
+
+
+class ProcessTopology:
+    """`ProcessTopology(axes=["pipe", "data"], dims=[2, 4])`: rank 5 is at pipe=1, data=1."""
+
+    def __init__(self, axes: list[str], dims: list[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) != len(axes) or min(dims, default=1) < 1:
+            raise ValueError(f"axes={axes}, dims={dims}: one size of at least 1 for each of different names")
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord = namedtuple("ProcessCoord", axes)
+        self.mapping = {
+            self.ProcessCoord(*point): rank for rank, point in enumerate(product(*(range(size) for size in dims)))
+        }
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a point; every axis must be named."""
+        if set(coord_kwargs) != set(self.axes):
+            raise ValueError(f"get_rank({coord_kwargs}): name each of {self.axes}; filter_match finds several ranks")
+        return self.mapping[self.ProcessCoord(**coord_kwargs)]
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """As in names of files: "model_00"; axes in `omit_axes` are left out."""
+        coord = self.get_coord(rank)
+        shown = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
+
+    def get_dim(self, axis: str) -> int:
+        """The size of an axis; 0 for one that does not exist."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> tuple:
+        """The point of a rank, a named tuple. Raises ValueError for a rank outside of the grid."""
+        for coord, other in self.mapping.items():
+            if other == rank:
+                return coord
+        raise ValueError(f"rank {rank} is not in a topology of {self.world_size()} ranks")
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ along `axis` alone; empty for an axis that does not exist."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        return [
+            [self.get_rank(**dict(zip(others, point, strict=True)), **{axis: i}) for i in range(self.get_dim(axis))]
+            for point in product(*(range(self.get_dim(name)) for name in others))
+        ]
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """All ranks with these coordinates."""
+        return [
+            rank
+            for coord, rank in self.mapping.items()
+            if all(getattr(coord, axis) == index for axis, index in filter_kwargs.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """All ranks with coordinate `idx` along `axis`."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return prod(self.dims)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages and replicas."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, replicas, and layers cut over `num_mp` ranks."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """Where this rank is: what scripts ask of `engine.grid` and of `model.mpu()`."""
+
+    def __init__(self, topology: ProcessTopology, *, process: Process) -> None:
+        self._topo, self.global_rank, self.world_size = topology, process.rank, process.world_size
+        self.pipe_parallel_size = max(1, topology.get_dim("pipe"))
+        self.data_parallel_size = max(1, topology.get_dim("data"))
+        self.model_parallel_size = max(1, topology.get_dim("model"))
+        coord = topology.get_coord(process.rank)
+        self.stage_id = self._at(coord, "pipe")
+        self.data_parallel_id = self._at(coord, "data")
+        self._model_id = self._at(coord, "model")
+
+    @staticmethod
+    def _at(coord: tuple, axis: str) -> int:
+        return getattr(coord, axis, 0)
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model_id
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.pipe_parallel_size - 1
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of another stage with this rank's other coordinates, or those of `kwargs`."""
+        coord = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | kwargs
+        return self._topo.get_rank(**coord)
