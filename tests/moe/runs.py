@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ztk import checkpoint
 from ztk.moe import MoE
 from ztk.nn import Decoder, DecoderConfig, initial_values
 from ztk.offload import OffloadPolicy
@@ -112,7 +113,11 @@ def train(
     config: DecoderConfig = CONFIG,
     accumulation_steps: int = 1,
     loss_scale: float = 2.0**17,
+    save_after: tuple[int, str] | None = None,
+    resume: str | None = None,
+    **more,
 ) -> Run:
+    """save_after: (step, folder). resume: the folder of a checkpoint; the run goes on from there. more: of `parallelize`."""
     process = process.arrange(topology)
     mesh = process.mesh
     model, options = build(kind, topology=topology, config=config)
@@ -136,15 +141,20 @@ def train(
         ),
         accumulation_steps=accumulation_steps,
         **options,
+        **more,
     )
+    if resume is not None:
+        checkpoint.load(engine, path=resume)
     losses, norms = [], []
-    for step in range(steps * accumulation_steps):
-        tokens = batch(step, rank=mesh.replica, world=mesh.replicas)
-        loss = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
-        if engine.step():
-            losses.append(float(mesh.world.gather_scalars(loss.detach().view(1), label="loss").mean()))
-            norms.append(engine.read_metrics().grad_norm)
+    begun = engine.global_steps * accumulation_steps
+    tokens = (batch(step, rank=mesh.replica, world=mesh.replicas) for step in range(begun, steps * accumulation_steps))
+    micro_batches = ((part[:, :-1], part[:, 1:]) for part in tokens)
+    for step in range(engine.global_steps, steps):
+        if save_after is not None and step == save_after[0]:
+            checkpoint.save(engine, folder=save_after[1])
+        loss = engine.train_batch(micro_batches)
+        losses.append(float(mesh.world.gather_scalars(loss.view(1), label="loss").mean()))
+        norms.append(engine.read_metrics().grad_norm)
     counted, calls = mesh.counters.bytes, mesh.counters.calls
     figures = engine.read_figures()
     weights = {name: value.float().clone() for name, value in engine.zero.whole_parameters()}

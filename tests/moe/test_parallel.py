@@ -12,6 +12,7 @@ import torch
 from tests.moe.runs import BATCH, CONFIG, LENGTH, Run, train
 from tests.ranks import RankFailed
 from ztk.runtime import Topology
+from ztk.tensor import TensorPolicy
 
 ONE, EP2, EP4 = Topology(), Topology(expert=2), Topology(expert=4)
 LAYOUTS = {"dp2": (2, ONE), "ep2": (2, EP2), "ep2_dp2": (4, EP2), "ep4": (4, EP4)}
@@ -190,3 +191,40 @@ def test_what_cannot_be_spread_is_refused(ranks):
     assert "topology.expert=2: blocks.1.mlp has 5 experts, not a multiple; use topology.expert=1" in text
     (text, _) = pool.run(refused, topology=EP2, kind="decoder", changes={"experts": 0})
     assert "the model has no layer whose experts could be spread; use topology.expert=1" in text
+
+
+CUT = replace(CONFIG, kv_heads=2, layers=4)  # for axes that need two key heads, or two stages with experts each
+
+
+@pytest.mark.parametrize(
+    ("world", "topology", "more"),
+    [
+        (4, Topology(tensor=2, expert=2), {"stage": 2}),
+        (4, Topology(tensor=2, expert=2), {"stage": 3, "tensor": TensorPolicy(sequence_norms=True)}),
+        (2, Topology(tensor=2), {"stage": 1, "tensor": TensorPolicy(sequence_norms=True)}),
+        (2, Topology(sequence=2, expert=2), {"stage": 3, "offload": "cpu"}),
+        (4, Topology(pipeline=2, expert=2), {"stage": 3, "offload": "nvme"}),
+    ],
+    ids=["tp2_ep2", "tp2_ep2 sequence norms", "tp2 sequence norms", "sp2_ep2", "pp2_ep2"],
+)
+def test_experts_go_with_every_other_axis(ranks, world, topology, more):
+    """Losses, norms and the balance as on one rank: where ranks hold parts of the same tokens, the router's losses know it."""
+    alone = one_rank(ranks, "decoder", config=CUT, accumulation_steps=2, steps=8)
+    for run in ranks(world).run(train, topology=topology, config=CUT, accumulation_steps=2, steps=8, **more):
+        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(alone.norms), rtol=2e-5, atol=0)
+        assert run.figures["moe.balance_loss"] == pytest.approx(alone.figures["moe.balance_loss"], rel=1e-5)
+        assert set(run.figures["moe.load"]) == {"blocks.1.mlp", "blocks.3.mlp"}
+
+
+def saves(process, *, kind: str, folder: str) -> list[float]:
+    return train(process, topology=EP2, kind=kind, stage=3, offload="cpu", steps=6, save_after=(3, folder)).losses[3:]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "layers"])
+def test_checkpoints_of_spread_experts_load_where_they_are_spread_otherwise(ranks, tmp_path, kind):
+    """Saved by four ranks with two of each expert, continued on one rank and on two that have all experts each."""
+    rest = ranks(4).run(saves, kind=kind, folder=str(tmp_path))[0]
+    for world, topology in ((1, ONE), (2, ONE), (2, EP2)):
+        run = ranks(world).run(train, topology=topology, kind=kind, stage=2, steps=6, resume=str(tmp_path))[0]
+        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(rest), rtol=1e-5, atol=0)

@@ -1,6 +1,6 @@
 """Mixtures of experts: DeepSpeed's layer, and experts of any layer spread over ranks."""
 
-from ztk.moe.figures import expert_figures, has_figures
+from ztk.moe.figures import expert_figures, figures_of_experts
 from ztk.moe.groups import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -18,7 +18,7 @@ __all__ = [
     "configure_moe_param_groups",
     "expert_figures",
     "expert_layers",
-    "has_figures",
+    "figures_of_experts",
     "has_moe_layers",
     "is_moe_param",
     "is_moe_param_group",

@@ -27,10 +27,14 @@ class Exchanged:
 
 
 class ExpertExchange:
-    """The way of a layer's tokens along the mesh's "ep" axis, of one rank too: then only the counts are shared."""
+    """The way of a layer's tokens along the mesh's "ep" axis, of one rank too: then only the counts are shared.
 
-    def __init__(self, mesh: Mesh, *, label: str) -> None:
+    cut_along: the axis whose ranks hold different tokens of one data-parallel rank, if there is such.
+    """
+
+    def __init__(self, mesh: Mesh, *, label: str, cut_along: Comm | None = None) -> None:
         self._experts, self._data, self._label = mesh.comm("ep"), mesh.comm("data"), label
+        self._cut_along = cut_along
 
     def __call__(
         self,
@@ -43,6 +47,8 @@ class ExpertExchange:
         """tokens [T, C] through `experts(x, offsets=, order=, position=)`, which are this rank's. A collective call along both axes."""
         shared = self._data.gather_scalars(routing.counts, label=f"{self._label} counts")  # int32 [data, E]
         counts = shared.sum(dim=0)
+        if self._cut_along is not None:
+            counts = self._cut_along.gather_scalars(counts, label=f"{self._label} counts").sum(dim=0)
         if self._experts.size == 1:
             rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
             return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)

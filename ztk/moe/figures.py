@@ -1,5 +1,7 @@
 """How a model's experts were used since somebody last asked: one gather for all layers and ranks, and the only wait for the device."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from ztk.moe.layer import MoE
 from ztk.nn.balance import ExpertLoad
 from ztk.nn.moe import SparseMLP
-from ztk.runtime import Comm
+from ztk.runtime import Comm, Mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +19,14 @@ class _Layer:
     totals: torch.Tensor  # float64 [4]: dropped, balance losses, z-losses, forwards
 
 
-def has_figures(model: nn.Module) -> bool:
-    """Whether some layer of `model` keeps figures of its experts."""
-    return next(_loads(model), None) is not None
+def figures_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str, object]] | None:
+    """`expert_figures` of `model`, a collective call of all ranks; None if no rank has such layers. Pipeline stages have different ones,
+    so with a pipeline this is a collective call itself.
+    """
+    has_some = next(_loads(model), None) is not None
+    if mesh.comm("pp").size > 1:
+        has_some = any(mesh.world.gather_objects(has_some))
+    return functools.partial(expert_figures, model, comm=mesh.world) if has_some else None
 
 
 def expert_figures(model: nn.Module, *, comm: Comm) -> dict[str, object]:

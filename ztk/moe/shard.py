@@ -48,14 +48,17 @@ def expert_layers(model: nn.Module, *, pattern: str | None = None) -> Iterator[E
         )
 
 
-def shard_experts(model: nn.Module, *, mesh: Mesh, pattern: str | None = None) -> dict[str, Part]:
+def shard_experts(
+    model: nn.Module, *, mesh: Mesh, pattern: str | None = None, tokens_cut_along_tp: bool = False
+) -> dict[str, Part]:
     """Keeps of every layer's experts those of this rank, in place, and makes tokens travel. A collective call along "ep".
 
     Stacked weights are cut along their first dimension; of experts that are modules the others' are removed, and names stay: expert 5 is
     `experts.5` on whichever rank has it. Parameters on the meta device stay there; else the values are those of the axis' first rank.
     Balance is counted over all data-parallel ranks, whether or not experts are spread.
 
-    pattern: only layers whose name it matches, as for `expert_layers`. Returns the parts by parameter name, none if the mesh has no
+    pattern: only layers whose name it matches, as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens
+    at the layers, and sum their gradients. Returns the parts by parameter name, none if the mesh has no
     expert axis. Raises ValueError if experts cannot be shared out equally, and for an expert axis that no layer uses.
     """
     layers = list(expert_layers(model, pattern=pattern))
@@ -74,9 +77,11 @@ def shard_experts(model: nn.Module, *, mesh: Mesh, pattern: str | None = None) -
                 f"use topology.expert={_largest_divisor(layer.num_experts, at_most=degree)}"
             )
         parts |= _Cutter(mesh, layer=layer).spread() if degree > 1 else {}
+    cut_along = mesh.comm("tp") if tokens_cut_along_tp and mesh.comm("tp").size > 1 else None
     for layer in layers:
-        if isinstance(layer.module, SparseMLP) and mesh.comm("data").size > 1:
-            layer.module.exchange = ExpertExchange(mesh, label=layer.name)
+        if isinstance(layer.module, SparseMLP) and (mesh.comm("data").size > 1 or cut_along is not None):
+            layer.module.exchange = ExpertExchange(mesh, label=layer.name, cut_along=cut_along)
+            layer.module.losses.summed_over = 1 if cut_along is None else cut_along.size
     return parts
 
 

@@ -54,13 +54,15 @@ class RouterLosses(nn.Module):
     The gradients enter where the layer's output passes on its way back, as in Megatron-LM, so that blocks stay functions of one tensor
     and can be recomputed or run in a pipeline. The model's loss does not hold these terms; the layer's figures do.
 
-    loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1.
+    loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1. summed_over: ranks
+    that have different tokens of one mean and add their gradients up.
     """
 
     def __init__(self, *, balance_weight: float, z_weight: float) -> None:
         super().__init__()
         self.balance_weight, self.z_weight = balance_weight, z_weight
         self.loss_scale: Tensor | None = None
+        self.summed_over = 1
 
     def forward(self, out: Tensor, *, logits: Tensor, counts: Tensor, load: ExpertLoad) -> Tensor:
         """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together."""
@@ -70,7 +72,8 @@ class RouterLosses(nn.Module):
         load.add(counts=counts, balance=balance, z=z)
         if self.balance_weight == 0 and self.z_weight == 0:
             return out
-        return _Attach.apply(out, self.balance_weight * balance + self.z_weight * z, self.loss_scale)
+        loss = (self.balance_weight * balance + self.z_weight * z) / self.summed_over
+        return _Attach.apply(out, loss, self.loss_scale)
 
 
 class _Attach(torch.autograd.Function):
