@@ -64,6 +64,18 @@ def alone(process: Process) -> Process:
     return replace(process, rank=0, world_size=1, local_world_size=1, comm=comm, mesh=all_replicas(comm))
 
 
+_ARRANGED: dict[tuple[int, Topology], Process] = {}
+
+
+def arranged(process: Process, *, topology: Topology) -> Process:
+    """`process.arrange(topology)`, connected once per process and topology."""
+    key = id(process.comm), topology
+    if key not in _ARRANGED:
+        _ARRANGED[key] = process.arrange(topology)
+    _ARRANGED[key].mesh.counters.reset()
+    return _ARRANGED[key]
+
+
 def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig = CONFIG):
     with torch.device("meta"):
         model = Decoder(config)
@@ -103,9 +115,9 @@ def train_step(engine: Engine, *, step: int) -> float:
 
 def train(process: Process, *, strategy: Strategy, steps: int = 20, config: DecoderConfig = CONFIG) -> Outcome:
     """`steps` optimizer steps on the mesh of `strategy`."""
-    arranged = process.arrange(strategy.topology)
-    mesh = arranged.mesh
-    engine = make_engine(arranged, strategy=strategy, config=config)
+    placed = arranged(process, topology=strategy.topology)
+    mesh = placed.mesh
+    engine = make_engine(placed, strategy=strategy, config=config)
     losses, norms = [], []
     for step in range(steps):
         losses.append(train_step(engine, step=step))
@@ -123,8 +135,6 @@ def train(process: Process, *, strategy: Strategy, steps: int = 20, config: Deco
         parameters=engine.num_parameters,
     )
     engine.close()
-    if mesh is not process.mesh:
-        mesh.close()
     return outcome
 
 
