@@ -197,6 +197,17 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:
+    """`item` with every tensor in its dicts, lists and tuples copied: `torch.save` writes the whole buffer under a view."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    return item
+
+
 def _check_tag(tag: str, *, comm, validation: str) -> None:
     """`checkpoint.tag_validation`: do all ranks name the same tag?"""
     if validation == "ignore":
