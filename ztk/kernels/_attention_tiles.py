@@ -7,6 +7,15 @@ from torch import Tensor
 
 
 @triton.jit
+def program_place(T, BLOCK: tl.constexpr):
+    """(sequence and head, block, number of blocks) = (i_p // cdiv(T, BLOCK), i_p % cdiv(T, BLOCK), cdiv(T, BLOCK))"""
+    # On one grid axis, since the second ends at 65535. A grid has fewer than 2^31 programs, and 64-bit division is slow.
+    i_p = tl.program_id(0).to(tl.int64).to(tl.int32)
+    num_blocks = tl.cdiv(T, BLOCK)
+    return (i_p // num_blocks).to(tl.int64), (i_p % num_blocks).to(tl.int64), num_blocks
+
+
+@triton.jit
 def sequence_bounds(cu_seqlens_ptr, i_b, T):
     """(first token int64, length int32) of sequence i_b"""
     if cu_seqlens_ptr is not None:

@@ -44,6 +44,8 @@ class AotCase:
     def __post_init__(self):
         if self.max_stack_bytes > 0 and not self.stack_reason:
             raise ValueError(f"AotCase {self.name}: max_stack_bytes={self.max_stack_bytes} needs a stack_reason")
+        if min(self.vector_load_bytes, self.vector_store_bytes) < 16 and not self.vector_reason:
+            raise ValueError(f"AotCase {self.name}: accesses below 16 bytes need a vector_reason")
         if self.max_instructions_per_element is not None and self.elements_per_program is None:
             raise ValueError(f"AotCase {self.name}: max_instructions_per_element needs elements_per_program")
 

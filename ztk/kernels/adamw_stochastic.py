@@ -196,7 +196,13 @@ SPEC = OpSpec(
     num_flops=lambda shape: 15 * shape[0],
     aot=(
         _aot_case("bf16", 8, max_registers=64, max_instructions_per_element=72),
-        # Beside a float32 gradient the 16-bit tensors are stored 8 bytes per thread.
-        _aot_case("fp32", 4, max_registers=64, max_instructions_per_element=80, vector_store_bytes=8),
+        _aot_case(
+            "fp32",
+            4,
+            max_registers=64,
+            max_instructions_per_element=80,
+            vector_store_bytes=8,
+            vector_reason="four 16-bit values beside 16 bytes of float32 gradient",
+        ),
     ),
 )

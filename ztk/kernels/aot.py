@@ -71,7 +71,7 @@ class AotRow:
     instructions: int
     instructions_per_element: float | None
     ok: bool
-    reason: str  # the broken budget, or why a spill is accepted
+    reason: str  # the broken budget, or why a spill or a narrow access is accepted
 
 
 def compile_case(case: AotCase, *, op: str, arch: str) -> AotRow:
@@ -105,8 +105,16 @@ def compile_case(case: AotCase, *, op: str, arch: str) -> AotRow:
         instructions=anatomy.instructions,
         instructions_per_element=per_element,
         ok=not broken,
-        reason="; ".join(broken) or (case.stack_reason if anatomy.stack_bytes else ""),
+        reason="; ".join(broken) or "; ".join(_accepted(case, anatomy=anatomy)),
     )
+
+
+def _accepted(case: AotCase, *, anatomy: Anatomy) -> Iterable[str]:
+    """The spec's reasons for what is not ideal and yet within budget."""
+    if anatomy.stack_bytes:
+        yield case.stack_reason
+    if min(max(anatomy.load_bytes, default=0), max(anatomy.store_bytes, default=0)) < 16:
+        yield case.vector_reason
 
 
 def _broken_budgets(case: AotCase, *, anatomy: Anatomy, arch: str, per_element: float | None) -> Iterable[str]:

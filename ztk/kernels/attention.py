@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
-from ztk.kernels._attention_tiles import batch_view, cpu_mask, cpu_sequences, key_range, sequence_bounds, visible
+from ztk.kernels._attention_tiles import (
+    batch_view,
+    cpu_mask,
+    cpu_sequences,
+    key_range,
+    program_place,
+    sequence_bounds,
+    visible,
+)
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
@@ -44,12 +52,11 @@ def _attention_fwd(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * Q K^T) V and lse for one block of queries of one head"""
-    i_bh = tl.program_id(1).to(tl.int64)
+    i_bh, i_block, num_blocks = program_place(T, BLOCK_M)
     i_h = i_bh % H
     start, length = sequence_bounds(cu_seqlens_ptr, i_bh // H, T)
-    i_block = tl.program_id(0).to(tl.int64)
     if CAUSAL:
-        i_block = tl.num_programs(0) - 1 - i_block  # the longest rows first, so that the last programs are short
+        i_block = num_blocks - 1 - i_block  # the longest rows first, so that the last programs are short
     i_row = (i_block * BLOCK_M).to(tl.int32)
     if i_row < length:
         o_m = i_row + tl.arange(0, BLOCK_M)
@@ -107,7 +114,7 @@ def _launch_fwd(
     num_sequences = tokens // max(T, 1) if cu_seqlens is None else cu_seqlens.numel() - 1
     if tokens:
         tiles = tiles_for(Part.forward, head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
-        _attention_fwd[(triton.cdiv(T, tiles.held), num_sequences * H)](
+        _attention_fwd[(triton.cdiv(T, tiles.held) * num_sequences * H,)](
             q, k, v, out, lse, cu_seqlens, q.stride(0), k.stride(0), v.stride(0), tokens, T, window, scale,
             H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
             BLOCK_M=tiles.held, BLOCK_N=tiles.step, CAUSAL=causal, HAS_WINDOW=window > 0,

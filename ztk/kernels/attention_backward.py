@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
-from ztk.kernels._attention_tiles import batch_view, cpu_mask, cpu_sequences, key_range, sequence_bounds, visible
+from ztk.kernels._attention_tiles import (
+    batch_view,
+    cpu_mask,
+    cpu_sequences,
+    key_range,
+    program_place,
+    sequence_bounds,
+    visible,
+)
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register
 from ztk.kernels._machine import machine
@@ -50,10 +58,10 @@ def _attention_bwd_keys(
 ):  # fmt: skip
     """dV = P^T d_out and dK = scale * dS^T Q for one block of keys of one key head"""
     H_KV: tl.constexpr = H // GROUP
-    i_bh = tl.program_id(1).to(tl.int64)
+    i_bh, i_block, _ = program_place(T, BLOCK_N)
     i_kv = i_bh % H_KV
     start, length = sequence_bounds(cu_seqlens_ptr, i_bh // H_KV, T)
-    i_key = (tl.program_id(0).to(tl.int64) * BLOCK_N).to(tl.int32)
+    i_key = (i_block * BLOCK_N).to(tl.int32)
     if i_key < length:
         o_n = i_key + tl.arange(0, BLOCK_N)
         o_d = tl.arange(0, BLOCK_D)
@@ -81,10 +89,10 @@ def _attention_bwd_keys(
         scale_log2 = scale * _LOG2E
         o_block = tl.arange(0, BLOCK_M)
         q_step = tl.cast(q_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
-        num_blocks = tl.cdiv(last - first, BLOCK_M)
-        for i in range(0, GROUP * num_blocks):
-            i_h = i_kv * GROUP + i // num_blocks
-            i_m = first + i % num_blocks * BLOCK_M
+        num_steps = tl.cdiv(last - first, BLOCK_M)
+        for i in range(0, GROUP * num_steps):
+            i_h = i_kv * GROUP + i // num_steps
+            i_m = first + i % num_steps * BLOCK_M
             o_m = i_m + o_block
             m_m = o_m < length
             i_query = start + i_m
@@ -115,12 +123,11 @@ def _attention_bwd_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * dS K for one block of queries of one head"""
-    i_bh = tl.program_id(1).to(tl.int64)
+    i_bh, i_block, num_blocks = program_place(T, BLOCK_M)
     i_h = i_bh % H
     start, length = sequence_bounds(cu_seqlens_ptr, i_bh // H, T)
-    i_block = tl.program_id(0).to(tl.int64)
     if CAUSAL:
-        i_block = tl.num_programs(0) - 1 - i_block
+        i_block = num_blocks - 1 - i_block
     i_row = (i_block * BLOCK_M).to(tl.int32)
     if i_row < length:
         o_m = i_row + tl.arange(0, BLOCK_M)
@@ -176,12 +183,12 @@ def _launch_bwd(
     )
     chosen = {"head_dim": D, "itemsize": q.element_size(), "machine": machine(q.device)}
     tiles = tiles_for(Part.keys, **chosen)
-    _attention_bwd_keys[(triton.cdiv(T, tiles.held), num_sequences * H_kv)](
+    _attention_bwd_keys[(triton.cdiv(T, tiles.held) * num_sequences * H_kv,)](
         q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens, *strides, tokens, T, window, scale, **options,
         BLOCK_N=tiles.held, BLOCK_M=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     tiles = tiles_for(Part.queries, **chosen)
-    _attention_bwd_queries[(triton.cdiv(T, tiles.held), num_sequences * H)](
+    _attention_bwd_queries[(triton.cdiv(T, tiles.held) * num_sequences * H,)](
         q, k, v, d_out, lse, delta, d_q, cu_seqlens, *strides, tokens, T, window, scale, **options,
         BLOCK_M=tiles.held, BLOCK_N=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

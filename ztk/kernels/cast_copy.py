@@ -111,7 +111,10 @@ def _aot_case(*, src: str, out: str, scale: bool) -> AotCase:
         num_warps=NUM_WARPS,
         max_registers=40,
         max_barriers=0,
-        vector_load_bytes=16 if src == out else 8,  # four 16-bit values beside four of float32
+        vector_load_bytes=16 if src == out else 8,
+        vector_reason=""
+        if src == out
+        else "four 16-bit values beside 16 bytes of float32; eight would change layout through shared memory",
         elements_per_program=elements * 32 * NUM_WARPS,
         max_instructions_per_element=10,
     )

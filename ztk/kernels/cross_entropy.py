@@ -364,6 +364,7 @@ def _aot_case(kernel: object, *, V: int, **flags: bool) -> AotCase:
         max_registers=128,
         max_barriers=None if "WRITE_GRAD" in flags else 0,
         vector_store_bytes=0 if flags.get("WRITE_GRAD") is False else 16,
+        vector_reason="stores two numbers per row" if flags.get("WRITE_GRAD") is False else "",
     )
 
 

@@ -227,8 +227,9 @@ def _aot_cases(kernel: object, *, flat: str, **constexprs: object) -> tuple[AotC
             num_warps=TILE // ((4 if mixed else 16) * warp_size),
             max_registers=40,
             max_barriers=0,
-            vector_load_bytes=8 if mixed and is_gather else 16,  # four 16-bit values beside four of float32
+            vector_load_bytes=8 if mixed and is_gather else 16,
             vector_store_bytes=8 if mixed and not is_gather else 16,
+            vector_reason="four 16-bit values beside 16 bytes of float32" if mixed else "",
             elements_per_program=TILE,
             max_instructions_per_element=20,
         )

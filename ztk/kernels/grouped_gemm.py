@@ -299,6 +299,7 @@ def _product_aot() -> tuple[AotCase, ...]:
         options = {
             "targets": (target,), "num_warps": config.num_warps, "num_stages": config.num_stages,
             "matrix_instructions": True, "vector_store_bytes": 8 if kind is Machine.cdna else 16,
+            "vector_reason": "mfma leaves four neighbours to a lane" if kind is Machine.cdna else "",
         }  # fmt: skip
         experts = {"E": 128, "BLOCK_E": 128}
         cases += (

@@ -352,10 +352,31 @@ SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: shape[0] * (shape[1] * itemsize + 2 * 16),  # logits in; four words per choice out
     num_flops=lambda shape: 5 * shape[0] * shape[1],
     aot=(
-        _aot(_moe_choose, E=128, K=8, max_registers=255, vector_store_bytes=0),
+        _aot(
+            _moe_choose,
+            E=128,
+            K=8,
+            max_registers=255,
+            vector_store_bytes=0,
+            vector_reason="stores K of the E scores that it reads per token",
+        ),
         _aot(_moe_scan, E=128, K=8, max_registers=128),
-        # Choices are read and slots written token by token: the traffic is K words per token, not a row.
-        _aot(_moe_place, E=128, K=8, max_registers=255, vector_load_bytes=0, vector_store_bytes=0),
-        _aot(_moe_route_bwd, E=128, K=8, max_registers=255, vector_load_bytes=0),
+        _aot(
+            _moe_place,
+            E=128,
+            K=8,
+            max_registers=255,
+            vector_load_bytes=0,
+            vector_store_bytes=0,
+            vector_reason="reads K choices and scatters K slots per token: words, not rows",
+        ),
+        _aot(
+            _moe_route_bwd,
+            E=128,
+            K=8,
+            max_registers=255,
+            vector_load_bytes=0,
+            vector_reason="reads K weights and choices per token; the row that it writes is wide",
+        ),
     ),
 )

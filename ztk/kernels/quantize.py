@@ -25,7 +25,10 @@ from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
-TILE = 8 * WARP_SIZE * NUM_WARPS  # elements per half tile: eight 16-bit values per thread, so no layout conversion
+CODES = (
+    16 * WARP_SIZE * NUM_WARPS
+)  # of a half tile that is quantised: a thread stores 16 bytes of codes, loads 32 of values
+VALUES = 8 * WARP_SIZE * NUM_WARPS  # of a half tile that is dequantised: a thread stores 16 bytes of 16-bit values
 ALIGN = 16  # rows start on 16 bytes
 QUANTISED_MAX = {8: 127, 4: 7}
 
@@ -128,9 +131,9 @@ def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
     return triton.cdiv(size, ALIGN) * ALIGN
 
 
-def _grid(numel: int, *, group: int) -> tuple[int, int]:
-    """(programs, groups per program)"""
-    block_g = max(1, TILE // (group // 2))
+def _grid(numel: int, *, group: int, tile: int) -> tuple[int, int]:
+    """(programs, groups per program) for half tiles of `tile` elements"""
+    block_g = max(1, tile // (group // 2))
     return triton.cdiv(triton.cdiv(numel, group), block_g), block_g
 
 
@@ -138,7 +141,7 @@ def _launch_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     W, N = x.shape
     packed = torch.empty(W, quantized_bytes(N, bits=bits, group=group), dtype=torch.int8, device=x.device)
     if x.numel():
-        programs, block_g = _grid(N, group=group)
+        programs, block_g = _grid(N, group=group, tile=CODES)
         _quantize_fwd[(programs, W)](
             x, packed, packed.view(torch.float32), N, triton.cdiv(N, group), packed.shape[1],
             _code_bytes(N, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
@@ -151,7 +154,7 @@ def _launch_dequantize(packed: Tensor, numel: int, bits: int, group: int, dtype:
     W = packed.shape[0]
     out = torch.empty(W, numel, dtype=dtype, device=packed.device)
     if out.numel():
-        programs, block_g = _grid(numel, group=group)
+        programs, block_g = _grid(numel, group=group, tile=VALUES)
         _dequantize_fwd[(programs, W)](
             packed, packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
             _code_bytes(numel, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
@@ -165,7 +168,7 @@ def _launch_dequantize_reduce(
 ) -> Tensor:
     out = torch.empty(numel, dtype=dtype, device=packed.device)
     if out.numel():
-        programs, block_g = _grid(numel, group=group)
+        programs, block_g = _grid(numel, group=group, tile=VALUES)
         _dequantize_reduce_fwd[(programs,)](
             packed, packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
             _code_bytes(numel, bits=bits, group=group), packed.shape[0], factor,
@@ -345,17 +348,26 @@ def _packed_share(bits: int, group: int = 256) -> float:
     return bits / 8 + 4 / group
 
 
+_NARROW_CODES = (
+    "a thread stores eight 16-bit values, 16 bytes, and so loads eight codes; sixteen codes a thread would change layout "
+    "through shared memory, three barriers in a kernel that needs none"
+)
+
+
 def _aot_case(kernel, *, bits: int, x: str, dtype: str, **budget) -> AotCase:
     names = ("N", "num_groups", "stride_bytes", "code_bytes")
     reduce = {"W": "i32", "factor": "fp32"} if kernel is _dequantize_reduce_fwd else {}
+    per_thread = 16 if kernel is _quantize_fwd else 8
+    if kernel is not _quantize_fwd:
+        budget |= {"vector_load_bytes": 8, "vector_reason": _NARROW_CODES, "max_barriers": 0}
     return AotCase(
         kernel=kernel,
         variant=f"int{bits}",
         signature={x: f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", **dict.fromkeys(names, "i64"), **reduce},
-        constexprs={"BITS": bits, "GROUP": 256, "BLOCK_G": 8 * 32 * NUM_WARPS // 128},
-        hip_constexprs={"BITS": bits, "GROUP": 256, "BLOCK_G": 8 * 64 * NUM_WARPS // 128},
+        constexprs={"BITS": bits, "GROUP": 256, "BLOCK_G": per_thread * 32 * NUM_WARPS // 128},
+        hip_constexprs={"BLOCK_G": per_thread * 64 * NUM_WARPS // 128},
         divisible_by_16=(x, "codes_ptr", "scales_ptr", "N", "stride_bytes", "code_bytes"),
-        elements_per_program=16 * 32 * NUM_WARPS,
+        elements_per_program=2 * per_thread * 32 * NUM_WARPS,
         **budget,
     )
 
@@ -374,11 +386,9 @@ SPEC = OpSpec(
     variants=_VARIANTS,
     num_bytes=lambda shape, itemsize: int(shape[0] * shape[1] * 2 * (itemsize + _packed_share(8))),  # there and back
     num_flops=lambda shape: 8 * shape[0] * shape[1],
-    # Codes are stored 8 bytes per thread: 16 would need 16 elements per thread, and the 16-bit loads beside them would
-    # then go through shared memory to change layout. The reads, two thirds of the traffic, are 16 bytes wide.
     aot=(
-        _aot_case(_quantize_fwd, bits=8, x="x_ptr", dtype="bf16", max_registers=64, vector_store_bytes=8),
-        _aot_case(_quantize_fwd, bits=4, x="x_ptr", dtype="bf16", max_registers=64, vector_store_bytes=8),
+        _aot_case(_quantize_fwd, bits=8, x="x_ptr", dtype="bf16", max_registers=64),
+        _aot_case(_quantize_fwd, bits=4, x="x_ptr", dtype="bf16", max_registers=64),
     ),
 )
 DEQUANTIZE_SPEC = OpSpec(
@@ -392,8 +402,8 @@ DEQUANTIZE_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[0] * shape[1] * (itemsize + _packed_share(8))),
     num_flops=lambda shape: shape[0] * shape[1],
     aot=(
-        _aot_case(_dequantize_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=40, vector_load_bytes=8),
-        _aot_case(_dequantize_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=40, vector_load_bytes=8),
+        _aot_case(_dequantize_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=40),
+        _aot_case(_dequantize_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=40),
     ),
 )
 DEQUANTIZE_REDUCE_SPEC = OpSpec(
@@ -407,7 +417,7 @@ DEQUANTIZE_REDUCE_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[1] * (shape[0] * _packed_share(8) + itemsize)),
     num_flops=lambda shape: 2 * shape[0] * shape[1],
     aot=(
-        _aot_case(_dequantize_reduce_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=64, vector_load_bytes=8),
-        _aot_case(_dequantize_reduce_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=64, vector_load_bytes=8),
+        _aot_case(_dequantize_reduce_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=64),
+        _aot_case(_dequantize_reduce_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=64),
     ),
 )

@@ -299,8 +299,9 @@ SPEC = OpSpec(
             num_warps=1,
             max_registers=96,
             max_barriers=0,
-            vector_load_bytes=0,  # one row of scalars: latency, not bandwidth
+            vector_load_bytes=0,
             vector_store_bytes=0,
+            vector_reason="a row of scalars: latency, not bandwidth",
         ),
     ),
 )

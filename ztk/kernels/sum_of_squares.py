@@ -126,7 +126,8 @@ SPEC = OpSpec(
             divisible_by_16=("grad_ptr", "partial_ptr", "N"),
             num_warps=NUM_WARPS,
             max_registers=96,
-            vector_store_bytes=0,  # one number per program
+            vector_store_bytes=0,
+            vector_reason="stores one number per program",
         ),
         AotCase(
             kernel=_total,
@@ -136,6 +137,7 @@ SPEC = OpSpec(
             max_registers=40,
             vector_load_bytes=0,
             vector_store_bytes=0,
+            vector_reason="512 numbers, one program",
         ),
     ),
 )
