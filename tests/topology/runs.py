@@ -21,6 +21,7 @@ from ztk.runtime.mesh import AXES
 from ztk.runtime.process import all_replicas
 from ztk.runtime.seed import generator
 from ztk.zero import ZeroPolicy
+from ztk.zero.bucket import Bucket
 
 CONFIG = DecoderConfig(vocab_size=48, dim=32, layers=4, heads=4, kv_heads=2, hidden_dim=40, max_seq_len=32)
 BATCH, LENGTH = 4, 16  # of all replicas together, tokens
@@ -41,13 +42,16 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """losses: means over all ranks. digest: over losses and this rank's weights. bytes: by axis, then kind, per step."""
+    """losses: means over all ranks. digest: over losses and this rank's weights. elements: moved, by axis, then kind. owned: elements
+    of parameters in this rank's shards, padding aside; padded: with it."""
 
     losses: list[float]
     grad_norms: list[float]
     digest: str
     elements: dict[str, dict[str, int]]
     state_bytes: int
+    owned: int
+    padded: int
     parameters: int
 
 
@@ -105,11 +109,9 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
 
 def train_step(engine: Engine, *, step: int) -> float:
     """One optimizer step; the mean loss over all ranks."""
-    mesh = engine.process.mesh
-    tokens, targets = (whole.chunk(mesh.replicas)[mesh.replica] for whole in batch(step))
-    loss = engine(tokens, targets)
-    engine.backward(loss)
-    engine.step()
+    mesh, parts = engine.process.mesh, engine.accumulation_steps
+    own = [whole.chunk(mesh.replicas)[mesh.replica].chunk(parts) for whole in batch(step)]
+    loss = engine.train_batch(list(zip(*own, strict=True)))
     return float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean())
 
 
@@ -132,10 +134,17 @@ def train(process: Process, *, strategy: Strategy, steps: int = 20, config: Deco
         digest=bits.hexdigest(),
         elements=elements,
         state_bytes=sum(engine.memory.by_category(tier).get("optimizer", 0) for tier in Tier),
+        owned=sum(_owned(bucket) for bucket in engine.zero.buckets),
+        padded=sum(bucket.layout.shard_size for bucket in engine.zero.buckets),
         parameters=engine.num_parameters,
     )
     engine.close()
     return outcome
+
+
+def _owned(bucket: Bucket) -> int:
+    fragments = bucket.layout.fragments(bucket.layout.shard(bucket.comm.rank))
+    return sum(fragment.stop - fragment.start for fragment in fragments)
 
 
 def train_alone(process: Process, *, strategy: Strategy, steps: int = 20, config: DecoderConfig = CONFIG) -> Outcome:
