@@ -1,0 +1,85 @@
+"""Journeys of rows on one rank: what runs between departure and arrival, in both directions."""
+
+import pytest
+import torch
+
+from ztk.moe.rows import Slots, count, gather_rows
+from ztk.moe.travel import Journey
+from ztk.runtime import Comm
+from ztk.runtime.comm.transport import Alone
+
+ALONE = Comm(Alone(), rank=0, size=1, device=torch.device("cpu"))
+
+
+class Logged(torch.autograd.Function):
+    """A stretch of work that says when it runs."""
+
+    @staticmethod
+    def forward(ctx, x, log, name):
+        ctx.log, ctx.name = log, name
+        log.append(name)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, d_out):
+        ctx.log.append(f"{ctx.name} back")
+        return d_out * 2, None, None
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    events: list[str] = []
+
+    def telling(name: str, say: str):
+        method = getattr(Journey, name)
+        monkeypatch.setattr(Journey, name, lambda self, *a: (events.append(say), method(self, *a))[1])
+
+    telling("set_out", "sets out")
+    telling("await_arrival", "is awaited")
+    return events
+
+
+def test_what_stands_between_also_runs_between_in_the_backward(log):
+    """The layer's order: rows leave, the shared expert runs, they arrive, experts run, results come back, both are added."""
+    x = torch.randn(6, 3, requires_grad=True)
+    outward, homeward = (Journey(ALONE, send=[6], receive=[6], label=label) for label in ("there", "home"))
+    buffer = outward.depart(x)
+    shared = Logged.apply(x, log, "shared")
+    arrived = outward.arrive(buffer)
+    results = homeward.arrive(homeward.depart(Logged.apply(arrived, log, "experts")))
+    out = results + shared
+    assert log == ["sets out", "shared", "is awaited", "experts", "sets out", "is awaited"]
+    log.clear()
+    out.sum().backward()
+    assert log == ["sets out", "is awaited", "experts back", "sets out", "shared back", "is awaited"]
+    torch.testing.assert_close(x.grad, torch.full_like(x, 4.0))
+
+
+def test_rows_that_depend_on_nothing_still_make_the_journey_back(log):
+    """A rank without tokens computes nothing; its peers must not wait for it."""
+    anchor = torch.randn(2, 3, requires_grad=True) * 1
+    journey = Journey(ALONE, send=[2], receive=[2], label="home")
+    arrived = journey.arrive(journey.depart(torch.zeros(2, 3), anchor=anchor))
+    log.clear()
+    arrived.sum().backward()
+    assert log == ["sets out", "is awaited"]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_slots_sort_by_expert_and_rows_come_back_to_their_tokens(k):
+    """Against a loop; the gradient of a row is the sum over its slots."""
+    generator = torch.Generator().manual_seed(k)
+    experts = torch.stack([torch.randperm(5, generator=generator)[:k] for _ in range(7)])
+    slots = Slots.of(experts, num_experts=5)
+    wanted = sorted((int(experts[t, j]), t * k + j) for t in range(7) for j in range(k))
+    assert slots.order.tolist() == [assignment for _, assignment in wanted]
+    assert slots.offsets.diff().tolist() == count(experts, num_experts=5).tolist()
+    assert [slots.order[p] for p in slots.position.flatten()] == list(range(7 * k))
+
+    x = torch.randn(7, 4, requires_grad=True, generator=generator)
+    rows = gather_rows(x, order=slots.order, position=slots.position)
+    assert torch.equal(rows, torch.stack([x[assignment // k] for _, assignment in wanted]))
+    d_rows = torch.randn(7 * k, 4, generator=generator)
+    rows.backward(d_rows)
+    expected = torch.zeros(7, 4).index_add_(0, torch.tensor([a // k for _, a in wanted]), d_rows)
+    torch.testing.assert_close(x.grad, expected)
