@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 # As people write it for DeepSpeed: `import deepspeed`, its arguments, no word of ztk. It does not know --local_rank.
 TRAIN = """
-import argparse, json, os, sys
+import argparse, json, os
 import torch
 import deepspeed
 from deepspeed.runtime.lr_schedules import WarmupLR
@@ -29,10 +29,72 @@ for _ in range(3):
     loss = engine(torch.ones(2, 8)).pow(2).mean()
     engine.backward(loss)
     engine.step()
-told = {key: os.environ[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CROSS_RANK", "OMP_NUM_THREADS")}
+told = {key: os.environ[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CROSS_RANK")}
 with open(f"{args.out}.{told['RANK']}", "w") as file:
-    json.dump(told | {"loss": loss.item(), "cores": len(os.sched_getaffinity(0)), "module": deepspeed.__name__}, file)
+    json.dump(told | {"loss": loss.item(), "module": deepspeed.__name__}, file)
 """
+
+
+DOCUMENT_000 = """import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import deepspeed
+import argparse
+
+class SimpleModel(nn.Module):
+    def __init__(self, hidden_dim=128):
+        super().__init__()
+        self.fc1 = nn.Linear(784, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, 10)
+
+    def forward(self, x):
+        x = F.relu(self.fc1(x))
+        return self.fc2(x)
+
+def get_data():
+    x = torch.randn(32, 784)
+    y = torch.randint(0, 10, (32,))
+    return x, y
+
+def main(args):
+    model = SimpleModel()
+    parameters = filter(lambda p: p.requires_grad, model.parameters())
+
+    model_engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameters,
+        config=args.deepspeed_config
+    )
+
+    for step in range(100):
+        x, y = get_data()
+        x = x.to(model_engine.device)
+        y = y.to(model_engine.device)
+
+        outputs = model_engine(x)
+        loss = F.cross_entropy(outputs, y)
+
+        model_engine.backward(loss)
+        model_engine.step()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--deepspeed_config', type=str, required=True)
+    args = parser.parse_args()
+    main(args)
+"""
+ZERO3_OF_DOCUMENT_000 = """{
+  "train_batch_size": 32,
+  "gradient_accumulation_steps": 1,
+  "fp16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "none"},
+    "offload_param": {"device": "none"},
+    "overlap_comm": true,
+    "contiguous_gradients": true
+  }
+}"""
 
 
 def start(*words, cwd, **environment):
@@ -53,17 +115,31 @@ def results(folder, *, ranks=2):
     return [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
 
 
-def test_an_unchanged_script_runs_on_every_rank(folder):
-    words = ("--num_gpus=2", "--bind_cores_to_rank", "--enable_each_rank_log", "logs", "train.py", "--deepspeed")
-    done = start(*words, "--deepspeed_config", "ds.json", "--out", "out", cwd=folder, OMP_NUM_THREADS="7")
+def test_document_000_by_its_own_command(tmp_path):
+    """`deepspeed --num_gpus=4 train_zero.py --deepspeed_config ds_config_zero3.json`, with two ranks."""
+    (tmp_path / "train_zero.py").write_text(DOCUMENT_000)
+    (tmp_path / "ds_config_zero3.json").write_text(ZERO3_OF_DOCUMENT_000)
+    words = ("--num_gpus=2", "--enable_each_rank_log", "logs", "train_zero.py")
+    done = start(*words, "--deepspeed_config", "ds_config_zero3.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = results(folder)
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in told] == [("0", "0", "2"), ("1", "1", "2")]
-    assert told[0]["loss"] == told[1]["loss"] and told[0]["module"] == "ztk.deepspeed"
-    assert {one["cores"] for one in told} == {max(1, len(os.sched_getaffinity(0)) // 2)}
-    assert {one["OMP_NUM_THREADS"] for one in told} == {str(told[0]["cores"])}
-    assert sorted(re.sub(r"^\d+", "", log.name) for log in (folder / "logs").iterdir()) == ["_rank0.log", "_rank1.log"]
     assert "2 ranks (localhost: 2) meet at 127.0.0.1:" in done.stderr
+    first, second = sorted((tmp_path / "logs").iterdir(), key=lambda log: log.name[-6:])
+    assert [re.sub(r"^\d+", "", log.name) for log in (first, second)] == ["_rank0.log", "_rank1.log"]
+    assert "no optimizer was given" in first.read_text() and second.read_text() == ""
+
+
+def test_ranks_on_their_own_cores(tmp_path):
+    (tmp_path / "s.py").write_text(
+        "import os\nprint(os.environ['RANK'], os.environ['OMP_NUM_THREADS'], sorted(os.sched_getaffinity(0)))"
+    )
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    words = ("--num_gpus=2", "--bind_cores_to_rank", "--bind_core_list", ",".join(map(str, cores)), "s.py")
+    if len(cores) < 2:  # it is refused instead
+        done = start(*words, cwd=tmp_path)
+        assert done.returncode == 2 and "2 ranks on 1 cores" in done.stderr
+        return
+    done = start(*words, cwd=tmp_path, OMP_NUM_THREADS="7")
+    assert sorted(done.stdout.splitlines()) == [f"0 1 [{cores[0]}]", f"1 1 [{cores[1]}]"]
 
 
 def test_a_rank_that_fails_stops_all_and_its_code_is_the_commands(tmp_path):
@@ -91,7 +167,7 @@ def test_two_machines_by_ssh(folder):
     assert done.returncode == 0, done.stderr
     told = results(folder)
     assert [(one["RANK"], one["LOCAL_RANK"], one["CROSS_RANK"]) for one in told] == [("0", "0", "0"), ("1", "0", "1")]
-    assert told[0]["loss"] == told[1]["loss"]
+    assert told[0]["loss"] == told[1]["loss"] and told[0]["module"] == "ztk.deepspeed"
     assert (folder / "calls").read_text() == "elsewhere\nelsewhere\n"  # whether it answers, and the run
 
 

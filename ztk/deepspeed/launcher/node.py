@@ -15,11 +15,19 @@ from ztk.launch import Child, first_cause, python_path, run_children
 
 
 def run_node(plan: Plan, *, node: int) -> int:
-    """Runs the machine's ranks to their end. Returns 0, or the exit code of the rank that failed first; all have ended by then."""
+    """Runs the machine's ranks to their end. Returns 0, or the exit code of the rank that failed first; all have ended by then.
+
+    2: none was started, because of what is printed.
+    """
     folder = None if plan.log_folder is None else Path(plan.log_folder)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    failures = run_children([_child(plan, node=node, local_rank=n, folder=folder) for n in range(_ranks(plan, node))])
+    try:
+        children = [_child(plan, node=node, local_rank=n, folder=folder) for n in range(_ranks(plan, node))]
+    except ValueError as error:
+        print(f"[ztk] {error}", file=sys.stderr)
+        return 2
+    failures = run_children(children)
     if not failures:
         return 0
     cause = first_cause(failures)
