@@ -261,3 +261,42 @@ def save_slowly(process, *, folder: str) -> tuple[float, bool, float, int]:
         tensorfile.write_at = fast
     assert report.stall_seconds <= stall
     return stall, behind, report.seconds, steps
+
+
+def test_states_on_nvme_are_read_behind_training_and_the_update_waits(ranks, tmp_path):
+    """Nothing is copied: the forward and backward go on at once, and the next update does not change what is being saved."""
+    for seconds_to_save, seconds_to_backward, waited, total in ranks(2).run(save_nvme, folder=str(tmp_path / "slow")):
+        assert seconds_to_save + seconds_to_backward < 0.5 * waited and waited < total
+    setup = Setup(layout=Layout(stage=3, offload="nvme"))
+    ranks(2).run(save_some, setup=setup, folder=str(tmp_path / "sync"), steps=[3])
+    one, two = (ranks(2).run(reload, setup=setup, folder=str(tmp_path / name))[0] for name in ("slow", "sync"))
+    assert one.states == two.states and one.weights == two.weights
+
+
+def save_nvme(process, *, folder: str) -> tuple[float, float, float, float]:
+    """Seconds: of the call, of a forward and backward, of the update that waits, and until the checkpoint is complete."""
+    seed_all(process, seed=5)
+    engine = Setup(layout=Layout(stage=3, offload="nvme")).engine(process)
+    train_steps(engine, start=0, stop=3)
+    fast = tensorfile.write_at
+
+    def slow(*args, **kwargs):
+        time.sleep(0.02)
+        fast(*args, **kwargs)
+
+    tensorfile.write_at = slow
+    try:
+        with Saver(engine, folder=folder, asynchronous=True) as saver:
+            start = time.perf_counter()
+            saver.save()
+            saved = time.perf_counter()
+            engine.backward(engine(next(batches(1, rank=process.rank, world=process.world_size))))
+            backward = time.perf_counter()
+            engine.step()
+            updated = time.perf_counter()
+            train_steps(engine, start=4, stop=5)
+            report = saver.wait()
+    finally:
+        tensorfile.write_at = fast
+    assert saver.stall_seconds >= report.stall_seconds > 0.5 * (updated - backward)  # the wait counts as standing still
+    return saved - start, backward - saved, updated - backward, report.seconds

@@ -9,7 +9,8 @@ import json
 import secrets
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ztk.checkpoint.folder import Retention
 from ztk.checkpoint.groups import gather_groups
 from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
 from ztk.checkpoint.model import ModelInfo, control_values
-from ztk.checkpoint.shardfile import ShardSource, Staging, describe_file, open_file
+from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file, open_file
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.runtime import Comm, Tier
@@ -57,13 +58,15 @@ class _Job:
     writer: TensorFileWriter
     started: float
     stall_seconds: float = 0.0
+    read: threading.Event | None = None  # the state was read behind training, which waits for this before it changes it
 
 
 class Saver:
     """Saves an engine's checkpoints into one folder; every rank makes one and calls it alike.
 
     asynchronous: training goes on after the state is copied to main memory (as many bytes as the rank's state, booked in the
-        engine's ledger), or, with optimizer states on NVMe, written but not yet synced: nothing is copied then.
+        engine's ledger). With optimizer states on NVMe nothing is copied: they are read and written behind the next forward and
+        backward, and the next update waits until they are read.
     trained_only: frozen parameters are left out, as beside an adapter; whoever loads has them from where they came.
     A failed save raises SaveFailed on all ranks: a synchronous one at once, an asynchronous one at the next `save` or `wait`.
     """
@@ -85,6 +88,7 @@ class Saver:
         self._trained_only = trained_only
         self._staging = Staging()
         self._thread: threading.Thread | None = None
+        self._job: _Job | None = None  # that of the thread
         self._outcome: SaveReport | Exception | None = None
         self._background: Comm | None = None
         self.stall_seconds = 0.0  # of all saves so far
@@ -115,7 +119,8 @@ class Saver:
             if self._background is None:
                 return self._finish(job, stream=job.source.stream, comm=self._process.comm)
             self._stage(job)
-            job.stall_seconds = time.perf_counter() - started
+            job.stall_seconds += time.perf_counter() - started
+            self._job = job
             self._thread = threading.Thread(target=self._finish_behind, args=(job,), name="ztk-checkpoint", daemon=True)
             self._thread.start()
             return None
@@ -130,7 +135,7 @@ class Saver:
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return outcome and replace(outcome, stall_seconds=self._job.stall_seconds)
 
     def close(self) -> SaveReport | None:
         """`wait`, then ends the background connections. Idempotent."""
@@ -226,29 +231,50 @@ class Saver:
         return _Job(temporary=temporary, token=token, draft=draft, source=source, writer=writer, started=started)
 
     def _stage(self, job: _Job) -> None:
-        """Afterwards the engine's state may change: it is in main memory, or in the file."""
+        """Afterwards the engine's state may change: it is in main memory, or the engine waits by itself until it is read."""
         source = job.source
         agreement = Agreement(self._process.comm, error=SaveFailed)
         try:
             with agreement.step():
-                if self._engine.zero.tiers["optimizer"] == Tier.nvme:
-                    source.stream(job.writer.append)  # main memory is what this tier spares
+                if self._engine.zero.tiers["optimizer"] == Tier.nvme:  # main memory is what this tier spares
+                    source.keep_small()
+                    job.read = threading.Event()
+                    self._engine.zero.hold_state(until=partial(self._await_reading, job))
                 else:
                     self._book(-self._staging.nbytes)
                     self._staging.open(source.specs)
                     self._book(self._staging.nbytes)
                     source.stream(self._staging.append)
-        except SaveFailed as error:
+        except BaseException as error:
             job.writer.close()
+            if job.read is not None:
+                job.read.set()  # nobody will read
+            if not isinstance(error, SaveFailed):
+                raise
             raise self._failed(
                 error, step=job.draft["step"], temporary=job.temporary, comm=self._process.comm
             ) from error
 
     def _finish_behind(self, job: _Job) -> None:
+        stream = self._staging.stream if job.read is None else partial(self._read_behind, job)
         try:
-            self._outcome = self._finish(job, stream=self._staging.stream, comm=self._background)
+            self._outcome = self._finish(job, stream=stream, comm=self._background)
         except Exception as error:
             self._outcome = error
+
+    def _read_behind(self, job: _Job, append: Append) -> None:
+        try:
+            job.source.stream(append, aside=True)
+        finally:
+            job.read.set()
+
+    def _await_reading(self, job: _Job) -> None:
+        """Called by the engine before it changes its state."""
+        started = time.perf_counter()
+        job.read.wait()
+        seconds = time.perf_counter() - started
+        job.stall_seconds += seconds
+        self.stall_seconds += seconds
 
     def _finish(self, job: _Job, *, stream, comm: Comm) -> SaveReport:
         """From an open file to the latest checkpoint."""

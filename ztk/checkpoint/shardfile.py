@@ -84,9 +84,16 @@ class ShardSource:
             TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop - part.start,)) for part in self.slices.values()
         ]
 
-    def stream(self, append: Append) -> None:
-        """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time."""
-        with closing(self._engine.zero.state_shards()) as shards:
+    def keep_small(self) -> None:
+        """What training changes between updates is copied: buffers. For a `stream` aside."""
+        self._small = {key: value.clone() for key, value in self._small.items()}
+
+    def stream(self, append: Append, *, aside: bool = False) -> None:
+        """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time.
+
+        aside: from another thread than the training's, see `Zero.state_shards`.
+        """
+        with closing(self._engine.zero.state_shards(aside=aside)) as shards:
             for shard in shards:
                 if (shard.kind, shard.name) in self.slices:
                     append(self.slices[shard.kind, shard.name].key, value=shard.value)

@@ -14,7 +14,7 @@ order of write and read. Everything else that touches states calls `finish` firs
 
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
@@ -77,6 +77,7 @@ class ShardUpdate:
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
+        self._holder: Callable[[], None] | None = None
         pieces = (piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces)
         self._first_pieces = tuple(islice(pieces, pieces_ahead if stores.optimizer.tier is Tier.nvme else 0))
         self._ahead: dict[Piece, Pending] = {}
@@ -119,7 +120,21 @@ class ShardUpdate:
         self._join()
         self.drop_ahead()
 
+    def hold(self, until: Callable[[], None]) -> None:
+        """States are read from another thread: before they change, `until()` waits for that."""
+        self._holder = until
+
+    def await_last(self) -> None:
+        """For that other thread: returns when the last update has ended. Raises what went wrong in it."""
+        running = self._running
+        if running is not None:
+            running.result()
+
     def _join(self) -> None:
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            with self._clock.phase("io"):
+                holder()
         running, self._running = self._running, None
         if running is not None:
             with self._clock.phase("io"):

@@ -257,8 +257,7 @@ class Zero:
 
         aside: for another thread than the training's, after `hold_state`; pieces pass through memory of their own.
         """
-        if not aside:
-            self._update.finish()
+        self._update.await_last() if aside else self._update.finish()
         for bucket, piece in self._own_pieces():
             try:
                 for kind, values in self._piece_state(bucket, piece=piece, aside=aside):
@@ -268,8 +267,7 @@ class Zero:
                     self._stores.optimizer.release(piece.states)
 
     def hold_state(self, *, until: Callable[[], None]) -> None:
-        """The last update ends now; before the next one, or whatever else changes the state, `until()` is called once."""
-        self._update.finish()
+        """Before the next update, or whatever else changes the state, `until()` is called once."""
         self._update.hold(until)
 
     def state_slices(self) -> Iterator[StateSlice]:
