@@ -48,6 +48,7 @@ def parallelize(
     experts: str | None = None,
     recompute: RecomputePolicy | None = None,
     pipeline: PipelinePolicy | None = None,
+    parts: Mapping[str, Part] | None = None,
     accumulation_steps: int = 1,
     initial_values: InitialValues | None = None,
     sample_batch: object | None = None,
@@ -60,6 +61,7 @@ def parallelize(
     experts: a regular expression for the layers whose experts are spread over the mesh's expert axis; None: all that have some.
     pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.pipeline.PipelineModule` or the native decoder;
         the engine is a `PipelineEngine`. sample_batch: a micro-batch to measure layers with, for partition="profile".
+    parts: of a model whose tensors are cut over the mesh's tensor-parallel ranks already; None: they are cut here.
     lr_table: fp32 [steps], multipliers of the learning rate by number of updates; the last one stays. None: constant.
 
     Raises ValueError for policies that do not fit together.
@@ -98,10 +100,11 @@ def parallelize(
         stages = getattr(model, "stages", None) or split(layers, policy=pipeline, mesh=mesh, sample_batch=sample_batch)
     if not trained and optimizer.lr > 0:  # lr=0: a model that shall only run forward, its parameters frozen
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
-    parts, tensors, deferred = {}, None, DeferredGradients()
+    is_cut, parts = parts is not None, dict(parts or {})
+    tensors, deferred = None, DeferredGradients()
     if stages is not None and pipeline.schedule is ScheduleName.zero_bubble:
         deferred.attach(model)
-    if mesh.comm("tp").size > 1:
+    if mesh.comm("tp").size > 1 and not is_cut:
         tensors = shard_tensors(model, mesh=mesh, policy=tensor or TensorPolicy())
         parts |= tensors.parts
     if mesh.comm("sp").size > 1:

@@ -196,6 +196,25 @@ def other_ways(process: Process) -> dict:
     }
 
 
+def generate(engine, x: Tensor) -> bool:
+    """As TRL does around generation: everything whole, hooks off, many forwards, hooks on."""
+    with torch.no_grad():
+        expected = engine(x)
+    offload = engine.optimizer.parameter_offload
+    with deepspeed.zero.unwrap_model_for_generation(engine) as unwrapped:
+        named = (*offload.module.named_parameters(), *offload.module.ds_external_parameters())
+        for _, parameter in named:
+            parameter.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        with torch.no_grad():
+            outputs = [unwrapped.module(x) for _ in range(2)]
+        assert offload.param_coordinator.is_invalid_trace()
+        offload._register_deepspeed_module(offload.module)
+    return all(torch.equal(output, expected) for output in outputs)
+
+
 def held(process: Process) -> dict:
     """Passes of the model inside GatheredParameters."""
     config = scripts.config(stage=3)
@@ -217,6 +236,7 @@ def held(process: Process) -> dict:
             refused = str(error)
     released = all(parameter.ds_status.name == "NOT_AVAILABLE" for parameter in parameters)
     engine.step()
+    generated = generate(engine, x)
     found = {
         "same": torch.equal(outputs[0], outputs[2]),
         "whole": whole,
@@ -224,6 +244,7 @@ def held(process: Process) -> dict:
         "refused": refused,
         "released": released,
         "steps": engine.global_steps,
+        "generated": generated,
         "ids": [parameter.ds_id for parameter in parameters],
         "slices": [parameter.ds_tensor.numel() for parameter in parameters],
         "sizes": [parameter.ds_numel for parameter in parameters],

@@ -54,7 +54,7 @@ WORDS = {
     "no model": "model is missing",
     "no config": "config is missing",
     "two configs": "given twice",
-    "mpu": "mpu",
+    "mpu": "get_model_parallel_world_size",
     "two optimizers": "keep one of them",
     "foreign": "not the model's",
     "unknown": "knows torch.optim.AdamW",

@@ -87,7 +87,7 @@ def test_held_parameters_stay_whole_through_passes(ranks):
     for found in (first, second):
         assert found["same"] and found["whole"] and found["moved"] == 0  # gathered once for three forwards
         assert "leave GatheredParameters" in found["refused"]
-        assert found["released"] and found["steps"] == 1
+        assert found["released"] and found["steps"] == 1 and found["generated"]
     assert first["ids"] == second["ids"]
     assert [a + b for a, b in zip(first["slices"], second["slices"], strict=True)] == first["sizes"]
 

@@ -1,6 +1,7 @@
 """From a script's model, settings and groups to an engine; again, if training begins after all."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.pipeline import PipelinePolicy
 from ztk.runtime import MemoryLedger, Process, Topology
+from ztk.runtime.part import Part
 from ztk.zero import DeviceStore
 from ztk.zero.born import Nursery
 
@@ -35,6 +37,7 @@ class Builder:
     settings: Settings
     process: Process
     trainable: frozenset[str]
+    parts: Mapping[str, Part] | None = None  # of a model that the script has cut itself
 
     def build(self, trained: TrainedGroups | None) -> tuple[Engine, ShardedOptimizer | None]:
         """The engine and its optimizer; without groups it only runs forward, and keeps no states. A collective call."""
@@ -53,8 +56,10 @@ class Builder:
             precision=settings.precision,
             zero=settings.zero,
             offload=settings.offload,
+            tensor=settings.tensor.policy(self.model),
             accumulation_steps=settings.batch.accumulation,
             pipeline=self._pipeline(),
+            parts=self.parts,
         )
         owners.register(engine)
         if settings.zero.shards_parameters:
@@ -71,11 +76,16 @@ class Builder:
         return self.model.policy
 
     def _arranged(self) -> Process:
-        """The process in the mesh that the model's stages and experts ask for."""
-        experts, stages = expert_topology(self.model).expert, self.process.mesh.topology.pipeline
-        if experts == 1 and stages > 1:
-            return self.process  # arranged by the model itself
-        return self.process.arrange(Topology(pipeline=stages, expert=experts))
+        """The process in the mesh that the configuration, and the model's stages and experts ask for."""
+        asked = {
+            "expert": expert_topology(self.model).expert,
+            "tensor": self.settings.tensor.degree,
+            "near": self.settings.zero.secondary_shards,
+        }
+        changes, topology = {name: degree for name, degree in asked.items() if degree > 1}, self.process.mesh.topology
+        if not changes and topology != Topology():
+            return self.process  # arranged by the model itself, or as mpu says
+        return self.process.arrange(replace(topology, **changes))
 
     def begin_training(self, engine: Engine) -> tuple[Engine, ShardedOptimizer]:
         """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.

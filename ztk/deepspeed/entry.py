@@ -13,6 +13,7 @@ from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.groups import TrainedGroups, groups_of_client, groups_of_config
 from ztk.deepspeed.log import logger, show_messages
+from ztk.deepspeed.mpu import arranged, parts_of
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.pipe.engine import PipelineEngine
 from ztk.deepspeed.pipe.module import PipelineModule
@@ -28,7 +29,7 @@ def initialize(
     training_data: Dataset | None = None,
     lr_scheduler: object | Callable | None = None,
     distributed_port: int = DEFAULT_PORT,
-    mpu: None = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable | None = None,
     config: object = None,
@@ -44,18 +45,22 @@ def initialize(
     model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
     training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
     lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer.
+    mpu: says which ranks share a model that the script has cut itself, see `ztk.deepspeed.mpu`.
     config, config_params: dict, path, or base64 of JSON.
 
     Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments.
     """
     if model is None:
         raise ValueError("model is missing: initialize(model=...) takes the module to train")
-    _refuse_meshes(mpu=mpu, mesh_param=mesh_param)
+    if mesh_param is not None:
+        raise ValueError("mesh_param: not offered by ztk yet; leave it out")
     source = _source(args, config=config, config_params=config_params)
     process = this_process(distributed_port, dist_init_required=dist_init_required)
     is_pipeline = isinstance(model, PipelineModule)
     if is_pipeline:
         process = model.process  # which knows the stages
+    elif mpu is not None:
+        process = arranged(process, mpu)
     settings = parse_config(source, world_size=process.mesh.replicas)
     show_messages(settings.log_level)
     if process.rank == 0:
@@ -73,7 +78,13 @@ def initialize(
     if trained and optimizer is None and settings.optimizer is None and process.rank == 0:
         logger.warning(NO_OPTIMIZER)
     _check_schedule(lr_scheduler, settings=settings, trained=trained)
-    builder = Builder(model=model, settings=settings, process=process, trainable=trainable)
+    builder = Builder(
+        model=model,
+        settings=settings,
+        process=process,
+        trainable=trainable,
+        parts=None if mpu is None or is_pipeline else parts_of(model, process=process),
+    )
     engine, sharded = builder.build(trained)
     made = (PipelineEngine if is_pipeline else DeepSpeedEngine)(
         engine,
@@ -89,12 +100,6 @@ def initialize(
 
         checkpointing.configure_from(settings.activation_checkpointing)
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
-
-
-def _refuse_meshes(*, mpu: object, mesh_param: object) -> None:
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ValueError(f"{name}: not offered by ztk yet; all ranks are data-parallel, leave it out")
 
 
 def _source(args: object, *, config: object, config_params: object) -> object:

@@ -95,7 +95,9 @@ class Getters:
         return self.engine.process.mesh.comm("data").rank
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return self.engine.process.mesh.comm("tp").rank
+
+    get_tensor_parallel_rank = get_model_parallel_rank
 
     def steps_per_print(self) -> int | None:
         return self.settings.steps_per_print
@@ -163,4 +165,4 @@ class Getters:
 
     @property
     def mp_world_size(self) -> int:
-        return 1
+        return self.engine.process.mesh.comm("tp").size

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
+from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
 
@@ -24,6 +25,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._policy, self._engine = trained.policy, engine
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._written: dict[int, tuple[float, ...]] = {}
+        if engine.zero.policy.shards_parameters:
+            self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
     @torch.no_grad()
     def step(self, closure: None = None, *, of_engine: bool = False) -> None:

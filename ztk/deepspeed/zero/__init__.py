@@ -8,6 +8,7 @@ from ztk.deepspeed.zero.estimates import (
 )
 from ztk.deepspeed.zero.external import register_external_parameter, unregister_external_parameter
 from ztk.deepspeed.zero.gathered import GatheredParameters
+from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload, unwrap_model_for_generation
 from ztk.deepspeed.zero.init import DeepSpeedTensorOverride, Init
 from ztk.deepspeed.zero.local import (
     safe_get_local_fp32_param,
@@ -30,6 +31,7 @@ from ztk.deepspeed.zero.states import (
 
 __all__ = [
     "DeepSpeedTensorOverride",
+    "DeepSpeedZeRoOffload",
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
@@ -53,4 +55,5 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]

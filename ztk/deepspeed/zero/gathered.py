@@ -16,8 +16,8 @@ class GatheredParameters:
     """Inside, the parameters are whole on every rank. Every rank enters and leaves; contexts may be nested and may overlap.
 
     params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are whole anyway.
-    modifier_rank: the rank whose changes inside become everybody's, master weights included (in 16 bit a value that was not changed
-        keeps its fp32 master). None: changes are lost at stage 3, and must not be made below it.
+    modifier_rank: the rank, among those that share the parameters, whose changes inside become everybody's, master weights included (in
+        16 bit a value that was not changed keeps its fp32 master). None: changes are lost at stage 3, and must not be made below it.
     fwd_module: the module whose forward uses them; noted as `register_external_parameter` does.
     """
 
@@ -71,7 +71,7 @@ def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
     for parameter in _ordered(parameters):
         owner = owner_of(parameter)
         if owner is not None:
-            owner.engine.comm.broadcast(parameter.data, source=source, label=owner.name).wait()
+            owner.bucket.comm.broadcast(parameter.data, source=source, label=owner.name).wait()
             changed.setdefault(owner.bucket, {})[owner.name] = parameter.data
             owners[owner.bucket] = owner
     for bucket, values in changed.items():
