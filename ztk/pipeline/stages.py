@@ -133,10 +133,14 @@ def share_values(stages: Stages, *, comm: Comm) -> None:
 
 
 class _StageForward:
-    """Runs the layers of one stage, in place of the module's forward."""
+    """Runs the layers of one stage, in place of the module's forward: `(stage, carry, batch)`.
+
+    num_stages: by its presence, techniques that are applied later know that they have a stage before them.
+    """
 
     def __init__(self, model: LayeredModel, *, boundaries: tuple[range, ...]) -> None:
         self._model, self._boundaries = model, boundaries
+        self.num_stages = len(boundaries)
 
     def __call__(self, stage: int, carry: Carry, batch: MicroBatch) -> Carry:
         indices = self._boundaries[stage]

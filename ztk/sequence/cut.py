@@ -1,6 +1,9 @@
 """Makes a decoder work on its rank's part of each sequence."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -27,24 +30,55 @@ def cut_sequences(model: Decoder, *, mesh: Mesh) -> None:
         heads = layer.query.weight.shape[0] // layer.head_dim
         key_repeats(heads=heads, key_heads=layer.key.weight.shape[0] // layer.head_dim, ranks=comm.size)
         layer.core = UlyssesAttention(layer.core, comm=comm, name=name)
+    cut = _cut_stages if hasattr(model.forward, "num_stages") else _cut_whole
+    model.forward = cut(model, layers=[layer for _, layer in layers], comm=comm)
+
+
+def _cut_whole(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
+    """`(tokens, targets)`."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        length = tokens.shape[1]
-        if targets is not None and length % comm.size:
-            raise ValueError(
-                f"data.seq_len={length} is not a multiple of topology.sequence={comm.size}; change one of them"
-            )
-        for _, layer in layers:
-            layer.core.active = targets is not None
-            layer.first_position = comm.rank * length // comm.size if targets is not None else 0
+        _begin(layers, comm=comm, length=tokens.shape[1], is_cut=targets is not None)
         if targets is None:
             return original(tokens)
-        own = targets.chunk(comm.size, dim=1)[comm.rank]
-        return original(tokens.chunk(comm.size, dim=1)[comm.rank], own) * _share(own, targets=targets, comm=comm)
+        own = _own(targets, comm=comm)
+        return original(_own(tokens, comm=comm), own) * _share(own, targets=targets, comm=comm)
 
-    model.forward = forward
+    return forward
+
+
+def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
+    """`(stage, carry, micro-batch)`, of a pipeline."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(stage: int, carry: object, batch: Any) -> object:
+        tokens, targets = (*batch.args, None)[:2]
+        _begin(layers, comm=comm, length=tokens.shape[1], is_cut=targets is not None)
+        if targets is None:
+            return original(stage, carry, batch)
+        own = _own(targets, comm=comm)
+        out = original(stage, carry, replace(batch, args=(_own(tokens, comm=comm), own)))
+        return out * _share(own, targets=targets, comm=comm) if stage == original.num_stages - 1 else out
+
+    return forward
+
+
+def _begin(layers: list[Attention], *, comm: Comm, length: int, is_cut: bool) -> None:
+    """Attention layers learn where this rank's part of the sequences lies."""
+    if is_cut and length % comm.size:
+        raise ValueError(
+            f"data.seq_len={length} is not a multiple of topology.sequence={comm.size}; change one of them"
+        )
+    for layer in layers:
+        layer.core.active = is_cut
+        layer.first_position = comm.rank * length // comm.size if is_cut else 0
+
+
+def _own(tokens: Tensor, *, comm: Comm) -> Tensor:
+    return tokens.chunk(comm.size, dim=1)[comm.rank]
 
 
 def _share(own: Tensor, *, targets: Tensor, comm: Comm) -> Tensor:

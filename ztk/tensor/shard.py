@@ -3,6 +3,7 @@
 Phases: match the plan, cut and rewire each module it names, mark everything else as copied.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     comm = mesh.comm("tp")
     plan = plan_of(model) if policy.plan is None else TensorPlan.of(policy.plan)
     matched = plan.matches(model)
-    if policy.sequence_norms and not any(rule.style is Style.vocabulary for rule in matched.values()):
+    staged = hasattr(model.forward, "num_stages")
+    if policy.sequence_norms and not staged and not any(r.style is Style.vocabulary for r in matched.values()):
         raise ValueError("topology.sequence_norms=true: the model's tensor plan does not cut its embedding; use false")
     axis = TensorAxis(comm, sequence=policy.sequence_norms)
     canonical = {parameter: name for name, parameter in model.named_parameters()}
@@ -54,6 +56,8 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     for name, rule in matched.items():
         if rule.style is Style.loss:
             _replace_loss(model, name=name, comm=comm, sizes=cutter.head_sizes)
+    if policy.sequence_norms and staged:
+        _begin_stages(model, axis=axis)
     parts, partial = dict(cutter.parts), set(cutter.partial)
     for name, parameter in model.named_parameters():
         if name not in parts:
@@ -133,6 +137,19 @@ class _Cutter:
 def _replace_loss(model: nn.Module, *, name: str, comm: Comm, sizes: tuple[int, ...]) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, VocabularyParallelLoss(comm, sizes=sizes))
+
+
+def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:
+    """Stages of a pipeline after the first have no embedding that would begin a pass: their forward does."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(stage: int, carry: object, batch: object) -> object:
+        tokens = batch.args[0] if batch.args else next(iter(batch.kwargs.values()))
+        axis.begin(tokens.shape[1])
+        return original(stage, carry, batch)
+
+    model.forward = forward
 
 
 def _agree(parameter: nn.Parameter, *, comm: Comm, name: str) -> None:

@@ -193,7 +193,8 @@ class Comm:
         def task():
             if self.before is not None:
                 self.before(f"{lane.split()[0]} {label}")
-            return run()
+            with torch.no_grad():
+                return run()
 
         if not self._transport.blocking or self.size == 1:
             return Work(task(), counters=self.counters)
@@ -219,7 +220,8 @@ class Comm:
                 return self._run_observed(run, name=name, tensor=tensor)
             start = time.perf_counter()
             try:
-                return run(self._transport, name)
+                with torch.no_grad():  # a thread's own mode is the other one, and views of inputs may require gradients
+                    return run(self._transport, name)
             finally:
                 self.counters.busy_seconds += time.perf_counter() - start
 
