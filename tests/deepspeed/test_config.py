@@ -66,7 +66,6 @@ def test_all_faults_come_in_one_error():
     [
         ({"zero_optimization": {"stage": 2, "aio": {}}}, "at the top level"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 4}}, "was removed"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "not offered"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, "no effect"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, "must be one of"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True}}}, "device: is missing"),
@@ -87,7 +86,6 @@ def test_all_faults_come_in_one_error():
         ({"train_micro_batch_size_per_gpu": 3}, "would fit"),
         ({"train_batch_size": "auto"}, "Hugging Face"),
         ({"comet": {"enabled": True}}, "not offered"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "not offered"),
         ({"flops_profiler": True}, "must be an object"),
     ],
     ids=lambda value: str(value)[:60],

@@ -11,15 +11,6 @@ SECTIONS = {
         *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
         *("experiment_key", "online", "mode"),
     ),
-    "expert_parallel": (
-        *("enabled", "autoep_size", "expert_tensor_parallel_size", "validate_folding_routing", "async_split_plan"),
-        *("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "use_grouped_mm", "route_norm"),
-        *("disable_triton_grouped_mm", "route_scale", "score_apply", "combine_impl", "row_weighting_impl"),
-        *("gate_up_impl", "comm_backend", "comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank"),
-        *("num_expert_groups", "num_limited_groups", "score_func", "top_k", "load_balance_coeff"),
-        *("routed_scaling_factor", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr", "top_k_attr"),
-        *("has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern", "expert_activation"),
-    ),
     "data_efficiency": ("enabled", "seed", "data_sampling", "data_routing"),
     "hybrid_engine": (
         *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
@@ -34,10 +25,6 @@ SECTIONS = {
         *("max_train_batch_size", "min_train_batch_size", "max_train_micro_batch_size_per_gpu"),
         *("min_train_micro_batch_size_per_gpu", "num_tuning_micro_batch_sizes", "model_info"),
     ),
-    "tensor_parallel": (
-        *("dtype", "autotp_size", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "tp"),
-        *("injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host", "kernel_inject"),
-    ),
     "compile": (
         *("deepcompile", "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
         *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log"),
@@ -49,14 +36,6 @@ SECTIONS = {
 _INSTEAD = {
     "comet": "use wandb, tensorboard or csv_monitor",
     "compile": "compile the model with torch.compile before",
-}
-_DEEPER = (
-    'belongs one level deeper: "tensor_parallel": {"tp": {"tp_size": 4}}, or "tensor_parallel": {"autotp_size": 4}'
-)
-_MENDS = {
-    "tensor_parallel.tp_size": _DEEPER,
-    "tensor_parallel.tp_grain_size": f"{_DEEPER}; leave tp_grain_size out",
-    "tensor_parallel.mpu": "leave it out: the number of tensor-parallel ranks says which ranks work together",
 }
 REMOVED = (
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
@@ -93,8 +72,7 @@ def check_absent(given: dict, *, findings: Findings) -> None:
             continue
         wrong = [key for key in section if key not in keys]
         for key in wrong:
-            mend = _MENDS.get(f"{name}.{key}") or f"there is no such key{did_you_mean(key, known=keys)}"
-            findings.faults.append(f"{name}.{key}: {mend}")
+            findings.faults.append(f"{name}.{key}: there is no such key{did_you_mean(key, known=keys)}")
         if not wrong and (active := _active(section, keys=keys)):
             instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
             key = active if active == "enabled" else f"{active}={shown(section[active])}"

@@ -6,6 +6,7 @@ from ztk.deepspeed.config.absent import check_absent, read_checkpoint
 from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activation_checkpointing
 from ztk.deepspeed.config.batch import BatchSizes, solve_batch
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
+from ztk.deepspeed.config.experts import ExpertParallel, read_expert_parallel
 from ztk.deepspeed.config.keys import Findings, read_section
 from ztk.deepspeed.config.leaf import LeafModules
 from ztk.deepspeed.config.offload import read_offload
@@ -14,6 +15,7 @@ from ztk.deepspeed.config.pipeline import read_pipeline
 from ztk.deepspeed.config.precision import Precision
 from ztk.deepspeed.config.scheduler import ScheduleChoice, read_scheduler
 from ztk.deepspeed.config.source import read_source
+from ztk.deepspeed.config.tensor import TensorSettings, read_tensor_parallel
 from ztk.deepspeed.config.top import ELSEWHERE, KEYS
 from ztk.deepspeed.config.watching import Watching, read_watching
 from ztk.deepspeed.config.zero import Zero
@@ -41,10 +43,12 @@ class Settings:
     leaves: LeafModules
     gathers_on_save: bool
     offload: OffloadPolicy
+    tensor: TensorSettings
     optimizer: OptimizerPolicy | None
     schedule: ScheduleChoice | None
     activation_checkpointing: ActivationCheckpointing | None
     pipeline_recompute_interval: int
+    experts: ExpertParallel
     gradient_clipping: float
     communication_data_type: str | None
     steps_per_print: int | None
@@ -63,7 +67,8 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     given = read_source(config)
     findings = Findings()
     top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)
-    batch = solve_batch(top, world_size=world_size, findings=findings)
+    tensor = read_tensor_parallel(given.get("tensor_parallel"), world_size=world_size, findings=findings)
+    batch = solve_batch(top, world_size=world_size // tensor.degree, findings=findings)
     precision = Precision(given, top=top, findings=findings)
     zero = Zero(given.get("zero_optimization", {}), findings=findings)
     offload = read_offload(
@@ -74,6 +79,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     schedule = read_scheduler(given.get("scheduler"), findings=findings)
     activations = read_activation_checkpointing(given.get("activation_checkpointing"), findings=findings)
     pipeline_recompute_interval = read_pipeline(given.get("pipeline"), findings=findings)
+    experts = read_expert_parallel(given.get("expert_parallel"), findings=findings)
     watching = read_watching(given, findings=findings)
     tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
     check_absent(given, findings=findings)
@@ -90,10 +96,12 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         leaves=zero.leaves,
         gathers_on_save=zero.gathers_on_save,
         offload=offload,
+        tensor=tensor,
         optimizer=optimizer,
         schedule=schedule,
         activation_checkpointing=activations,
         pipeline_recompute_interval=pipeline_recompute_interval,
+        experts=experts,
         gradient_clipping=clip,
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),

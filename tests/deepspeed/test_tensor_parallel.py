@@ -1,0 +1,98 @@
+"""tensor_parallel and ZeRO++ by their keys: what they train, and what is refused."""
+
+import pytest
+import torch
+
+import ztk.deepspeed as deepspeed
+from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
+from ztk.runtime import Process
+from ztk.runtime.seed import generator
+
+RELATIVE = 1e-5  # another order of summation, over six steps; see tests/topology/test_layouts.py
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def train(process: Process, *, section: dict, zero: dict | None = None) -> tuple[list[float], tuple[int, ...]]:
+    """Losses, and the shape of a layer on this rank. Every rank reads the same batch, so that data parallelism changes nothing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **(zero or {})},
+        **section,
+    }
+    engine, *_ = deepspeed.initialize(model=LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), config=config)
+    losses = []
+    for step in range(6):
+        tokens = torch.randint(1, 64, (2, 12), generator=generator("words", 0))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    shape = tuple(engine.module.model.layers[0].mlp.up_proj.weight.shape)
+    engine.destroy()
+    return losses, shape
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"autotp_size": 2},
+        {"tp": {"tp_size": 2, "tp_grain_size": 1}},
+        {"tp_size": 2, "mpu": None, "tp_grain_size": 64},
+        {
+            "autotp_size": 2,
+            "partition_config": {
+                "use_default_specs": False,
+                "layer_specs": [
+                    {"patterns": [r"gate_proj\.weight$", r"up_proj\.weight$"], "partition_type": "column"},
+                    {"patterns": [r"down_proj\.weight$"], "partition_type": "row"},
+                ],
+            },
+        },
+    ],
+    ids=["autotp", "tp", "flat, as the documents have it", "partition_config"],
+)
+def test_ranks_share_layers_and_train_the_same(ranks, section):
+    expected, whole = ranks(2).run(train, section={})[0]
+    for losses, shape in ranks(2).run(train, section={"tensor_parallel": section, "train_batch_size": 2}):
+        assert losses == pytest.approx(expected, rel=RELATIVE)
+        assert shape == (whole[0] // 2, whole[1])
+
+
+def test_second_shards_change_nothing_and_short_weights_little(ranks):
+    expected, _ = ranks(2).run(train, section={})[0]
+    near, _ = ranks(2).run(train, section={}, zero={"zero_hpz_partition_size": 2})[0]
+    assert near == expected
+    short, _ = ranks(2).run(train, section={}, zero={"zero_quantized_weights": True, "zero_quantized_gradients": True})[
+        0
+    ]
+    assert short != expected
+    assert short[-1] < expected[0] - 0.5 * (expected[0] - expected[-1])  # it learns half as much or more
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"autotp_size": 3}, "cannot be divided by 3"),
+        ({"autotp_size": 2, "tp": {"tp_size": 4}}, "keep one of"),
+        ({"tp_size": 2, "mpu": "mine"}, "leave it out"),
+        ({"autotp_sice": 2}, "did you mean autotp_size"),
+        ({"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["("]}]}}, "needs patterns and"),
+        (
+            {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["("], "partition_type": "row"}]}},
+            "not a regular expression",
+        ),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(section, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        parse_config({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}, world_size=4)
+
+
+def test_the_batch_triple_counts_replicas():
+    settings = parse_config({"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}, world_size=8)
+    assert (settings.batch.train, settings.tensor.degree) == (8, 2)
