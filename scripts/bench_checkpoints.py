@@ -7,6 +7,9 @@ torch's `save`, `async_save` and `load` on its sharded state_dict. Contenders ta
 bytes (12 a parameter) into FOLDER, files are synced, and the previous checkpoint is removed outside the measurement.
 "stand-still" is the time until training may go on, "done" until the checkpoint is complete on the disk. Peak memory is the
 growth of the process's resident set during a load.
+
+With --nvme instead: ztk with everything on NVMe, where nothing is copied. What a save costs is then the time that `save` takes and what the
+next two steps take longer than steps without a save, because an asynchronous one is read and written behind them.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ztk.checkpoint import Saver, load, save
 from ztk.nn import Decoder, DecoderConfig
+from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.runtime import Process
@@ -194,6 +198,44 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pi
     os._exit(0)
 
 
+def measure_nvme(rank: int, options: argparse.Namespace, folder: Path, store: str, pipe) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), ZTK_STORE=store)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    engine = parallelize(
+        Decoder(config_of(options.layers)),
+        process=Process.start(device="cpu"),
+        optimizer=OptimizerPolicy(lr=1e-3),
+        zero=ZeroPolicy(stage=3),
+        offload=OffloadPolicy(optimizer="nvme", parameters="nvme", nvme_path=str(folder)),
+    )
+    tokens = torch.randint(256, (1, 64))
+
+    def two_steps() -> float:
+        start = time.perf_counter()
+        for _ in range(2):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        return time.perf_counter() - start
+
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for round_number in range(options.rounds + 1):
+        for asynchronous in (False, True):
+            name = "async" if asynchronous else "sync"
+            with Saver(engine, folder=folder / name, asynchronous=asynchronous) as saver:
+                plain = two_steps()
+                start = time.perf_counter()
+                saver.save()
+                found[name, "save() takes"].append(time.perf_counter() - start)
+                found[name, "a save costs"].append(found[name, "save() takes"][-1] + two_steps() - plain)
+                saver.wait()
+                found[name, "complete on the disk"].append(time.perf_counter() - start)
+        if round_number == 0:
+            found.clear()  # first touches of memory and files
+    pipe.send(({key: statistics.median(values) for key, values in found.items()}, engine.zero.num_parameters))
+    os._exit(0)
+
+
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -203,6 +245,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--nvme", action="store_true", help="the cost of saves with states on NVMe; FOLDER is the disk")
     parser.add_argument("--layers", type=int, default=10, help="2.9M parameters each")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -211,7 +254,7 @@ def main() -> None:
         for rank in range(options.ranks):
             mine, theirs = context.Pipe()
             args = (rank, options, Path(place), os.path.join(place, "store"), theirs)
-            context.Process(target=measure, args=args, daemon=True).start()
+            context.Process(target=measure_nvme if options.nvme else measure, args=args, daemon=True).start()
             theirs.close()
             pipes.append(mine)
         results = [pipe.recv() for pipe in pipes]
@@ -219,10 +262,11 @@ def main() -> None:
     print(
         f"{parameters:,} parameters, 12 bytes of state each: {12 * parameters / 1e6:.1f} MB, {options.ranks} ranks, medians"
     )
-    print(f"{'':32}{'ztk':>10}{'torch':>10}   torch / ztk")
+    one, other = ("async", "sync") if options.nvme else ("ztk", "torch")
+    print(f"{'':32}{one:>10}{other:>10}   {other} / {one}")
     for what in dict.fromkeys(what for _, what in results[0][0]):
-        ztk, torch_ = (max(result[0][name, what] for result in results) for name in ("ztk", "torch"))
-        print(f"{what:32}{ztk:10.3f}{torch_:10.3f}{torch_ / max(ztk, 1e-9):11.2f}")
+        first, second = (max(result[0][name, what] for result in results) for name in (one, other))
+        print(f"{what:32}{first:10.3f}{second:10.3f}{second / max(first, 1e-9):11.2f}")
 
 
 if __name__ == "__main__":
