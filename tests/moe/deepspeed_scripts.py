@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
+from tests.moe.hugging_face import build
+from tests.moe.runs import batch
 from ztk.deepspeed.names import lookup
 
 WIDTH, BATCH, STEPS = 16, 8, 6
@@ -95,3 +97,24 @@ def train(process, *, ep_size: int, stage: int, groups: str, dtype: str = "fp32"
         losses.append(float(process.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
     names = sorted({name.split(".")[3] for name, _ in model.named_parameters() if ".experts." in name})
     return losses, names, len(optimizer.param_groups)
+
+
+def train_hub(process, *, section: dict) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+    """(losses, shapes of this rank's parameters) of a Mixtral under `expert_parallel: section`."""
+    model = build("mixtral")
+    config = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "expert_parallel": section,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for step in range(4):
+        tokens = batch(step, rank=process.rank, world=process.world_size)
+        logits = engine(input_ids=tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(process.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
+    return losses, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.moe.deepspeed_scripts import train
+from tests.moe.deepspeed_scripts import train, train_hub
+from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.moe import expert_topology
 from ztk.deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
 from ztk.deepspeed.names import lookup
@@ -62,8 +63,40 @@ def test_layers_say_over_how_many_ranks_they_are_spread():
     made = model()
     assert expert_topology(made).expert == 2 and expert_topology(made["plain"]).expert == 1
     made["more"] = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=4)
-    with pytest.raises(ValueError, match="ep_size=2 and 4"):
+    with pytest.raises(ValueError, match="experts over 2 and 4 ranks"):
         expert_topology(made)
+
+
+def test_the_configuration_spreads_the_experts_of_hub_models(ranks):
+    """AutoEP's section: its size makes the mesh, its pattern chooses layers."""
+    section = {"enabled": True, "autoep_size": 2, "moe_layer_pattern": r"model\.layers\.1\.mlp"}
+    alone, _ = ranks(1).run(train_hub, section={})[0]
+    for losses, shapes in ranks(2).run(train_hub, section=section):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
+        assert [shapes[f"model.layers.{layer}.mlp.experts.down_proj"][0] for layer in range(2)] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"autoep_size": 0}, "autoep_size=0: must be a whole number, 1 or more"),
+        ({"top_k": 3}, "expert_parallel.top_k=3: the model routes as it always does"),
+        ({"expert_tensor_parallel_size": 2}, "use 1 and raise autoep_size"),
+        ({"auto_ep_size": 2}, "did you mean autoep_size"),
+    ],
+)
+def test_what_the_section_cannot_do_is_refused(section, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        parse_config({"train_batch_size": 8, "expert_parallel": {"enabled": True, **section}}, world_size=2)
+
+
+def test_the_section_is_read_only_when_it_is_on():
+    off = parse_config({"train_batch_size": 8, "expert_parallel": {"autoep_size": 4}}, world_size=2)
+    assert off.experts.size == 1
+    given = {"enabled": True, "autoep_size": 2, "comm_num_sm": 20, "preset_model": "mixtral", "use_grouped_mm": True}
+    on = parse_config({"train_batch_size": 8, "expert_parallel": given}, world_size=2)
+    assert on.experts.size == 2
+    assert sum("expert_parallel." in note for note in on.notes) == 2
 
 
 def test_names_are_deepspeeds():

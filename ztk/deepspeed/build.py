@@ -59,6 +59,7 @@ class Builder:
             tensor=settings.tensor.policy(self.model),
             accumulation_steps=settings.batch.accumulation,
             pipeline=self._pipeline(),
+            experts=settings.experts.pattern,
             parts=self.parts,
         )
         owners.register(engine)
@@ -78,7 +79,7 @@ class Builder:
     def _arranged(self) -> Process:
         """The process in the mesh that the configuration, and the model's stages and experts ask for."""
         asked = {
-            "expert": expert_topology(self.model).expert,
+            "expert": expert_topology(self.model, at_least=self.settings.experts.size).expert,
             "tensor": self.settings.tensor.degree,
             "near": self.settings.zero.secondary_shards,
         }
@@ -92,7 +93,7 @@ class Builder:
 
         Parameters are never whole on the way, and master weights start from their values in the model's dtype.
         """
-        if expert_topology(self.model).expert > 1:
+        if expert_topology(self.model, at_least=self.settings.experts.size).expert > 1:
             raise ValueError(
                 "experts are spread already: name an optimizer in the configuration, or pass it to initialize"
             )

@@ -33,7 +33,8 @@ def _steps(value: object) -> int | None:
 
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
-    *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline", "tensor_parallel"),
+    *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline"),
+    *("tensor_parallel", "expert_parallel"),
     *absent.SECTIONS,
     *watching.SECTIONS,
 )
