@@ -41,6 +41,8 @@ CASES = [
     },
     {"optimizer": ADAM, "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-3}}},
 ]  # fmt: skip
+ZERO_PLUS_PLUS = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+CASES.append({"optimizer": ADAM, "zero_optimization": {**ZERO_PLUS_PLUS, "zero_hpz_partition_size": 2}})
 SAME = ("batch", "precision", "zero", "offload", "optimizer")
 
 
@@ -81,3 +83,20 @@ def test_the_command(tmp_path, capsys):
     path.write_text('{"train_batchsize": 8}')
     assert main([str(path)]) == 2
     assert "did you mean train_batch_size" in capsys.readouterr().err
+
+
+def test_every_section_is_said_or_told():
+    """What has no word in run.py is named, with what to do; what is off is not."""
+    given = {
+        "csv_monitor": {"enabled": True},
+        "wandb": {"enabled": False},
+        "steps_per_print": 5,
+        "dump_state": False,
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block"]}},
+        "prescale_gradients": False,
+    }
+    notes = to_overrides(parse_config({"train_batch_size": 8, "optimizer": ADAM, **given}, world_size=1)).notes
+    told = {note.partition(":")[0] for note in notes}
+    expected = {"csv_monitor", "steps_per_print", "activation_checkpointing", "zero_optimization.leaf_module"}
+    assert told == expected, notes

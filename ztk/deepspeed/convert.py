@@ -15,6 +15,30 @@ from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.precision.policy import DTYPES
 
 _WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
+# Top-level keys that have words of run.py, or that change nothing there.
+_SAID = frozenset(
+    (
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "communication_data_type"),
+        *("data_types", "aio", "torch_autocast", "log_level", "timers"),
+    )
+)
+_RECORD = "run.py writes every step to metrics.jsonl and to wandb (logger=online)"
+_INSTEAD = {
+    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb"), _RECORD),
+    "flops_profiler": "run.py does not count operations",
+    "comms_logger": "run.py writes the bytes of every kind of collective for every step",
+    "wall_clock_breakdown": "run.py writes the seconds of every phase for every step",
+    "memory_breakdown": "run.py writes the bytes per tier for every step",
+    "steps_per_print": "train.log_every is the interval of rows",
+    "dump_state": "run.py writes config.yaml",
+    "dataloader_drop_last": "run.py's batches are always whole",
+    "activation_checkpointing": "choose recompute=full or another for run.py's models",
+    "tensor_parallel": "choose a topology, such as topology=tp2",
+    "pipeline": "choose a topology, such as topology=pp2",
+    "expert_parallel": "choose a topology, such as topology=ep2",
+    "checkpoint": "choose checkpoint=periodic",
+}
 _SHIFT = "DeepSpeed makes one update before the first step of this schedule; run.py starts with the first step"
 
 
@@ -53,28 +77,14 @@ def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_b
 
 
 def _unsaid(settings: Settings, *, out: Overrides) -> None:
-    """What run.py does by other means, or not at all."""
-    watching, record = settings.watching, "run.py writes every step to metrics.jsonl and to wandb (logger=online)"
-    reasons = {
-        "tensorboard": (watching.monitors.tensorboard, record),
-        "csv_monitor": (watching.monitors.csv_monitor, record),
-        "wandb": (watching.monitors.wandb, record),
-        "flops_profiler": (watching.flops, "run.py does not count operations"),
-        "comms_logger": (watching.comms, "run.py writes the bytes of every kind of collective for every step"),
-        "wall_clock_breakdown": (
-            settings.wall_clock_breakdown,
-            "run.py writes the seconds of every phase for every step",
-        ),
-        "memory_breakdown": (settings.memory_breakdown, "run.py writes the bytes per tier for every step"),
-        "steps_per_print": (settings.steps_per_print, "train.log_every is the interval of rows"),
-        "dump_state": (settings.dump_state, "run.py writes config.yaml"),
-        "dataloader_drop_last": (settings.drop_last, "run.py's batches are always whole"),
-        "activation_checkpointing": (
-            settings.activation_checkpointing,
-            "choose recompute=full or another for run.py's models",
-        ),
-    }
-    out.notes += [f"{key}: {reason}" for key, (value, reason) in reasons.items() if value]
+    """Sections that run.py follows by other means, or not at all."""
+    told = {note.partition(":")[0].partition(".")[0] for note in settings.notes}
+    for key, value in settings.given.items():
+        is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
+        if key not in _SAID and key not in told and not is_off:
+            out.notes.append(f"{key}: {_INSTEAD.get(key, 'run.py has no word for it')}")
+    if settings.leaves.wanted:
+        out.notes.append("zero_optimization.leaf_module: run.py gathers its models by whole layers")
 
 
 def _zero(settings: Settings, *, out: Overrides) -> None:

@@ -163,6 +163,15 @@ def test_what_follows_the_script_is_the_scripts(tmp_path):
     assert plan.master_addr == "127.0.0.1" and plan.master_port != 29500
 
 
+def test_machines_started_by_hand_meet_at_the_first(tmp_path):
+    """Nobody may be asked by ssh; the port is the same everywhere."""
+    script = tmp_path / "s.py"
+    script.write_text("")
+    options = read_options(["--no_ssh", "--node_rank", "1", str(script)])
+    plan = make_plan(options, hosts=TWO, launcher=None, alone=False)
+    assert (plan.master_addr, plan.master_port) == ("one", 29500)
+
+
 def test_a_plan_survives_the_command_line():
     assert Plan.decoded(PLAN.encoded()) == PLAN
     assert " " not in PLAN.encoded()

@@ -67,6 +67,8 @@ def make_plan(options: Options, *, hosts: list[Host], launcher: str | None, alon
         address = options.master_addr or "127.0.0.1"
     elif options.master_addr:
         address = options.master_addr
+    elif options.no_ssh and not is_local(hosts[0]):
+        address = hosts[0].name
     else:
         address = address_of(hosts[0], launcher=launcher or "ssh", ssh_port=options.ssh_port)
     return Plan(

@@ -234,7 +234,7 @@ def get_model_profile(
 
 def parameters_of(module: nn.Module) -> int:
     """Whole numbers of parameters, sharded or not."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 class _Counter(TorchDispatchMode):
