@@ -3,8 +3,9 @@
     python scripts/kill_checkpoints.py [--runs 100] [--folder DIR] [--seed 0]
 
 Every run continues from the last one's folder under another random layout (stage, tier, number of ranks, synchronous or
-asynchronous saving), trains, saves after each step, and loses a random rank at a random moment. Disk calls are slowed
-down by random milliseconds so that every moment of a save has its share. After the kill:
+asynchronous saving), trains, saves after each step, and loses a random rank at a random moment; every sixth run loses it while ranks
+build, connect their savers and load. Disk calls are slowed down by random milliseconds so that every moment of a save has its
+share. After the kill:
 
 * every folder that looks like a checkpoint must verify to the last byte;
 * the latest must be there, and not older than the last save that any rank saw completed;
@@ -44,6 +45,7 @@ from ztk.zero import ZeroPolicy
 
 MODEL = DecoderConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, hidden_dim=96, max_seq_len=32)
 START_SECONDS, END_SECONDS = 90.0, 5.0
+EARLY_SPAN_SECONDS = 0.3  # about what building, connecting and loading take
 DISK_CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
@@ -56,6 +58,7 @@ class Layout:
     offload: str
     asynchronous: bool
     slow_seconds: float  # upper bound of what a disk call takes longer
+    killed_early: bool  # before the ranks train
     folder: str
 
     @staticmethod
@@ -66,6 +69,7 @@ class Layout:
             offload=chance.choice(("none", "cpu", "nvme")),
             asynchronous=number % 2 == 1,
             slow_seconds=chance.choice((0.0, 0.005, 0.02)),
+            killed_early=chance.randrange(6) == 0,
             folder=str(folder),
         )
 
@@ -79,6 +83,7 @@ def train_until_killed(rank: int, layout: Layout, store: str, pipe: Connection) 
     torch.set_num_threads(1)
     try:
         process = Process.start(device="cpu", timeout_seconds=60)
+        pipe.send(("joined", 0))
         with tempfile.TemporaryDirectory(dir=layout.folder, prefix="offload-") as scratch:
             engine = build_engine(process, layout=layout, scratch=scratch)
         saver = Saver(
@@ -174,6 +179,7 @@ class Run:
     """One run seen from outside."""
 
     layout: Layout
+    trained: bool = False  # a rank was through with loading
     loaded: int = 0  # step it continued from
     saved: int = 0  # last step that a rank saw saved
     errors: list[str] = field(default_factory=list)  # of the ranks before the kill, or other than a lost peer
@@ -181,7 +187,7 @@ class Run:
 
 
 def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
-    """Starts the ranks, waits until all have loaded, lets them work for a while, kills one."""
+    """Starts the ranks, waits until all have loaded, or only joined, lets them work for a while, kills one."""
     run = Run(layout=layout)
     with tempfile.TemporaryDirectory() as place:
         processes, pipes = [], []
@@ -192,9 +198,10 @@ def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
             processes[-1].start()
             theirs.close()
             pipes.append(mine)
-        ready = [_hear(pipe, run=run, until="ready", seconds=START_SECONDS) for pipe in pipes]
+        awaited = "joined" if layout.killed_early else "ready"
+        ready = [_hear(pipe, run=run, until=awaited, seconds=START_SECONDS) for pipe in pipes]
         if all(ready):
-            span = 0.4 + 100 * layout.slow_seconds
+            span = EARLY_SPAN_SECONDS if layout.killed_early else 0.4 + 100 * layout.slow_seconds
             time.sleep(chance.uniform(0, span))
             processes[chance.randrange(layout.ranks)].kill()
         else:
@@ -213,10 +220,10 @@ def _hear(pipe: Connection, *, run: Run, until: str, seconds: float) -> bool:
         except (EOFError, OSError):
             return False
         if kind == "ready":
-            run.loaded = value
+            run.loaded, run.trained = value, True
         elif kind == "saved":
             run.saved = max(run.saved, value)
-        elif not value.startswith("PeerLost"):
+        elif kind == "error" and not value.startswith("PeerLost"):
             run.errors.append(value)
         if kind == until:
             return True
@@ -252,6 +259,8 @@ def moment_of_kill(folder: Path, *, before: set[str], run: Run) -> str:
         if int(path.name[5:11]) <= newest:
             return "while an old checkpoint was removed"
         return "with the manifest written" if (path / "manifest.json").exists() else "while rank files were written"
+    if run.layout.killed_early and not run.trained:
+        return "before training"
     return "after a save, before its report" if newest > max(run.saved, run.loaded) else "between saves"
 
 

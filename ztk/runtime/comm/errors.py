@@ -7,3 +7,17 @@ class PeerLost(RuntimeError):
 
 class CommMismatch(RuntimeError):
     """Two ranks met in different collectives: they ran different modules, shapes or orders."""
+
+
+class peer_errors:
+    """Turns gloo's connection errors into `PeerLost`, which is never shown as the first cause."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
+            raise PeerLost(f"{self._label}: {error}") from error

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ztk.runtime.comm.errors import PeerLost
+from ztk.runtime.comm.errors import peer_errors
 from ztk.runtime.comm.transport import sum_in_rank_order
 
 
@@ -24,7 +24,7 @@ class GlooTransport:
         self._rank, self._size = group.rank(), group.size()
 
     def all_gather(self, full: Tensor, *, label: str) -> None:
-        with _peer_errors(label):
+        with peer_errors(label):
             works = [
                 dist.broadcast(part, group_src=source, group=self._group, async_op=True)
                 for source, part in enumerate(full.chunk(self._size))
@@ -38,40 +38,26 @@ class GlooTransport:
         sum_in_rank_order(received.chunk(self._size), out=out)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:
-        with _peer_errors(label):
+        with peer_errors(label):
             dist.all_to_all_single(out, source, group=self._group)
 
     def all_to_all_uneven(
         self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
     ) -> None:
-        with _peer_errors(label):
+        with peer_errors(label):
             dist.all_to_all_single(out, source, list(receive), list(send), group=self._group)
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> None:
-        with _peer_errors(label):
+        with peer_errors(label):
             dist.broadcast(tensor, group_src=source, group=self._group)
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
-        with _peer_errors(label):
+        with peer_errors(label):
             dist.send(tensor.view(torch.uint8), group_dst=to, group=self._group)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        with _peer_errors(label):
+        with peer_errors(label):
             dist.recv(out.view(torch.uint8), group_src=source, group=self._group)
 
     def close(self) -> None:
         pass  # the group ends with torch.distributed
-
-
-class _peer_errors:
-    """Turns gloo's connection errors into `PeerLost`, which is never shown as the first cause."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            raise PeerLost(f"{self._label}: {error}") from error

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ztk.runtime.comm.errors import CommMismatch, PeerLost
+from ztk.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
 from ztk.runtime.comm.lanes import SocketLanes
 
 _MESSAGE = struct.Struct("<Q88s")  # running number of the meeting, label
@@ -37,7 +37,8 @@ class NodeMeeting:
         self._timeout = timeout_seconds
         self._number = 0
         token = [secrets.token_hex(8)]
-        dist.broadcast_object_list(token, group_src=0, group=group)
+        with peer_errors("connecting"):
+            dist.broadcast_object_list(token, group_src=0, group=group)
         own_fd = os.memfd_create("ztk-slab")
         os.ftruncate(own_fd, slab_bytes)
         self._sockets = self._connect(f"\0ztk-{token[0]}-", group=group)
@@ -49,7 +50,8 @@ class NodeMeeting:
         listener.bind(name + str(self.rank))
         listener.listen(self.size)
         listener.setblocking(False)
-        dist.barrier(group=group)
+        with peer_errors("connecting"):
+            dist.barrier(group=group)
         made = {peer: self._call(peer, name=name) for peer in range(self.size) if peer != self.rank}
         heard = self._await_calls(listener, made=made)
         listener.close()
