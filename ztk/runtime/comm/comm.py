@@ -10,12 +10,14 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 
 import torch
 from torch import Tensor
 
 from ztk.runtime.comm.counters import CommCounters
 from ztk.runtime.comm.transport import Transport
+from ztk.runtime.comm.watchdog import Watchdog
 from ztk.runtime.serial import SerialThread
 
 
@@ -25,9 +27,16 @@ class Work:
     pending: a future, an object with `wait()`, None for what is over, or a function that starts the collective now.
     """
 
-    def __init__(self, pending: "Future | Callable | object | None", *, counters: CommCounters) -> None:
+    def __init__(
+        self,
+        pending: "Future | Callable | object | None",
+        *,
+        counters: CommCounters,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self._pending = pending
         self._counters = counters
+        self._watchdog = watchdog
 
     @property
     def is_done(self) -> bool:
@@ -50,11 +59,18 @@ class Work:
             if callable(pending):
                 pending = pending()
             if isinstance(pending, Future):
-                pending.result()
+                self._result(pending)
             elif pending is not None:
                 pending.wait()
         finally:
             self._counters.wait_seconds += time.perf_counter() - start
+
+    def _result(self, future: Future) -> None:
+        """Waits; a thread that is caught in a collective cannot be interrupted, but who waits for it can."""
+        while self._watchdog is not None and not futures_wait([future], timeout=1.0).done:
+            if self._watchdog.mismatch is not None:
+                raise self._watchdog.mismatch
+        future.result()
 
 
 class Comm:
@@ -64,12 +80,21 @@ class Comm:
     kind, its label, the bytes of its buffer and its seconds; to know these, it is waited for, so nothing overlaps it.
     """
 
-    def __init__(self, transport: Transport, *, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """watchdog: for transports that do not check labels themselves."""
         self.rank, self.size, self.device = rank, size, device
         self.counters = CommCounters()
         self.before: Callable[[str], None] | None = None
         self.observe: Callable[[str, str, int, float], None] | None = None
-        self._transport = transport
+        self._transport, self._watchdog = transport, watchdog
         self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
         self._lanes: dict[str, SerialThread] = {}
 
@@ -186,6 +211,8 @@ class Comm:
             if thread is not None:
                 thread.close()
         self._transport.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def _pass(self, lane: str, label: str, run: Callable) -> Work:
         """A message to or from one rank: each direction of each pair has a thread, so that none waits behind another's."""
@@ -219,16 +246,20 @@ class Comm:
             if self.observe is not None:
                 return self._run_observed(run, name=name, tensor=tensor)
             start = time.perf_counter()
+            entered = None if self._watchdog is None else self._watchdog.enter(name)
             try:
                 with torch.no_grad():  # a thread's own mode is the other one, and views of inputs may require gradients
-                    return run(self._transport, name)
+                    pending = run(self._transport, name)
             finally:
                 self.counters.busy_seconds += time.perf_counter() - start
+            if entered is not None:
+                self._watchdog.leave(entered, work=pending)
+            return pending
 
         if self._thread is None:
             is_immediate = after is None or after.is_immediate
             return Work(task() if is_immediate else task, counters=self.counters)
-        return Work(self._thread.submit(task), counters=self.counters)
+        return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
 
     def _run_observed(self, run: Callable, *, name: str, tensor: Tensor) -> None:
         """To its end, on the device too."""

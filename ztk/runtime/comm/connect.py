@@ -1,6 +1,7 @@
 """Which transport a group of ranks uses."""
 
 import datetime
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,13 +12,19 @@ from ztk.runtime.comm.gloo import GlooTransport
 from ztk.runtime.comm.nccl import NcclTransport
 from ztk.runtime.comm.shared_memory import SharedMemoryTransport
 from ztk.runtime.comm.transport import Alone, Transport
+from ztk.runtime.comm.watchdog import Watchdog
+
+PATIENCE_SECONDS = 60.0  # a collective that takes longer makes its watchdog look around
+_connected = itertools.count()  # the same number on all ranks: they connect in the same order
 
 
 def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> Comm:
     """Connects all ranks of the running process group. A collective call: every rank makes it."""
     group = dist.group.WORLD
     transport = _transport(group, device=device, one_node=one_node, timeout_seconds=timeout_seconds)
-    return Comm(transport, rank=group.rank(), size=group.size(), device=device)
+    return _comm(
+        transport, ranks=range(group.size()), rank=group.rank(), device=device, timeout_seconds=timeout_seconds
+    )
 
 
 def connect_groups(
@@ -31,7 +38,24 @@ def connect_groups(
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
-    return Comm(transport, rank=own.index(rank), size=len(own), device=device)
+    return _comm(transport, ranks=own, rank=own.index(rank), device=device, timeout_seconds=timeout_seconds)
+
+
+def _comm(
+    transport: Transport, *, ranks: Sequence[int], rank: int, device: torch.device, timeout_seconds: float
+) -> Comm:
+    """With a watchdog where the transport needs one."""
+    watchdog = None
+    if not transport.checks_labels:
+        watchdog = Watchdog(
+            dist.distributed_c10d._get_default_store(),
+            name=f"group {next(_connected)} of ranks {','.join(map(str, ranks))}",
+            rank=rank,
+            size=len(ranks),
+            patience=min(PATIENCE_SECONDS, timeout_seconds / 4),
+            ends_process=not transport.blocking,
+        )
+    return Comm(transport, rank=rank, size=len(ranks), device=device, watchdog=watchdog)
 
 
 def _transport(group: dist.ProcessGroup, *, device: torch.device, one_node: bool, timeout_seconds: float) -> Transport:

@@ -18,6 +18,7 @@ class GlooTransport:
     """CPU tensors between machines (inside one machine `SharedMemoryTransport` is faster)."""
 
     blocking = True
+    checks_labels = False
 
     def __init__(self, *, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -14,6 +14,7 @@ class NcclTransport:
     """
 
     blocking = False
+    checks_labels = False
 
     def __init__(self, *, group: dist.ProcessGroup) -> None:
         self._group = group

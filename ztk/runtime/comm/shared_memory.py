@@ -25,6 +25,7 @@ class SharedMemoryTransport:
     """See the module's docstring. Tensors are flat, contiguous, on the CPU."""
 
     blocking = True
+    checks_labels = True
 
     def __init__(self, *, group: dist.ProcessGroup, timeout_seconds: float, slot_bytes: int = SLOT_BYTES) -> None:
         self._meeting = NodeMeeting(group=group, slab_bytes=2 * slot_bytes, timeout_seconds=timeout_seconds)

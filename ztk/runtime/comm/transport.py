@@ -10,10 +10,11 @@ from torch import Tensor
 class Transport(Protocol):
     """Moves flat contiguous tensors. `blocking` transports return when done; others return an object with `wait()`.
 
-    `label` says what is being moved; it appears in errors.
+    `label` says what is being moved; it appears in errors. checks_labels: ranks with different ones get an error instead of a hang.
     """
 
     blocking: bool
+    checks_labels: bool
 
     def all_gather(self, full: Tensor, *, label: str): ...  # in place: rank r's slice of `full` becomes everybody's
 
@@ -38,6 +39,7 @@ class Alone:
     """A world of one: everything is where it should be."""
 
     blocking = True
+    checks_labels = True
 
     def all_gather(self, full: Tensor, *, label: str) -> None:
         pass

@@ -1,0 +1,80 @@
+"""Ranks that wait for different things over a transport that checks no labels: both learn what the other is at."""
+
+import contextlib
+import io
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailed, RankPool
+from ztk.runtime import Process
+from ztk.runtime.comm import Comm, CommMismatch
+from ztk.runtime.comm.gloo import GlooTransport
+from ztk.runtime.comm.watchdog import Watchdog
+
+PATIENCE = 0.5
+
+
+def watched(process: Process, *, name: str) -> Comm:
+    store = dist.distributed_c10d._get_default_store()
+    watchdog = Watchdog(
+        store, name=name, rank=process.rank, size=process.world_size, patience=PATIENCE, ends_process=False
+    )
+    transport = GlooTransport(group=dist.new_group(backend="gloo"))
+    return Comm(transport, rank=process.rank, size=process.world_size, device=process.device, watchdog=watchdog)
+
+
+def part_ways(process: Process) -> str:
+    comm = watched(process, name="parting")
+    full = torch.zeros(8)
+    comm.all_gather(full, label="blocks.1").wait()
+    start = time.monotonic()
+    try:
+        if process.rank == 0:
+            comm.reduce_scatter(full, out=full[:4], label="blocks.2").wait()
+        else:
+            comm.broadcast(full, source=0, label="blocks.3").wait()
+    except CommMismatch as error:
+        assert time.monotonic() - start < 10
+        return str(error)
+    return "nobody noticed"
+
+
+def test_ranks_that_ran_different_modules_are_told_so():
+    pool = RankPool(2)  # of its own: its threads stay caught in gloo
+    try:
+        texts = pool.run(part_ways)
+    finally:
+        pool.close()
+    for text in texts:
+        assert "reduce_scatter blocks.2" in text and "broadcast blocks.3" in text and "different modules" in text
+
+
+def one_is_late(process: Process) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        comm = watched(process, name="lateness")
+        full = torch.zeros(8)
+        comm.all_gather(full, label="first").wait()
+        if process.rank == 1:
+            time.sleep(6 * PATIENCE)
+        comm.all_gather(full, label="second").wait()
+        comm.close()
+    return said.getvalue()
+
+
+def test_a_rank_that_is_late_is_named_once_and_waited_for(ranks):
+    waiting, late = ranks(2).run(one_is_late)
+    assert "rank 1 has not come yet and was last at 'all_gather first" in waiting
+    assert waiting.count("has not come yet") == 1
+    assert late == ""
+
+
+def test_over_shared_memory_the_meeting_itself_tells(ranks):
+    with pytest.raises(RankFailed, match="different modules or shapes"):
+        ranks(2).run(over_shared_memory)
+
+
+def over_shared_memory(process: Process) -> None:
+    process.comm.all_gather(torch.zeros(8), label=f"blocks.{process.rank}").wait()

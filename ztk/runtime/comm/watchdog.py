@@ -1,0 +1,115 @@
+"""Notices ranks that wait for different things, where the transport itself cannot: gloo between machines, NCCL.
+
+Every rank numbers its collectives and tells a store, now and then, which it entered last. A rank that has waited in one for long looks
+there what the others entered under the same number. Another label is an error on both sides; a rank that is behind is named once, because
+it may only be slow. On a GPU the host may stand in a call that nothing can interrupt, so there the process ends some seconds after the
+error is known, unless its program has done so itself.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ztk.runtime.comm.errors import CommMismatch
+
+_GRACE_SECONDS = 10.0
+_REMEMBERED = 256  # collectives: one rank cannot be further ahead of what it waits for
+
+
+@dataclass(kw_only=True, slots=True)
+class _Entered:
+    number: int
+    label: str
+    since: float
+    work: object | None = None  # of a transport that does not block: `is_completed()`
+
+
+class Watchdog:
+    """Of one communicator. `mismatch` is the error, once it is known."""
+
+    def __init__(
+        self, store: dist.Store, *, name: str, rank: int, size: int, patience: float, ends_process: bool
+    ) -> None:
+        """patience: seconds that a collective may take before anybody wonders."""
+        self.mismatch: CommMismatch | None = None
+        self._store, self._name, self._rank, self._size, self._patience = store, name, rank, size, patience
+        self._ends_process = ends_process
+        self._number = 0
+        self._labels: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._open: deque[_Entered] = deque()
+        self._lock = threading.Lock()
+        self._told: set[tuple[int, int]] = set()  # (number, rank) that were named as late
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ztk-watchdog", daemon=True)
+        self._thread.start()
+
+    def enter(self, label: str) -> _Entered:
+        """A collective begins."""
+        with self._lock:
+            self._number += 1
+            entered = _Entered(number=self._number, label=label, since=time.monotonic())
+            self._labels.append((entered.number, label))
+            self._open.append(entered)
+        return entered
+
+    def leave(self, entered: _Entered, *, work: object | None = None) -> None:
+        """It is over, or under way on the device until `work.is_completed()`."""
+        with self._lock:
+            if work is None:
+                self._open.remove(entered)
+            else:
+                entered.work = work
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        published = 0
+        while not self._ended.wait(self._patience / 4):
+            with self._lock:
+                while self._open and self._open[0].work is not None and self._open[0].work.is_completed():
+                    self._open.popleft()
+                oldest = self._open[0] if self._open else None
+                number, labels = self._number, list(self._labels)
+            if number != published:
+                self._store.set(self._key(self._rank), json.dumps(labels))
+                published = number
+            if oldest is not None and self.mismatch is None and time.monotonic() - oldest.since > self._patience:
+                self._compare(oldest)
+
+    def _compare(self, own: _Entered) -> None:
+        late = []
+        for rank in range(self._size):
+            if rank == self._rank or not self._store.check([self._key(rank)]):
+                continue
+            theirs = dict(json.loads(self._store.get(self._key(rank))))
+            if own.number in theirs and theirs[own.number] != own.label:
+                self.mismatch = CommMismatch(
+                    f"{self._name}: rank {self._rank} is at '{own.label}', rank {rank} at '{theirs[own.number]}': the ranks "
+                    "ran different modules or shapes"
+                )
+                print(f"ztk: {self.mismatch}", file=sys.stderr, flush=True)
+                if self._ends_process and not self._ended.wait(_GRACE_SECONDS):
+                    os._exit(1)
+                return
+            last = max(theirs, default=0)
+            if last < own.number and (own.number, rank) not in self._told:
+                self._told.add((own.number, rank))
+                late.append(f"rank {rank} has not come yet and was last at '{theirs.get(last, 'nothing')}'")
+        if late:
+            waited = time.monotonic() - own.since
+            print(
+                f"ztk: {self._name}: rank {self._rank} has waited {waited:.0f} s at '{own.label}'; {'; '.join(late)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _key(self, rank: int) -> str:
+        return f"ztk/watchdog/{self._name}/{rank}"
