@@ -2,10 +2,10 @@
 
 import pytest
 
-from experiments import pretrain
+from experiments import policies, pretrain
 from experiments.streams import open_stream
 from ztk.config import ConfigError, Machine, compose
-from ztk.runtime import Process, Tier
+from ztk.runtime import MemoryLedger, Process, Tier
 
 SMALL = (
     "model.dim=48",
@@ -35,19 +35,28 @@ def configured(*overrides: str):
 def trained(process: Process, *, overrides: tuple[str, ...]) -> dict:
     """Losses and norms of this rank, and the bytes of saved inputs at their most."""
     config = configured(*overrides)
+    process = process.arrange(policies.topology(config))
     engine = pretrain.build_engine(config, process=process)
+    inputs = watched(engine.memory)
     stream = open_stream(config, corpus=None, process=process)
-    rows, inputs = [], {Tier.device: 0, Tier.host: 0}
+    rows = []
     for _ in range(config.train.steps):
-        batch = stream.next_batch()
-        loss = engine(batch.tokens, batch.targets)
-        for tier in inputs:
-            inputs[tier] = max(inputs[tier], engine.memory.by_category(tier).get("recompute inputs", 0))
-        engine.backward(loss)
-        engine.step()
-        rows += [loss.item(), engine.read_metrics().grad_norm]
+        rows += [pretrain.train_step(engine, stream=stream).item(), engine.read_metrics().grad_norm]
     engine.close()
     return {"rows": rows, "inputs": inputs}
+
+
+def watched(ledger: MemoryLedger) -> dict[Tier, int]:
+    """Follows the most bytes that saved inputs ever had."""
+    most, add = {Tier.device: 0, Tier.host: 0}, ledger.add
+
+    def added(**entry) -> None:
+        add(**entry)
+        for tier in most:
+            most[tier] = max(most[tier], ledger.by_category(tier).get("recompute inputs", 0))
+
+    ledger.add = added
+    return most
 
 
 CASES = {
@@ -55,6 +64,7 @@ CASES = {
     ("zero=stage2", "precision=fp16"): ["full", "selective"],
     ("zero=stage3", "precision=bf16"): ["full", "selective", "every2"],
     ("zero=stage3", "offload=cpu", "precision=bf16"): ["full"],
+    ("topology=pp2", "zero=stage2", "precision=fp32", "train.accumulation_steps=4"): ["full", "selective"],
     ("zero=ddp", "precision=fp32"): ["full", "selective"],
     ("zero=fsdp2", "precision=bf16"): ["full", "selective"],
 }
@@ -82,6 +92,19 @@ def test_the_saved_inputs_are_what_arithmetic_says(ranks, overrides, tier, expec
     other = Tier.host if tier is Tier.device else Tier.device
     for rank in ranks(2).run(trained, overrides=("zero=stage3", *overrides)):
         assert rank["inputs"] == {tier: expected, other: 0}
+
+
+TENSORS = ("topology=tp2", "zero=stage3", "precision=fp32")
+
+
+@pytest.mark.parametrize("more", [(), ("recompute.inputs_on_cpu=true",)], ids=str)
+def test_tensor_parallel_ranks_share_the_inputs(ranks, more):
+    plain = ranks(2).run(trained, overrides=TENSORS)
+    assert plain[0]["rows"] == plain[1]["rows"]
+    found = ranks(2).run(trained, overrides=(*TENSORS, "recompute=full", "recompute.partition_inputs=true", *more))
+    assert [rank["rows"] for rank in found] == [rank["rows"] for rank in plain]
+    tier = Tier.host if more else Tier.device
+    assert all(rank["inputs"][tier] == 4 * INPUT * 4 // 2 for rank in found)
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,10 @@ EFFECTS = (
     ),
     Effect(
         keys=("recompute.partition_inputs",),
-        when=lambda c, m: c.recompute.mode is not RecomputeMode.none and c.topology.tensor > 1,
-        only="recompute=full, selective or every2 and topology.tensor above 1",
+        when=lambda c, m: (
+            c.recompute.mode is not RecomputeMode.none and c.topology.tensor > 1 and not c.topology.sequence_norms
+        ),
+        only="recompute=full, selective or every2, topology.tensor above 1 and topology.sequence_norms=false",
     ),
     Effect(
         keys=("recompute.num_checkpoints",),

@@ -98,7 +98,7 @@ def initialize(
     if settings.activation_checkpointing is not None:
         from ztk.deepspeed import checkpointing  # not imported by those who do not use it
 
-        checkpointing.configure_from(settings.activation_checkpointing)
+        checkpointing.configure_from(settings.activation_checkpointing, comm=engine.process.mesh.comm("tp"))
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
 
 

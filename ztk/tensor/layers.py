@@ -2,7 +2,8 @@
 
 [Note: Shared inputs]
 Query, key and value multiply the same input, and its gradient needs one sum over ranks, not three. So the copy (or gather) of an input is
-remembered as long as it lives, and layers that get the same tensor share it. Recomputed activations are new tensors and get their own.
+remembered as long as the input lives, and layers that get the same tensor share it; in a block that is recomputed nobody else would hold
+the copy. Recomputed activations are new tensors and get their own.
 """
 
 import functools
@@ -26,7 +27,7 @@ class TensorAxis:
 
     def __init__(self, comm: Comm, *, sequence: bool = False) -> None:
         self.comm, self.sequence = comm, sequence
-        self._shared: tuple[weakref.ref, weakref.ref, bool] | None = None
+        self._shared: tuple[weakref.ref, Tensor, bool] | None = None
         self._cut = False  # this pass: the sequence is cut now
 
     def begin(self, length: int) -> None:
@@ -42,11 +43,15 @@ class TensorAxis:
         """See [Note: Shared inputs]."""
         if self._shared is not None:
             source, entered, with_grad = self._shared
-            if source() is x and entered() is not None and with_grad == torch.is_grad_enabled():
-                return entered()
+            if source() is x and with_grad == torch.is_grad_enabled():
+                return entered
         entered = (GatherIn if self._cut else CopyIn).apply(x, self.comm, label)
-        self._shared = weakref.ref(x), weakref.ref(entered), torch.is_grad_enabled()
+        self._shared = weakref.ref(x, self._forget), entered, torch.is_grad_enabled()
         return entered
+
+    def _forget(self, source: weakref.ref) -> None:
+        if self._shared is not None and self._shared[0] is source:
+            self._shared = None
 
     def leave(self, x: Tensor, *, label: str) -> Tensor:
         """Partial results become whole ones (this rank's part of the sequence of them)."""
