@@ -46,7 +46,9 @@ def read_activation_checkpointing(given: object, *, findings: Findings) -> Activ
     section = ActivationCheckpointing(**values)
     findings.faults += [f"{_PATH}{fault}" for fault in section.faults()]
     if section.partition_activations:
-        findings.notes.append(f"{_PATH}partition_activations=True: acts among tensor-parallel ranks; without them inputs stay whole")
+        findings.notes.append(
+            f"{_PATH}partition_activations=True: acts among tensor-parallel ranks; without them inputs stay whole"
+        )
     if section.number_checkpoints is not None and not section.contiguous_memory_optimization:
         findings.faults.append(
             f"{_PATH}number_checkpoints={section.number_checkpoints}: has no effect without contiguous_memory_optimization; leave it "
