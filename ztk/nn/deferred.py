@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.nn.linear import Linear, linear
@@ -44,8 +45,8 @@ class DeferredGradients:
     def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return type(module).forward(module, x)
-        out = _Deferring.apply(x, module.weight, self)
-        return out if module.bias is None else out + module.bias
+        product = _own_product if type(module).forward is Linear.forward else F.linear
+        return _Deferring.apply(x, module.weight, module.bias, product, self)
 
 
 def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
@@ -61,28 +62,35 @@ def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
         torch.autograd.backward([parameter], [gradient])
 
 
+def _own_product(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+    return linear(x, weight=weight)
+
+
 class _Deferring(torch.autograd.Function):
-    """x W^T whose backward may leave the weight's gradient for later."""
+    """x W^T + b whose backward may leave the weight's gradient for later. product: of the layer's own kind, like `F.linear`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, deferred: DeferredGradients) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, product: Callable, deferred: DeferredGradients
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.deferred = weight, deferred
-        return linear(x, weight=weight)
+        ctx.parameter, ctx.product, ctx.deferred = weight, product, deferred
+        return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        d_x = linear(d_out, weight=weight.t()) if ctx.needs_input_grad[0] else None
+        d_x = ctx.product(d_out, weight.t()) if ctx.needs_input_grad[0] else None
+        d_bias = d_out.reshape(-1, d_out.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[1]:
-            return d_x, None, None
-        product = functools.partial(_weight_gradient, d_out, x=x)
+            return d_x, None, d_bias, None, None
+        later = functools.partial(_weight_gradient, d_out, x=x, product=ctx.product)
         if ctx.deferred.is_active and isinstance(ctx.parameter, nn.Parameter):
-            ctx.deferred.put_off(ctx.parameter, product)
-            return d_x, None, None
-        return d_x, product(), None
+            ctx.deferred.put_off(ctx.parameter, later)
+            return d_x, None, d_bias, None, None
+        return d_x, later(), d_bias, None, None
 
 
-def _weight_gradient(d_out: Tensor, *, x: Tensor) -> Tensor:
+def _weight_gradient(d_out: Tensor, *, x: Tensor, product: Callable) -> Tensor:
     """d_out^T x, summed over all positions: [out, in]."""
-    return linear(d_out.reshape(-1, d_out.shape[-1]).t(), weight=x.reshape(-1, x.shape[-1]).t())
+    return product(d_out.reshape(-1, d_out.shape[-1]).t(), x.reshape(-1, x.shape[-1]).t())
