@@ -11,6 +11,8 @@ import torch
 
 from tests.moe.runs import BATCH, CONFIG, LENGTH, Run, train
 from tests.ranks import RankFailed
+from ztk.pipeline import PipelinePolicy
+from ztk.recompute import RecomputePolicy
 from ztk.runtime import Topology
 from ztk.tensor import TensorPolicy
 
@@ -204,8 +206,13 @@ CUT = replace(CONFIG, kv_heads=2, layers=4)  # for axes that need two key heads,
         (2, Topology(tensor=2), {"stage": 1, "tensor": TensorPolicy(sequence_norms=True)}),
         (2, Topology(sequence=2, expert=2), {"stage": 3, "offload": "cpu"}),
         (4, Topology(pipeline=2, expert=2), {"stage": 3, "offload": "nvme"}),
+        (4, Topology(pipeline=2, expert=2), {"stage": 1, "pipeline": PipelinePolicy(schedule="zero_bubble")}),
+        (2, EP2, {"stage": 3, "recompute": RecomputePolicy(mode="full")}),
     ],
-    ids=["tp2_ep2", "tp2_ep2 sequence norms", "tp2 sequence norms", "sp2_ep2", "pp2_ep2"],
+    ids=[
+        *("tp2_ep2", "tp2_ep2 sequence norms", "tp2 sequence norms", "sp2_ep2", "pp2_ep2", "pp2_ep2 zero bubble"),
+        "ep2 recomputed",
+    ],
 )
 def test_experts_go_with_every_other_axis(ranks, world, topology, more):
     """Losses, norms and the balance as on one rank: where ranks hold parts of the same tokens, the router's losses know it."""

@@ -194,6 +194,19 @@ def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
     assert summary["bigram_entropy"] == 2.3
 
 
+def test_figures_of_the_modules_stand_in_rows_and_make_none(tmp_path):
+    asked = []
+    with make_reporter(tmp_path, every=2) as reporter:
+        for step in range(1, 5):
+            figures = lambda step=step: asked.append(step) or {"moe.dropped": step / 8, "moe.load": {"mlp": [0.5, 0.5]}}
+            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics, figures=figures)
+        reporter.finish()
+    assert asked == [1, 2, 4], "asking is a collective call that waits for the device: once per row"
+    assert [(row["moe.dropped"], row["moe.load"]["mlp"]) for row in rows_of(tmp_path)] == [
+        (step / 8, [0.5, 0.5]) for step in asked
+    ]
+
+
 def test_failed_run_keeps_its_rows_and_says_why(tmp_path):
     with pytest.raises(RuntimeError), make_reporter(tmp_path) as reporter:
         reporter.step(loss=torch.tensor(4.0), tokens=1, metrics=Metrics)
