@@ -115,6 +115,9 @@ def test_a_model_of_transformers_keeps_its_names_and_configuration(ranks, tmp_pa
     assert type(model) is transformers.GPT2LMHeadModel and model.config.layer_norm_epsilon == 0.1
     torch.testing.assert_close(logits_of(model), expected, **TOLERANCE)
 
+    export_safetensors(tmp_path / "saved", to=tmp_path / "bf16", dtype=torch.bfloat16)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
+
 
 def adapted() -> peft.PeftModel:
     """A Llama with adapters, its values the same on every call."""

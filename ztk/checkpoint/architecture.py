@@ -39,7 +39,10 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 
 
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """(own name -> name in the folder, config.json or None) of a checkpoint. dtype: of the weights."""
+    """(own name -> name in the folder, config.json or None) of a checkpoint. dtype: of the weights.
+
+    A model with adapters has none: its names are peft's, and no model of transformers has them.
+    """
     model, names = manifest.model or {}, [info.name for info in [*manifest.parameters, *manifest.buffers]]
     rename = TO_LLAMA if "decoder" in model and is_llama(model["decoder"]) else {}
     if rename:
@@ -47,9 +50,9 @@ def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[s
     elif "decoder" in model:
         config = {"model_type": "ztk_decoder", **model["decoder"]}
     else:
-        config = model.get("transformers")
-    if config is not None:
-        config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        config = None if "adapters" in model else model.get("transformers")
+    if config is not None:  # transformers before 5 reads torch_dtype
+        config = config | dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     return {name: renamed(name, rename=rename) for name in names}, config
 
 
