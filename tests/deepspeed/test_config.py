@@ -211,3 +211,23 @@ def test_sections_that_are_off_are_accepted():
         tensor_parallel={"autotp_size": 0},
         steps_per_print=float("inf"),
     )
+
+
+def test_what_a_document_writes_and_deepspeed_refuses():
+    """Document 002, 13.1: DeepSpeed 0.19.8 wants a whole number there."""
+    settings = parse_config({"train_batch_size": 1, "fp16": {"enabled": True, "min_loss_scale": 1e-8}}, world_size=1)
+    assert settings.precision.loss_scale.floor == 1e-8
+
+
+def test_leaf_modules():
+    section = {"classes": "Experts", "name_suffixes": ["mlp", "mlp"]}
+    given = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "leaf_module": section}}
+    leaves = parse_config(given, world_size=1).leaves
+    assert leaves.classes == ("Experts",) and leaves.name_suffixes == ("mlp",) and leaves.wanted == {"Experts", "mlp"}
+    usual = parse_config({"train_batch_size": 1}, world_size=1).leaves
+    assert "MixtralSparseMoeBlock" in usual.classes[0] and not usual.wanted
+    for wrong, part in (({"stage": 2, "leaf_module": section}, "no effect at stage 2"),
+                        ({"stage": 3, "leaf_module": {"classes": [3]}}, "list of names"),
+                        ({"stage": 3, "leaf_module": {"class": []}}, "classes")):  # fmt: skip
+        with pytest.raises(ValueError, match=part):
+            parse_config({"train_batch_size": 1, "zero_optimization": wrong}, world_size=1)

@@ -148,9 +148,9 @@ class BornParameter:
         value = value.to(comm.device, dtype).contiguous()
         comm.broadcast(value, source=source, label=self._label).wait()
         size = max(1, -(-self._numel // comm.size))
-        own = torch.zeros(size, dtype=dtype, device=comm.device)
-        slice_ = value.view(-1)[comm.rank * size :][:size]
-        own[: slice_.numel()] = slice_
+        own = value.view(-1)[comm.rank * size :][:size]
+        if own.numel() < size:
+            own = torch.cat([own, own.new_zeros(size - own.numel())])
         if self._slot is None or (self._slot.shape, self._slot.dtype) != ((size,), dtype):
             self._slot = store.allocate(name=self._label, shape=(size,), dtype=dtype, category="parameters")
         store.put(self._slot, value=own).wait()
