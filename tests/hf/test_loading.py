@@ -1,0 +1,115 @@
+"""`from_pretrained` and `from_config` at stage 3: born sharded, read by slices."""
+
+import pytest
+import torch
+
+from tests.hf import small
+
+
+def hf_config():
+    """What tells transformers that stage 3 comes; it must live as long as the model is loaded."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+
+
+def loaded(*, source: str) -> dict:
+    """Bytes read from files, elements in memory, the whole values afterwards, and what was missing or left over."""
+    from transformers import AutoModelForCausalLM
+
+    import ztk.deepspeed as deepspeed
+    from ztk.hf import loading
+
+    keep = hf_config()
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    assert keep.is_zero3()
+    in_memory = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    values = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            values[name] = parameter.detach().clone()
+    return {"read": loading.last_read_nbytes, "in_memory": in_memory, "values": values, "info": info}
+
+
+def same_values(found: dict, model: torch.nn.Module) -> int:
+    """Asserts that all are equal; how many bytes they have."""
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return sum(value.nbytes for value in expected.values())
+
+
+def test_every_rank_reads_its_slices(hf, model_folder):
+    from transformers import AutoModelForCausalLM
+
+    results = hf(loaded, source=model_folder)
+    total = same_values(results[0]["values"], AutoModelForCausalLM.from_pretrained(model_folder))
+    row = 4 * 96  # a slice that ends inside a row reads it whole; the widest is the one of down_proj
+    for found in results:
+        assert not found["info"]["missing_keys"] and not found["info"]["unexpected_keys"]
+        assert total / 2 <= found["read"] <= total / 2 + row * len(found["values"])
+        assert found["in_memory"] < 0.01 * total
+
+
+def test_a_checkpoint_in_another_form_is_converted_by_groups(hf, tmp_path):
+    """Mixtral's files hold expert by expert what the model holds in one tensor."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": small.VOCABULARY}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    results = hf(loaded, source=str(tmp_path))
+    total = same_values(results[0]["values"], AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert not results[0]["info"]["missing_keys"]
+    assert total / 2 < results[0]["read"] <= 1.05 * total  # experts are read whole by every rank
+
+
+def test_what_the_checkpoint_lacks_is_initialised(hf, tmp_path):
+    """A head that is not tied, and files of the body alone: the head is new, the same on all ranks, the rest is read."""
+    from transformers import LlamaModel
+
+    torch.manual_seed(0)
+    body = LlamaModel(small.llama_config())
+    body.save_pretrained(tmp_path)
+    results = hf(loaded, source=str(tmp_path))
+    values = results[0]["values"]
+    assert results[0]["info"]["missing_keys"] == {"lm_head.weight"}
+    assert torch.equal(values["model.embed_tokens.weight"], body.embed_tokens.weight)
+    head = values["lm_head.weight"]
+    assert torch.equal(head, results[1]["values"]["lm_head.weight"])
+    assert head.std().item() == pytest.approx(0.02, rel=0.1)  # initializer_range; 2560 values: 1.4 % standard error
+
+
+def built(*, tie: bool) -> dict:
+    """`from_config`: parameters without memory; then a forward under the engine."""
+    from transformers import AutoModelForCausalLM
+
+    import ztk.deepspeed as deepspeed
+
+    config = small.ds_config(3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    config = {**config, "gradient_clipping": 1.0, "gradient_accumulation_steps": 1, "train_batch_size": 4}
+    config.update(train_micro_batch_size_per_gpu=2, fp16={"enabled": False}, bf16={"enabled": False})
+    keep = hf_config()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small.llama_config(tie_word_embeddings=tie))
+    assert keep.is_zero3()
+    in_memory = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    tokens = torch.tensor([row["input_ids"] for row in small.rows(2)])
+    losses = []
+    for _ in range(6):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return {"losses": losses, "in_memory": in_memory, "parameters": sum(p.nbytes for p in model.parameters())}
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["two", "tied"])
+def test_from_config_under_init(hf, tie):
+    found = hf(built, tie=tie)[0]
+    assert found["in_memory"] < 0.01 * found["parameters"]
+    assert found["losses"][0] == pytest.approx(3.69, abs=0.15)  # ln 40 at the start
+    assert found["losses"][-1] < 0.7 * found["losses"][0]
