@@ -48,7 +48,7 @@ def test_partial_sums_cover_every_row():
 
 
 @pytest.mark.parametrize("warp_size", [32, 64])
-@pytest.mark.parametrize("N", [1, 100, 1024, 4096, 16384, 65536])
+@pytest.mark.parametrize("N", [1, 100, 1024, 4096, 16384])
 def test_launch_fits_the_machine(N, warp_size):
     config = LaunchConfig.for_features(N, warp_size=warp_size)
     threads = config.num_warps * warp_size

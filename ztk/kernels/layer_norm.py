@@ -12,7 +12,7 @@ registers between its mean, its variance (of the centred values, so large means 
 Backward reads d_out and s and writes d_s: 6 bytes per bf16 element. A fixed grid of programs walks the rows, loads the
 next ones before it reduces the present ones, and keeps d_weight and d_bias in registers; the partial sums are added by
 a second kernel in program order. No atomics: the same input gives the same bits. Rows above 8192 are read twice, the
-second time from cache, instead of being held across the reductions.
+second time from cache, instead of being held across the reductions; rows above 16384 go through `_wide_norm`.
 
 Ba et al., Layer normalization, https://arxiv.org/abs/1607.06450
 """
@@ -28,8 +28,9 @@ from torch import Tensor
 from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec, compute_dtype
+from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
+from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
 
-MAX_FEATURES = 65536
 INTERPRETER_PROGRAMS = 3  # enough that rows are shared out unevenly
 REDUCE_ROWS, REDUCE_COLUMNS = 32, 128
 
@@ -47,9 +48,7 @@ class LaunchConfig:
     def for_features(N: int, *, warp_size: int = WARP_SIZE) -> "LaunchConfig":
         """Eight elements per thread or more (16 bytes an access); short rows share a program, long ones get warps."""
         block_n = triton.next_power_of_2(N)
-        threads = next(
-            t for limit, t in ((1024, 128), (2048, 256), (8192, 512), (MAX_FEATURES, 1024)) if block_n <= limit
-        )
+        threads = next(t for limit, t in ((1024, 128), (2048, 256), (8192, 512), (WIDE, 1024)) if block_n <= limit)
         num_warps = max(4, threads // warp_size)
         block_m = max(1, 8 * num_warps * warp_size // block_n)
         return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, prefetch=block_n <= 8192)
@@ -176,6 +175,8 @@ def _launch_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, N = x.shape
+    if N > WIDE:
+        return wide_forward(x, residual=residual, weight=weight, bias=bias, eps=eps, centred=True)
     config = LaunchConfig.for_features(N)
     out = torch.empty_like(x)
     summed = torch.empty_like(x if residual is not None else x[:0])
@@ -192,11 +193,15 @@ def _launch_bwd(
     d_out: Tensor, d_summed: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     M, N = s.shape
-    config = LaunchConfig.for_features(N)
     d_s, d_weight = torch.empty_like(s), torch.empty_like(weight)
     d_bias = torch.empty_like(weight if bias is None else bias)
     if not M:
         return d_s, d_weight.zero_(), d_bias.zero_()
+    if N > WIDE:
+        return wide_backward(
+            d_out, d_summed=d_summed, s=s, weight=weight, mean=mean, rstd=rstd, bias_dtype=d_bias.dtype
+        )
+    config = LaunchConfig.for_features(N)
     programs = min(triton.cdiv(M, config.block_m), _backward_programs(s.device))
     partials = torch.empty(2, programs, N, dtype=torch.float32, device=s.device)
     _layer_norm_bwd[(programs,)](
@@ -279,7 +284,7 @@ def layer_norm(
     """LayerNorm of `x` [..., N] with `weight` [N] and optional `bias` [N], all float32, float16 or bfloat16.
 
     With `residual`, of x's shape and dtype, normalises s = x + residual and returns (out, s), else out [..., N].
-    Statistics are float32. Gradients for x, weight, bias and residual. N is at most 65536.
+    Statistics are float32. Gradients for x, weight, bias and residual.
     """
     N = x.shape[-1]
     if weight.shape != (N,) or (bias is not None and bias.shape != (N,)):
@@ -288,8 +293,6 @@ def layer_norm(
         raise ValueError(
             f"layer_norm: residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
         )
-    if N > MAX_FEATURES:
-        raise ValueError(f"layer_norm: the last dimension {N} is above {MAX_FEATURES}; use set_backend('reference')")
     if use_reference():
         return layer_norm_reference(x, weight, bias, eps=eps, residual=residual)
     rows = x.reshape(-1, N).contiguous()
@@ -366,7 +369,7 @@ SPEC = OpSpec(
     eager=_eager,
     make_inputs=_make_inputs,
     differentiable=("x", "weight", "bias", "residual"),
-    small_shapes=((1, 8), (5, 41), (2, 3, 130), (7, 1025), (0, 8)),
+    small_shapes=((1, 8), (5, 41), (2, 3, 130), (7, 1025), (3, 16400), (0, 8)),
     bench_shapes=((8192, 4096), (4096, 16384)),
     variants=({}, {"residual": True}, {"bias": False}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
@@ -384,9 +387,10 @@ SPEC = OpSpec(
             N=16384,
             residual=False,
             max_registers=128,
-            max_stack_bytes=64,
-            stack_reason="128 KiB of float32 partial sums fill half the register file; 14 words a thread spill to the "
+            max_stack_bytes=72,
+            stack_reason="128 KiB of float32 partial sums fill half the register file; 12 to 18 words a thread spill to the "
             "first-level cache, where a second kernel for the sums would read 4 bytes per element more from memory",
         ),
+        *wide_aot_cases(centred=True),
     ),
 )

@@ -8,7 +8,7 @@
 
 Forward reads and writes N elements once (with a residual reads 2N, writes 2N); backward reads 2N and writes N. rstd is kept
 in float32, one number per row. d_weight is summed in registers over the rows of each program, in a fixed order, and the
-programs' partial sums are added by a second kernel: no atomics.
+programs' partial sums are added by a second kernel: no atomics. Rows above 16384 go through `_wide_norm`.
 
 Zhang and Sennrich, https://arxiv.org/abs/1910.07467
 """
@@ -23,6 +23,8 @@ from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._rows import MAX_THREADS, column_sums, programs_for_rows, row_launch
 from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec, compute_dtype
+from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
+from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
 
 BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with 32, the sums of d_weight spill
 
@@ -87,6 +89,9 @@ def _rms_norm_bwd(
 
 def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     M, N = x.shape
+    if N > WIDE:
+        y, total, _, rstd = wide_forward(x, residual=residual, weight=weight, bias=None, eps=eps, centred=False)
+        return y, x.new_empty(0) if residual is None else total, rstd
     y, total = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if M:
@@ -104,6 +109,8 @@ def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rs
     d_x = torch.empty_like(x)
     if M == 0:
         return d_x, torch.zeros_like(weight)
+    if N > WIDE:
+        return wide_backward(d_y, d_summed=d_sum, s=x, weight=weight, mean=None, rstd=rstd)[:2]
     launch = row_launch(N, max_threads=BACKWARD_THREADS)
     num_tiles = triton.cdiv(M, launch.block_m)
     programs = programs_for_rows(num_tiles, device=x.device)
@@ -288,7 +295,7 @@ SPEC = OpSpec(
     eager=_eager,
     make_inputs=_make_inputs,
     differentiable=("x", "weight", "residual"),
-    small_shapes=((1, 16), (3, 41), (2, 3, 130), (37, 64), (2, 1025)),  # not one column: its d_x cancels
+    small_shapes=((1, 16), (3, 41), (2, 3, 130), (37, 64), (2, 1025), (3, 16400)),  # not one column: its d_x cancels
     bench_shapes=((8192, 4096), (4096, 16384)),
     variants=({}, {"with_residual": True}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
@@ -301,5 +308,6 @@ SPEC = OpSpec(
         *_aot_cases(_rms_norm_bwd, _BWD, N=1024, HAS_D_SUM=False),
         *_aot_cases(_rms_norm_bwd, _BWD, N=4096, HAS_D_SUM=True),
         *_aot_cases(_rms_norm_bwd, _BWD, N=16384, HAS_D_SUM=False),
+        *wide_aot_cases(centred=False),
     ),
 )
