@@ -6,7 +6,7 @@ import torch
 from ztk.kernels import set_backend
 from ztk.kernels.grouped_gemm import grouped_matmul
 from ztk.kernels.moe_combine import moe_combine
-from ztk.kernels.moe_routing import moe_route
+from ztk.kernels.moe_routing import moe_route, moe_slots
 
 
 @pytest.fixture(params=["triton", "auto"])
@@ -77,6 +77,38 @@ def test_layer_equals_its_dense_form(backend):
     expected.backward(d_out)
     assert torch.allclose(out, expected, atol=1e-5)
     for name, mine, theirs in zip(("x", "router", "up", "down"), tensors, copies, strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
+
+
+def test_capacity_drops_what_comes_too_late(backend):
+    """A layer whose experts take three tokens each equals the dense form with the later ones' weights at zero."""
+    T, E, k, capacity = 40, 5, 2, 3
+    generator = torch.Generator().manual_seed(2)
+    x, up, down = (torch.randn(s, generator=generator) * 0.3 for s in ((T, 24), (E, 24, 20), (E, 20, 24)))
+    routing = moe_route(torch.randn(T, E, generator=generator), top_k=k)
+    rank = routing.position - routing.offsets[routing.experts.long()]
+    kept = rank < capacity
+    slots = moe_slots(torch.where(kept, routing.experts, -1), num_experts=E)
+    assert torch.equal(slots.counts, routing.counts.clamp_max(capacity)) and slots.offsets[-1] == kept.sum()
+    assert torch.equal(slots.position >= 0, kept)
+
+    leaves = [t.clone().requires_grad_() for t in (x, up, down, routing.weights.detach())]
+    x1, up1, down1, weights = leaves
+    hidden = grouped_matmul(x1, up1, offsets=slots.offsets, order=slots.order, position=slots.position).relu()
+    assert (hidden[slots.offsets[-1] :] == 0).all(), "rows behind the last slot"
+    y = grouped_matmul(hidden, down1, offsets=slots.offsets)
+    out = moe_combine(y, weights=weights, position=slots.position, dropped=True)
+
+    copies = [t.detach().clone().requires_grad_() for t in leaves]
+    x2, up2, down2, dense_weights = copies
+    per_expert = torch.einsum("tei,eih->teh", torch.einsum("th,ehi->tei", x2, up2).relu(), down2)
+    gate = torch.zeros(T, E).scatter(1, routing.experts.long(), dense_weights * kept)
+    expected = torch.einsum("te,teh->th", gate, per_expert)
+    d_out = torch.randn(T, 24, generator=generator)
+    out.backward(d_out)
+    expected.backward(d_out)
+    assert torch.allclose(out, expected, atol=1e-5)
+    for name, mine, theirs in zip(("x", "up", "down", "weights"), leaves, copies, strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
 
 

@@ -51,7 +51,7 @@ from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.linear_cross_entropy import linear_cross_entropy
 from ztk.kernels.lion import lion
 from ztk.kernels.moe_combine import moe_combine
-from ztk.kernels.moe_routing import Routing, moe_route
+from ztk.kernels.moe_routing import Routing, Slots, moe_route, moe_slots
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
@@ -102,6 +102,7 @@ __all__ = [
     "OpSpec",
     "Routing",
     "Setting",
+    "Slots",
     "State",
     "adamw",
     "adamw_8bit",
@@ -122,6 +123,7 @@ __all__ = [
     "lion",
     "moe_combine",
     "moe_route",
+    "moe_slots",
     "quantize",
     "quantized_bytes",
     "rms_norm",

@@ -3,8 +3,8 @@
     out[s] = x[order[s] // k] @ weight[e(s)]       slots s are sorted by expert (see `moe_routing`)
 
 The gather happens in the load of the product, so no padded or permuted copy of the tokens exists. A program finds its expert
-from the offsets on the device; the grid is the worst case, ceil(S / BLOCK_M) + E tiles, and surplus programs return at once:
-no synchronisation with the host.
+from the offsets on the device; the grid is the worst case, ceil(S / BLOCK_M) + E tiles, and surplus programs write zeros
+behind the last slot, where there is room: no synchronisation with the host.
 
 Backward, without atomics:
     d_slots  = d_out @ weight^T (the same kernel, strides exchanged),  d_x[t] = sum over choices of d_slots[position[t, j]]
@@ -51,7 +51,7 @@ class LaunchConfig:
 
 @triton.jit
 def _grouped_fwd(
-    x_ptr, weight_ptr, out_ptr, order_ptr, offsets_ptr, N, D, stride_x, stride_e, stride_d, stride_n,
+    x_ptr, weight_ptr, out_ptr, order_ptr, offsets_ptr, S, N, D, stride_x, stride_e, stride_d, stride_n,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,14 @@ def _grouped_fwd(
     b_size = tl.load(offsets_ptr + o_e + 1, mask=o_e < E, other=0) - b_first
     b_tiles = tl.where(o_e < E, tl.cdiv(b_size, BLOCK_M), 0)
     i_e = tl.sum(tl.where(tl.cumsum(b_tiles, axis=0) <= i_tile, 1, 0), axis=0)  # experts that end before this tile
-    if i_e < E:
+    if i_e >= E:  # surplus programs write zeros behind the last slot: there are enough of them for any offsets
+        last = tl.load(offsets_ptr + E)
+        o_s = last + ((i_tile - tl.sum(b_tiles, axis=0)) * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)
+        o_n = (i_p % num_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
+        p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
+        b_zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_ptr.dtype.element_ty)
+        tl.store(p_out, b_zero, mask=(o_s < S)[:, None] & (o_n < N)[None, :])
+    else:
         i_skip = tl.sum(tl.where(o_e < i_e, b_tiles, 0), axis=0)
         o_s = tl.load(offsets_ptr + i_e) + ((i_tile - i_skip) * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)
         m_s = o_s < tl.load(offsets_ptr + i_e + 1)
@@ -132,7 +139,7 @@ def _launch_fwd(
         config = LaunchConfig.for_product(itemsize=x.element_size(), machine=machine(x.device))
         tiles = triton.cdiv(S, config.block_m) + E
         _grouped_fwd[(tiles * triton.cdiv(N, config.block_n),)](
-            x, weight, out, order, offsets, N, D, x.stride(0), stride_e, stride_d, stride_n,
+            x, weight, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
             E=E, BLOCK_E=triton.next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
@@ -168,6 +175,7 @@ def _rows(x: Tensor, *, order: Tensor | None, top_k: int, slots: slice) -> Tenso
 def _cpu_fwd(x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool) -> Tensor:
     weight = weight.mT if transposed else weight
     out = torch.empty(x.shape[0] if order is None else order.numel(), weight.shape[2], dtype=x.dtype)
+    out[int(offsets[-1]) :] = 0
     for e, slots in _groups(offsets):
         torch.mm(_rows(x, order=order, top_k=top_k, slots=slots), weight[e], out=out[slots])
     return out
@@ -226,7 +234,8 @@ def grouped_matmul(
     """x's rows times the weight of their expert; gradients for x and weight.
 
     weight: [E, D, N]; offsets: int32 [E + 1] of slots. Without `order`, x is [S, D] already sorted by expert. With the
-    `order` [S] and `position` [T, k] of a `Routing`, x is [T, D] and slot s reads row order[s] // k. Returns [S, N] by slot.
+    `order` [S] and `position` [T, k] of a `Routing`, x is [T, D] and slot s reads row order[s] // k. Returns [S, N] by slot;
+    rows behind the last slot, offsets[E], are zero, and so is their gradient.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
@@ -251,8 +260,9 @@ def grouped_matmul_reference(
     """One product per expert in float32, rounded once."""
     dtype = compute_dtype(x)
     rows = x if order is None else x.index_select(0, order // position.shape[1])
-    parts = rows.to(dtype).split(offsets.diff().tolist())
-    return torch.cat([part @ w for part, w in zip(parts, weight.to(dtype), strict=True)]).to(x.dtype)
+    *parts, rest = rows.to(dtype).split([*offsets.diff().tolist(), rows.shape[0] - int(offsets[-1])])
+    outs = [part @ w for part, w in zip(parts, weight.to(dtype), strict=True)]
+    return torch.cat([*outs, rest.new_zeros(rest.shape[0], weight.shape[2])]).to(x.dtype)
 
 
 def _eager_product(
@@ -275,7 +285,7 @@ def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
 
 _TYPES = {
     "order_ptr": "*i32", "offsets_ptr": "*i32",
-    "N": "i32", "D": "i32", "stride_x": "i64", "stride_e": "i64", "stride_d": "i64",
+    "S": "i32", "N": "i32", "D": "i32", "stride_x": "i64", "stride_e": "i64", "stride_d": "i64",
 }  # fmt: skip
 
 

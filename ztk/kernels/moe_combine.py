@@ -34,7 +34,7 @@ def _combine_fwd(
     b_out = tl.zeros([BLOCK_N], dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         i_s = tl.load(position_ptr + i_t * TOP_K + j).to(tl.int64)
-        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_y = tl.load(y_ptr + i_s * N + o_n, mask=o_n < tl.where(i_s < 0, 0, N), other=0.0).to(tl.float32)
         if weights_ptr is not None:
             b_y *= tl.load(weights_ptr + i_t * TOP_K + j)
         b_out += b_y
@@ -52,9 +52,10 @@ def _combine_bwd(
     b_d_out = tl.load(d_out_ptr + i_t * N + o_n, mask=m_n, other=0.0).to(tl.float32)
     for j in tl.static_range(TOP_K):
         i_s = tl.load(position_ptr + i_t * TOP_K + j).to(tl.int64)
-        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_n, other=0.0).to(tl.float32)
+        m_s = o_n < tl.where(i_s < 0, 0, N)  # nothing of a choice that was dropped
+        b_y = tl.load(y_ptr + i_s * N + o_n, mask=m_s, other=0.0).to(tl.float32)
         b_d_y = b_d_out * tl.load(weights_ptr + i_t * TOP_K + j)
-        tl.store(d_y_ptr + i_s * N + o_n, cast(b_d_y, d_y_ptr.dtype.element_ty), mask=m_n)
+        tl.store(d_y_ptr + i_s * N + o_n, cast(b_d_y, d_y_ptr.dtype.element_ty), mask=m_s)
         tl.store(d_weights_ptr + i_t * TOP_K + j, tl.sum(b_d_out * b_y, axis=0))
 
 
@@ -76,9 +77,11 @@ def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tens
     return out
 
 
-def _launch_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_combine_bwd(
+    d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor, dropped: bool
+) -> tuple[Tensor, Tensor]:
     (T, top_k), N = position.shape, y.shape[1]
-    d_y, d_weights = torch.empty_like(y), torch.empty_like(weights)
+    d_y, d_weights = torch.zeros_like(y) if dropped else torch.empty_like(y), torch.empty_like(weights)
     if T:
         block = triton.next_power_of_2(N)
         _combine_bwd[(T,)](
@@ -91,17 +94,25 @@ def _launch_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Ten
 def _cpu_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tensor:
     out = torch.zeros(position.shape[0], y.shape[1])
     for j in range(position.shape[1]):
-        rows = y.index_select(0, position[:, j]).float()
-        out.add_(rows if weights is None else rows.mul_(weights[:, j, None]))
+        slot = position[:, j]
+        rows = y.index_select(0, slot.clamp_min(0)).float()
+        if weights is not None:
+            rows.mul_(weights[:, j, None])
+        out.add_(rows.masked_fill_((slot < 0)[:, None], 0.0))
     return out.to(y.dtype)
 
 
-def _cpu_combine_bwd(d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    d_y, d_weights, wide = torch.empty_like(y), torch.empty_like(weights), d_out.float()
+def _cpu_combine_bwd(
+    d_out: Tensor, y: Tensor, weights: Tensor, position: Tensor, dropped: bool
+) -> tuple[Tensor, Tensor]:
+    d_y, d_weights = torch.zeros_like(y) if dropped else torch.empty_like(y), torch.empty_like(weights)
+    wide = d_out.float()
     for j in range(position.shape[1]):
-        index = position[:, j].long()
-        d_y[index] = (wide * weights[:, j, None]).to(y.dtype)
-        d_weights[:, j] = torch.einsum("tn,tn->t", wide, y[index].float())
+        taken = position[:, j] >= 0
+        index = position[taken, j].long()
+        d_y[index] = (wide[taken] * weights[taken, j, None]).to(y.dtype)
+        d_weights[:, j] = 0.0
+        d_weights[taken, j] = torch.einsum("tn,tn->t", wide[taken], y[index].float())
     return d_y, d_weights
 
 
@@ -112,30 +123,32 @@ combine = register(
     fake=lambda y, weights, position: y.new_empty(position.shape[0], y.shape[1]),
 )
 _combine_backward = register(
-    "moe_combine_backward(Tensor d_out, Tensor y, Tensor weights, Tensor position) -> (Tensor, Tensor)",
+    "moe_combine_backward(Tensor d_out, Tensor y, Tensor weights, Tensor position, bool dropped) -> (Tensor, Tensor)",
     triton=_launch_combine_bwd,
     cpu=_cpu_combine_bwd,
-    fake=lambda d_out, y, weights, position: (torch.empty_like(y), torch.empty_like(weights)),
+    fake=lambda d_out, y, weights, position, dropped: (torch.empty_like(y), torch.empty_like(weights)),
 )
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, weights, position):
+    def forward(ctx, y, weights, position, dropped):
         ctx.save_for_backward(y, weights, position)
+        ctx.dropped = dropped
         return combine(y, weights, position)
 
     @staticmethod
     def backward(ctx, d_out):
-        return *_combine_backward(d_out.contiguous(), *ctx.saved_tensors), None
+        return *_combine_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.dropped), None, None
 
 
-def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
+def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor, dropped: bool = False) -> Tensor:
     """Each token's weighted sum of its slots: y [S, N], weights float32 [T, k], position int32 [T, k] -> [T, N].
 
-    Gradients for y and weights. N is at most 16384.
+    Gradients for y and weights. N is at most 16384. A position of -1 (see `moe_slots`) adds nothing; say `dropped` where there
+    may be any, or y has more rows than there are positions: slots that no position names then get a gradient of zero.
     """
-    if y.dim() != 2 or weights.shape != position.shape or y.shape[0] != position.numel():
+    if y.dim() != 2 or weights.shape != position.shape or (y.shape[0] != position.numel() and not dropped):
         raise ValueError(
             f"moe_combine: y {tuple(y.shape)} must be [T * k, N] for weights {tuple(weights.shape)} and position "
             f"{tuple(position.shape)} [T, k]"
@@ -144,13 +157,14 @@ def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
         raise ValueError(f"moe_combine: {y.shape[1]} columns are above {MAX_COMBINE_COLUMNS}")
     if use_reference():
         return moe_combine_reference(y, weights=weights, position=position)
-    return _Combine.apply(y.contiguous(), weights.contiguous(), position)
+    return _Combine.apply(y.contiguous(), weights.contiguous(), position, dropped)
 
 
-def moe_combine_reference(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
+def moe_combine_reference(y: Tensor, *, weights: Tensor, position: Tensor, dropped: bool = False) -> Tensor:
     """sum over choices of weight times row, in float32, rounded once."""
     dtype = compute_dtype(y)
-    return torch.einsum("tk,tkn->tn", weights.to(dtype), y.to(dtype)[position]).to(y.dtype)
+    kept = weights.to(dtype) * (position >= 0)
+    return torch.einsum("tk,tkn->tn", kept, y.to(dtype)[position.clamp_min(0)]).to(y.dtype)
 
 
 def _eager(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:

@@ -29,16 +29,22 @@ TILE = 4096  # scores per program
 SCAN_ROWS = 32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The order in which T tokens with k choices each lie by expert."""
+
+    counts: Tensor  # int32 [E], assignments per expert
+    offsets: Tensor  # int32 [E + 1], first slot of each expert; the last is T * k unless choices were dropped
+    order: Tensor  # int32 [T * k], slot -> token * k + choice
+    position: Tensor  # int32 [T, k], (token, choice) -> slot, or -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Slots):
     """Where T tokens go, k choices each, among E experts."""
 
     weights: Tensor  # float32 [T, k], differentiable
     experts: Tensor  # int32 [T, k], best first
-    counts: Tensor  # int32 [E], assignments per expert
-    offsets: Tensor  # int32 [E + 1], first slot of each expert; the last is T * k
-    order: Tensor  # int32 [T * k], slot -> token * k + choice
-    position: Tensor  # int32 [T, k], (token, choice) -> slot
 
 
 @triton.jit
@@ -226,12 +232,15 @@ def _weights(logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Te
 
 
 def _slots(experts: Tensor, *, num_experts: int) -> tuple[Tensor, ...]:
-    """counts, offsets, order, position of chosen experts [T, k]."""
-    flat = experts.flatten()
+    """counts, offsets, order, position of chosen experts [T, k]; -1 chooses none and comes last."""
+    flat = experts.flatten().long()
+    flat = torch.where(flat < 0, num_experts, flat)
     order = flat.sort(stable=True).indices
-    counts = torch.bincount(flat, minlength=num_experts)
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    slots = torch.arange(order.numel(), device=order.device)
+    position = torch.empty_like(order).scatter_(0, order, slots)
+    position = torch.where(flat == num_experts, -1, position)
     return counts.int(), offsets.int(), order.int(), position.view(experts.shape).int()
 
 
@@ -291,6 +300,19 @@ def moe_route(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
         return moe_route_reference(logits, top_k=top_k, normalise=normalise)
     weights, experts, counts, offsets, order, position = _Route.apply(logits.contiguous(), top_k, normalise)
     return Routing(weights=weights, experts=experts, counts=counts, offsets=offsets, order=order, position=position)
+
+
+def moe_slots(experts: Tensor, *, num_experts: int) -> Slots:
+    """Slots for choices made elsewhere: `experts` int [T, k] in [0, num_experts), or -1 for a choice that was dropped.
+
+    For capacities (drop what ranks too late by position - offsets[expert], by weight or at random, and lay out the rest) and
+    for tokens that arrived from other ranks (k = 1). Dropped choices have position -1, and their entries of `order` follow the
+    last slot, offsets[num_experts]. On the device throughout, a stable sort; no gradient.
+    """
+    if experts.dim() != 2 or experts.is_floating_point():
+        raise ValueError(f"moe_slots: experts {tuple(experts.shape)} {experts.dtype} must be integers [T, k]")
+    counts, offsets, order, position = _slots(experts, num_experts=num_experts)
+    return Slots(counts=counts, offsets=offsets, order=order, position=position)
 
 
 def moe_route_reference(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
