@@ -18,12 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import pieces
-from ztk.kernels._library import WARP_SIZE, composite, register, use_reference
+from ztk.kernels._glu import aot_case, check_inputs, launch_backward, launch_forward, make_inputs
+from ztk.kernels._library import composite, register, use_reference
 from ztk.kernels._math import cast
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
-
-NUM_WARPS = 4
-BLOCK = 8 * WARP_SIZE * NUM_WARPS  # eight 16-bit elements per thread: one 16-byte access per tensor
+from ztk.kernels._spec import OpSpec, compute_dtype
 
 _SQRT_2_OVER_PI = tl.constexpr((2 / math.pi) ** 0.5)
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / math.pi) ** 0.5)
@@ -61,21 +59,11 @@ def _geglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.c
 
 
 def _launch_fwd(gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty_like(gate)
-    N = gate.numel()
-    if N:
-        grid = (triton.cdiv(N, BLOCK),)
-        _geglu_fwd[grid](gate, up, out, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    return out
+    return launch_forward(_geglu_fwd, gate=gate, up=up)
 
 
 def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    N = gate.numel()
-    if N:
-        grid = (triton.cdiv(N, BLOCK),)
-        _geglu_bwd[grid](d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    return d_gate, d_up
+    return launch_backward(_geglu_bwd, d_out=d_out, gate=gate, up=up)
 
 
 def _cpu_fwd(gate: Tensor, up: Tensor) -> Tensor:
@@ -123,10 +111,7 @@ class _GeGLU(torch.autograd.Function):
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh approximation. Both [...], same shape and dtype; returns that shape, contiguous. Gradients for both."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"geglu: gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must match in shape and dtype"
-        )
+    check_inputs("geglu", gate, up=up)
     if use_reference():
         return geglu_reference(gate, up)
     if composite(gate):
@@ -144,19 +129,12 @@ def _eager(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
-def _make_inputs(shape: tuple[int, ...], *, dtype: torch.dtype, device: str) -> dict[str, object]:
-    return {
-        "gate": torch.randn(shape, dtype=dtype, device=device),
-        "up": torch.randn(shape, dtype=dtype, device=device),
-    }
-
-
 SPEC = OpSpec(
     name="geglu",
     op=geglu,
     reference=geglu_reference,
     eager=_eager,
-    make_inputs=_make_inputs,
+    make_inputs=make_inputs,
     differentiable=("gate", "up"),
     small_shapes=((1, 1), (3, 41), (2, 3, 130), (2, 1025), (0, 8)),
     bench_shapes=((8192, 4096), (8192, 14336)),
@@ -164,34 +142,7 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: 5 * shape[0] * shape[1] * itemsize,
     num_flops=lambda shape: 10 * shape[0] * shape[1],
     aot=(
-        AotCase(
-            kernel=_geglu_fwd,
-            signature={"gate_ptr": "*bf16", "up_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
-            constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
-            hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
-            divisible_by_16=("gate_ptr", "up_ptr", "out_ptr", "N"),
-            max_registers=40,
-            max_barriers=0,
-            elements_per_program=8 * 32 * NUM_WARPS,
-            max_instructions_per_element=28,
-        ),
-        AotCase(
-            kernel=_geglu_bwd,
-            signature={
-                "d_out_ptr": "*bf16",
-                "gate_ptr": "*bf16",
-                "up_ptr": "*bf16",
-                "d_gate_ptr": "*bf16",
-                "d_up_ptr": "*bf16",
-                "N": "i64",
-            },  # fmt: skip
-            constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
-            hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
-            divisible_by_16=("d_out_ptr", "gate_ptr", "up_ptr", "d_gate_ptr", "d_up_ptr", "N"),
-            max_registers=64,
-            max_barriers=0,
-            elements_per_program=8 * 32 * NUM_WARPS,
-            max_instructions_per_element=40,
-        ),
+        aot_case(_geglu_fwd, max_registers=40, max_instructions_per_element=28),
+        aot_case(_geglu_bwd, max_registers=64, max_instructions_per_element=40),
     ),
 )
