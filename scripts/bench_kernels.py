@@ -168,10 +168,10 @@ def bench_op(spec: OpSpec, *, clock: Clock, limits: Limits, peers: dict, stamp: 
         print(f"  NOT TIMED, wrong: {problem}")
         return []
     providers = {"ztk": spec.op}
-    if spec.eager is not None:
-        providers["torch eager"] = spec.eager
-        if clock.device == "cuda":
-            providers["torch.compile"] = torch.compile(spec.eager)
+    eager = spec.eager or spec.reference  # the reference is plain torch too
+    providers["torch eager"] = eager
+    if clock.device == "cuda":
+        providers["torch.compile"] = torch.compile(eager)
     providers |= peers.get(spec.name, {})
     rows = []
     for shape in spec.bench_shapes if clock.device == "cuda" else spec.small_shapes[1:2]:

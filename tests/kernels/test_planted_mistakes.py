@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.test_ops import check_against_reference
-from ztk.kernels import _library, adamw, cross_entropy, rms_norm, rope, set_backend, swiglu
+from ztk.kernels import _library, adamw, attention, cross_entropy, rms_norm, rope, set_backend, swiglu
 
 MISTAKES = [
     # module, what it says, what it is made to say, shape that shows it
@@ -24,6 +24,9 @@ MISTAKES = [
     pytest.param(cross_entropy, "b_grad - hit", "b_grad", (3, 41), id="cross entropy: no target term"),
     pytest.param(
         cross_entropy, "b_sum * b_decay + 1.0", "b_sum + 1.0", (4, 9001), id="cross entropy: sum not rescaled"
+    ),
+    pytest.param(
+        attention, "i_n >= last_whole", "i_n > last_whole", (1, 35, 2, 24), id="attention: diagonal block not masked"
     ),
     pytest.param(adamw, "1.0 - lr * weight_decay", "1.0", (528,), id="adamw: no weight decay"),
     pytest.param(adamw, "(1.0 - beta2) * b_g * b_g", "(1.0 - beta2) * b_g", (528,), id="adamw: gradient not squared"),
