@@ -61,7 +61,8 @@ def run_alone(process: Process, *, experts: bool, dtype: str, steps: int = 20) -
 
 def _run(process: Process, *, strategy: Strategy, experts: bool, steps: int) -> Cell:
     mesh, micro_batches = process.mesh, MICRO_BATCHES if strategy.topology.pipeline > 1 else 1
-    strategy = replace(strategy, options={"accumulation_steps": micro_batches})
+    # A scale at which no step is skipped: gradients are summed before they are divided, so a layout would skip others.
+    strategy = replace(strategy, loss_scale=2.0**10, options={"accumulation_steps": micro_batches})
     engine = make_engine(process, strategy=strategy, config=EXPERTS if experts else CONFIG)
     losses, norms = [], []
     for step in range(steps):

@@ -36,6 +36,7 @@ class Strategy:
     stage: int = 0
     offload: str = "none"
     dtype: str = "fp32"
+    loss_scale: float = 2.0**17  # of fp16, at first: so large that some steps are skipped
     zero: dict = field(default_factory=dict)  # of `ZeroPolicy`
     options: dict = field(default_factory=dict)  # of `parallelize`
 
@@ -90,7 +91,7 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
         optimizer=OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8),
         precision=PrecisionPolicy(
             dtype=DTYPES[strategy.dtype],
-            loss_scale=LossScalePolicy(initial=2.0**17, window=4, hysteresis=1) if strategy.dtype == "fp16" else None,
+            loss_scale=LossScalePolicy(initial=strategy.loss_scale, window=4, hysteresis=1) if strategy.dtype == "fp16" else None,
         ),
         zero=ZeroPolicy(stage=strategy.stage, bucket_size=3000, **strategy.zero),
         offload=OffloadPolicy(
