@@ -22,22 +22,32 @@ if TYPE_CHECKING:
     from ztk.optim import SchedulePolicy as SchedulePolicy
     from ztk.optim import lr_table as lr_table
     from ztk.parallel import parallelize as parallelize
+    from ztk.pipeline import LayerSpec as LayerSpec
+    from ztk.pipeline import PipelineModule as PipelineModule
+    from ztk.pipeline import PipelinePolicy as PipelinePolicy
+    from ztk.pipeline import TiedLayerSpec as TiedLayerSpec
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.recompute import RecomputePolicy as RecomputePolicy
     from ztk.runtime import Process as Process
+    from ztk.runtime import Topology as Topology
     from ztk.zero import ZeroPolicy as ZeroPolicy
 
 _HOMES = {
     "Engine": "ztk.engine",
+    "LayerSpec": "ztk.pipeline",
     "LossScalePolicy": "ztk.precision",
     "OffloadPolicy": "ztk.offload",
     "OptimizerPolicy": "ztk.optim",
     "ParameterGroup": "ztk.optim",
+    "PipelineModule": "ztk.pipeline",
+    "PipelinePolicy": "ztk.pipeline",
     "PrecisionPolicy": "ztk.precision",
     "Process": "ztk.runtime",
     "RecomputePolicy": "ztk.recompute",
     "SchedulePolicy": "ztk.optim",
+    "TiedLayerSpec": "ztk.pipeline",
+    "Topology": "ztk.runtime",
     "ZeroPolicy": "ztk.zero",
     "initialize": "ztk.deepspeed",
     "lr_table": "ztk.optim",

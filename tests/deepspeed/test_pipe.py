@@ -61,18 +61,34 @@ def config(*, stage: int, **more) -> dict:
         "train_micro_batch_size_per_gpu": MICRO,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 2, "warmup_max_lr": 1e-2, "warmup_type": "linear"},
+        },
     }
     return made | more
 
 
-def script(process, *, stages: int, stage: int, more: dict, steps: int = 4) -> dict:
+def script(
+    process,
+    *,
+    stages: int,
+    stage: int,
+    more: dict,
+    steps: int = 4,
+    folder: str | None = None,
+    resume: str | None = None,
+) -> dict:
     model = SmallPipeline(num_stages=stages)
     engine, _, _, scheduler = deepspeed.initialize(
         model=model, config=config(stage=stage, **more), model_parameters=list(model.parameters())
     )
     replica, replicas = engine.grid.get_data_parallel_id(), engine.grid.get_data_parallel_world_size()
     data = batches(replica, replicas=replicas)
+    if resume is not None:
+        engine.load_checkpoint(resume)
+        for _ in range(engine.micro_steps):
+            next(data)
     losses = [engine.train_batch(data_iter=data).item() for _ in range(steps)]
     reads = engine.is_first_stage() or engine.is_last_stage()
     held_out = batches(replica, replicas=replicas) if reads else None
@@ -91,6 +107,8 @@ def script(process, *, stages: int, stage: int, more: dict, steps: int = 4) -> d
     for call in (lambda: engine(torch.zeros(1)), lambda: engine.backward(torch.zeros(1)), engine.step):
         with pytest.raises(PipelineError, match="train_batch"):
             call()
+    if folder is not None:
+        engine.save_checkpoint(folder)
     engine.destroy()
     return found
 
@@ -103,10 +121,8 @@ def alone(ranks) -> dict:
 @pytest.mark.parametrize(
     ("world", "stages", "stage", "more"),
     [
-        (2, 2, 0, {}),
         (2, 2, 1, {"pipeline": {"activation_checkpoint_interval": 1, "seed_layers": True}}),
         (2, 1, 2, {}),
-        (4, 2, 2, {}),
         (4, 2, 3, {"pipeline": {"activation_checkpoint_interval": 2}}),
         (4, 4, 3, {}),
     ],
@@ -125,6 +141,47 @@ def test_scripts_train_alike_on_any_number_of_stages(ranks, alone, world, stages
     assert {name for run in runs for name in run["names"]} == set(alone["names"])
     assert "tied_modules.embed.weight" in runs[0]["names"]
     assert "1.norm.weight" in alone["names"]
+
+
+def test_checkpoints_go_on_with_another_number_of_stages(ranks, alone, tmp_path):
+    ranks(2).run(script, stages=2, stage=2, more={}, steps=2, folder=str(tmp_path))
+    (found,) = ranks(1).run(script, stages=1, stage=0, more={}, steps=2, resume=str(tmp_path))
+    assert found["losses"] == pytest.approx(alone["losses"][2:], rel=1e-5)
+    assert (found["steps"], found["lr"]) == (4, alone["lr"])
+
+
+class Rows(torch.utils.data.Dataset):
+    """The rows of one global batch, over and over."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+def own_data(process) -> list[float]:
+    """`train_batch()` without an iterator, as in the documents; a batch that needs a function to be (inputs, labels)."""
+    model = SmallPipeline(topology=PipeDataParallelTopology(num_pp=2, num_dp=1), partition_method="type:block")
+    engine, optimizer, loader, _ = deepspeed.initialize(model=model, config=config(stage=1), training_data=Rows())
+    engine.set_batch_fn(lambda rows: (rows[:, :-1], rows[:, 1:]))
+    assert len(loader) == GLOBAL_BATCH // MICRO
+    losses = [engine.train_batch().item() for _ in range(4)]
+    last = [loss.item() for loss in engine.eval_batch(iter(loader), reduce_output=None, num_micro_batches=2) or ()]
+    assert len(last) == 2 * engine.is_last_stage()
+    outputs = engine.eval_batch(iter(loader), compute_loss=False, num_micro_batches=1)
+    assert (outputs[0] is None) is not engine.is_last_stage()
+    engine.destroy()
+    return losses
+
+
+def test_data_given_to_initialize(ranks):
+    first, second = ranks(2).run(own_data)
+    assert first == second
+    assert first[3] < first[0]  # the warm-up's first rate is zero
 
 
 def refusals(process) -> list[str]:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.pipeline.models import DECODER, Layout, build_engine, decoder, micro_batches
@@ -32,8 +31,9 @@ def go(process, *, layout: Layout, steps: range, folder: str | None = None, resu
     return losses
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_any_layout_goes_on_from_any_other(ranks, tmp_path, tied):
+def test_any_layout_goes_on_from_any_other(ranks, tmp_path):
+    """With a tied head: two stages hold a copy, the checkpoint one."""
+    tied = True
     expected = ranks(1).run(go, layout=Layout(tied=tied), steps=range(4))[0][2:]
     saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
     zero_bubble = Layout(topology=TWO, schedule="zero_bubble", stage=3, tied=tied)  # two replicas
