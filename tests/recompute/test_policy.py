@@ -1,5 +1,7 @@
 """What a policy refuses, and which modules it finds."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -65,6 +67,21 @@ def test_the_decoders_blocks_and_every_other_one():
 def test_modules_by_name():
     policy = RecomputePolicy(mode="full", modules=(r"blocks\.[12]", "enter"))
     assert recompute_blocks(build(), policy=policy) == ["enter", "blocks.1", "blocks.2"]
+
+
+def test_a_model_that_fills_a_cache_is_refused():
+    """As Hugging Face's do unless they are told not to."""
+    model = build()
+    model.config = SimpleNamespace(use_cache=True)
+    with pytest.raises(ValueError, match="set model.config.use_cache = False"):
+        recompute_blocks(model, policy=FULL)
+    model.config.use_cache = False
+    assert len(recompute_blocks(model, policy=FULL)) == 4
+
+
+def test_partitioned_inputs_need_tensor_parallel_ranks():
+    with pytest.raises(ValueError, match="use topology.tensor=2"):
+        recompute_blocks(build(), policy=RecomputePolicy(mode="full", partition_inputs=True))
 
 
 @pytest.mark.parametrize(

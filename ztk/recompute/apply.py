@@ -18,13 +18,19 @@ def recompute_blocks(
     """Makes the forwards of `model`'s blocks regions and returns their names. Wrappers of ZeRO go on before.
 
     comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
-    Raises ValueError if the policy finds no block, and for `partition_inputs` without tensor-parallel ranks.
+    Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that
+    fills a cache while it trains.
     """
     if policy.mode is RecomputeMode.none:
         return []
     if policy.partition_inputs and (comm is None or comm.size == 1):
         raise ValueError(
             "recompute.partition_inputs=true has no effect without tensor-parallel ranks: leave it out, or use topology.tensor=2 or more"
+        )
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        raise ValueError(
+            "recompute: model.config.use_cache is true, and a block that runs twice would add to the cache twice; set "
+            "model.config.use_cache = False before training (`generate` may still ask for one)"
         )
     chosen = blocks(model, policy=policy)[:: policy.every]
     regions = Regions(policy, num_regions=len(chosen), comm=comm, ledger=ledger)
