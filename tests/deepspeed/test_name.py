@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from importlib.metadata import Distribution
+from pathlib import Path
 
 import pytest
 
+import ztk.deepspeed
 from ztk.deepspeed.names import SHIM
 from ztk.deepspeed.names.table import MODULES, TOP
 from ztk.deepspeed.names.tree import lookup, module_of, names_of
@@ -22,13 +24,13 @@ assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
 assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
 import deepspeed
 import deepspeed.runtime.zero.stage3 as stage3
-from deepspeed import zero
-from deepspeed.runtime.lr_schedules import WarmupLR
-import ztk.deepspeed
+from deepspeed import version
+from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+import sys, ztk.deepspeed
 assert deepspeed is ztk.deepspeed and deepspeed.__version__ == "{version}"
-assert deepspeed.zero is zero is ztk.deepspeed.zero and zero.__spec__.name == "ztk.deepspeed.zero"
+assert deepspeed.version is version is ztk.deepspeed.version and version.__spec__.name == "ztk.deepspeed.version"
 assert deepspeed.runtime.zero.stage3 is stage3
-assert deepspeed.runtime.lr_schedules.WarmupLR is WarmupLR
+assert deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME == DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
 stage3.patched = 1  # scripts replace names of DeepSpeed's modules
 assert deepspeed.runtime.zero.stage3.patched == 1
 for wrong in ("deepspeed.nebula", "deepspeed.runtime.amp"):
@@ -66,7 +68,7 @@ def test_without_either_nobody_sees_it(tmp_path):
     (tmp_path / "deepspeed-0.1.dist-info").mkdir()
     (tmp_path / "deepspeed-0.1.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.1\n")
     code = (
-        "import importlib.metadata, ztk.deepspeed, ztk\nztk.deepspeed.initialize, ztk.deepspeed.runtime.lr_schedules\n"
+        "import importlib.metadata, ztk.deepspeed, ztk\nztk.deepspeed.runtime.lr_schedules\n"
         "import deepspeed\nassert deepspeed.here == 'the real one'\n"
         "assert importlib.metadata.version('deepspeed') == '0.1'\n"
         "try:\n    ztk.deepspeed.install()\nexcept RuntimeError as error:\n    assert 'already imported' in str(error)\n"
@@ -106,6 +108,15 @@ def test_every_row_holds_what_it_says(name):
         assert getattr(module, own) is not None
     if name == "deepspeed":
         assert set(names_of("deepspeed")) <= set(module.__all__)
+
+
+def test_a_facade_shares_its_name_with_no_module_of_the_door():
+    """ztk.deepspeed is the module `deepspeed`: importing its own submodule X would put that in the place of `deepspeed.X`."""
+    door = Path(ztk.deepspeed.__file__).parent
+    for name, row in MODULES.items():
+        parent, _, own = name.rpartition(".")
+        if parent == "deepspeed" and row != f"ztk.deepspeed.{own}":
+            assert not (door / own).exists() and not (door / f"{own}.py").exists(), name
 
 
 def test_names_of_deepspeed_itself():

@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.moe.deepspeed_scripts import train, train_hub
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.deepspeed.moe import expert_topology
-from ztk.deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
+from ztk.deepspeed.experts import expert_topology
+from ztk.deepspeed.experts.sharded_moe import top1gating, top2gating, topkgating
 from ztk.deepspeed.names import lookup
 from ztk.moe import (
     MoE,

@@ -2,7 +2,7 @@
 
 import sys
 
-from ztk.deepspeed.launcher.main import main
+from ztk.deepspeed.runner.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,10 +7,10 @@ from torch import nn
 
 from ztk.deepspeed import owners
 from ztk.deepspeed.config import Settings
+from ztk.deepspeed.experts import expert_topology
 from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_config
 from ztk.deepspeed.leaf import settle_units
 from ztk.deepspeed.log import logger
-from ztk.deepspeed.moe import expert_topology
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.zero.parameter import name_parameter

@@ -2,8 +2,8 @@
 
 A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names
 (`"*"`: all that `ztk.y` offers). A module above others needs a row of its own and is never ztk's module itself, which would not know
-what stands under it. Nothing is imported before it is used. A module that is not here does not exist: importing it raises
-ModuleNotFoundError.
+what stands under it; nor has the door a module of its own by that name, which would take its place. Nothing is imported before it is
+used. A module that is not here does not exist: importing it raises ModuleNotFoundError.
 """
 
 Row = str | dict[str, str]
@@ -54,7 +54,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
     "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"ztk.deepspeed.launcher.remote": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "deepspeed.launcher.runner": {"ztk.deepspeed.runner.remote": "DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
@@ -73,7 +73,7 @@ MODULES: dict[str, Row] = {
     # deepspeed.moe
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {"ztk.moe": "MoE"},
-    "deepspeed.moe.sharded_moe": {"ztk.deepspeed.moe.sharded_moe": "top1gating top2gating topkgating"},
+    "deepspeed.moe.sharded_moe": {"ztk.deepspeed.experts.sharded_moe": "top1gating top2gating topkgating"},
     "deepspeed.moe.utils": {
         "ztk.moe": (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "

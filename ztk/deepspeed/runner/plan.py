@@ -5,7 +5,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from ztk.deepspeed.launcher.hosts import Host
+from ztk.deepspeed.runner.hosts import Host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """How other machines are reached: commands as data.
 
-Whatever the launcher, every machine runs one `ztk.deepspeed.launcher.node`, which starts the ranks there. pdsh and ssh are told the machine's
+Whatever the launcher, every machine runs one `ztk.deepspeed.runner.node`, which starts the ranks there. pdsh and ssh are told the machine's
 number; the tasks of srun and mpirun read it from their environment.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ztk.deepspeed.launcher.hosts import LOCALHOST, Host
-from ztk.deepspeed.launcher.plan import Plan
+from ztk.deepspeed.runner.hosts import LOCALHOST, Host
+from ztk.deepspeed.runner.plan import Plan
 from ztk.launch import python_path
 
 LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "slurm")
@@ -59,7 +59,7 @@ def reach(
         starts, stop = [], []
         for number, host in enumerate(plan.hosts):
             if is_local(host):
-                starts.append((sys.executable, "-u", "-m", "ztk.deepspeed.launcher.node", plan.encoded(), str(number)))
+                starts.append((sys.executable, "-u", "-m", "ztk.deepspeed.runner.node", plan.encoded(), str(number)))
                 continue
             line = shell_line(plan, node=str(number), exports=exports, prepare=prepare)
             starts.append(("ssh", *port, *options, host.name, line))
@@ -89,7 +89,7 @@ def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: st
     words.append(f"cd {shlex.quote(os.getcwd())} &&")
     if prepare is not None:
         words.append(f". {shlex.quote(prepare)} &&")
-    words += ["exec", shlex.quote(sys.executable), "-u", "-m", "ztk.deepspeed.launcher.node", plan.encoded()]
+    words += ["exec", shlex.quote(sys.executable), "-u", "-m", "ztk.deepspeed.runner.node", plan.encoded()]
     line = " ".join(words)
     return f"{line.replace('%', '%%') if percent else line} {node}"
 

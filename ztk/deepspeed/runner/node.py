@@ -1,6 +1,6 @@
 """The ranks of one machine.
 
-python -m ztk.deepspeed.launcher.node PLAN NODE     # NODE: the machine's number in the plan, or its name
+python -m ztk.deepspeed.runner.node PLAN NODE     # NODE: the machine's number in the plan, or its name
 """
 
 import os
@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from ztk.deepspeed.launcher.plan import Plan
-from ztk.deepspeed.launcher.script import rank_command
 from ztk.deepspeed.names import SHIM
+from ztk.deepspeed.runner.plan import Plan
+from ztk.deepspeed.runner.script import rank_command
 from ztk.launch import Child, first_cause, python_path, run_children
 
 

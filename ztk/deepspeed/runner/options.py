@@ -4,7 +4,7 @@ import argparse
 import re
 from dataclasses import dataclass
 
-from ztk.deepspeed.launcher.remote import LAUNCHERS
+from ztk.deepspeed.runner.remote import LAUNCHERS
 
 HOSTFILE = "/job/hostfile"
 _ABSENT = {

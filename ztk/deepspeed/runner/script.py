@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ztk.deepspeed.launcher.plan import Plan
+from ztk.deepspeed.runner.plan import Plan
 
 # How a script declares the argument: argparse, click and the like; a dataclass that Hugging Face's parser reads.
 _DECLARED = re.compile(r"""["'](--local[_-]rank)["'=]|^\s+(local_rank)\s*:""", re.MULTILINE)

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from ztk.deepspeed.launcher import hosts as where
-from ztk.deepspeed.launcher.hosts import Host, filtered, first, read_hostfile, this_machine
-from ztk.deepspeed.launcher.main import choose_hosts, make_plan
-from ztk.deepspeed.launcher.node import cores_of, rank_environment
-from ztk.deepspeed.launcher.options import read_options
-from ztk.deepspeed.launcher.plan import Plan
-from ztk.deepspeed.launcher.remote import exported, reach
-from ztk.deepspeed.launcher.script import local_rank_word, rank_command
 from ztk.deepspeed.names import SHIM
+from ztk.deepspeed.runner import hosts as where
+from ztk.deepspeed.runner.hosts import Host, filtered, first, read_hostfile, this_machine
+from ztk.deepspeed.runner.main import choose_hosts, make_plan
+from ztk.deepspeed.runner.node import cores_of, rank_environment
+from ztk.deepspeed.runner.options import read_options
+from ztk.deepspeed.runner.plan import Plan
+from ztk.deepspeed.runner.remote import exported, reach
+from ztk.deepspeed.runner.script import local_rank_word, rank_command
 
 TWO = [Host(name="one", slots=("0", "1")), Host(name="two", slots=("0", "1", "2"))]
 PLAN = Plan(
@@ -242,7 +242,7 @@ def connections(launcher, **changes):
 def test_ssh_reaches_every_machine_but_this():
     plan = replace(PLAN, hosts=(Host(name="localhost", slots=("0",)), TWO[1]))
     found = reach(plan, launcher="ssh", options=["-v"], ssh_port=22, prepare="/v/activate")
-    node = ("-m", "ztk.deepspeed.launcher.node", plan.encoded())
+    node = ("-m", "ztk.deepspeed.runner.node", plan.encoded())
     assert found.starts[0] == (sys.executable, "-u", *node, "0")
     assert found.starts[1][:5] == ("ssh", "-p", "22", "-v", "two")
     line = found.starts[1][5]

@@ -1,5 +1,5 @@
 """Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.moe.MoE`, and its `ep_size` makes the mesh."""
 
-from ztk.deepspeed.moe.mesh import expert_topology
+from ztk.deepspeed.experts.mesh import expert_topology
 
 __all__ = ["expert_topology"]

@@ -9,12 +9,12 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from ztk.deepspeed.launcher import hosts as where
-from ztk.deepspeed.launcher.hosts import Host
-from ztk.deepspeed.launcher.node import run_node
-from ztk.deepspeed.launcher.options import HOSTFILE, Options, read_options
-from ztk.deepspeed.launcher.plan import Plan
-from ztk.deepspeed.launcher.remote import Reach, address_of, choose_launcher, is_local, reach
+from ztk.deepspeed.runner import hosts as where
+from ztk.deepspeed.runner.hosts import Host
+from ztk.deepspeed.runner.node import run_node
+from ztk.deepspeed.runner.options import HOSTFILE, Options, read_options
+from ztk.deepspeed.runner.plan import Plan
+from ztk.deepspeed.runner.remote import Reach, address_of, choose_launcher, is_local, reach
 from ztk.launch import Child, first_cause, python_path, run_children
 
 _PORT = 29500
