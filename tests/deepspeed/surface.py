@@ -146,6 +146,15 @@ def edited(process: Process) -> dict:
         "rates": rates,
         "state": None if state is None else sorted(state),
         "modes": modes,
+        "asked": (
+            engine.zero_reduce_bucket_size(),
+            engine.zero_param_persistence_threshold(),
+            engine.zero_prefetch_bucket_size(),
+            engine.zero_max_live_parameters(),
+            engine.zero_max_reuse_distance(),
+            engine.zero_cpu_offload(),
+            engine.fp16_auto_cast(),
+        ),
         "repeated": [next(loader) for _ in range(5)],
         "eval": [batch.tolist() for batch in engine.deepspeed_io(list(range(12)), route="eval")],
     }
@@ -254,8 +263,8 @@ def states_moved(process: Process, *, stage: int, include: list | None) -> dict:
         refused = ""
     except RuntimeError as error:
         refused = str(error)
-    engine.offload_states(include=include)
-    engine.reload_states()
+    engine.optimizer.offload_states(include=include)  # once more, where others call it
+    engine.optimizer.reload_states()
     engine.reload_states()
     after = booked(engine)
     losses += scripts.loop(process, engine, steps=3, start=2)

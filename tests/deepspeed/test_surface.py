@@ -67,6 +67,7 @@ def test_rates_states_and_loaders_in_a_scripts_hands(ranks):
         assert moved == name.startswith("fc1")
         assert torch.equal(first["middle"][name], first["after"][name]) != name.startswith("fc2")
     assert first["rates"] == [0.0, 1e-2] and first["modes"] == [False, False, True, True]
+    assert first["asked"] == (600, 0, 50_000_000, 1_000_000_000, 1_000_000_000, False, False)
     assert first["repeated"] == [1, 2, 1, 2, 1]
     assert first["state"] == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"] and second["state"] == first["state"]
     assert first["eval"] == [[0, 2, 4, 6], [8, 10]] and second["eval"] == [[1, 3, 5, 7], [9, 11]]

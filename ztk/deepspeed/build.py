@@ -11,6 +11,7 @@ from ztk.deepspeed.experts import expert_topology
 from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_config
 from ztk.deepspeed.leaf import settle_units
 from ztk.deepspeed.log import logger
+from ztk.deepspeed.offloading import StateOffload
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.zero.parameter import name_parameter
@@ -66,7 +67,8 @@ class Builder:
         if settings.zero.shards_parameters:
             for parameter in self.model.parameters():
                 name_parameter(parameter)
-        return engine, ShardedOptimizer(trained, engine=engine) if trained else None
+        moving = StateOffload(engine, policy=settings.offload)
+        return engine, ShardedOptimizer(trained, engine=engine, moving=moving) if trained else None
 
     def _pipeline(self) -> PipelinePolicy | None:
         """Of a model in stages, whose layers are recomputed as it or the configuration says."""

@@ -50,7 +50,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.engine, self.settings, self.optimizer = engine, builder.settings, optimizer
         self.lr_scheduler, self.training_dataloader, self.collate_fn = lr_scheduler, None, collate_fn
         self._builder = builder
-        self._states = StateOffload(engine, policy=self.settings.offload)
+        self._states = optimizer.moving if optimizer else StateOffload(engine, policy=self.settings.offload)
         self.micro_steps = 0
         self._since_step = 0  # micro-batches that `step` ended since the optimizer stepped
         self.global_samples = 0
@@ -137,7 +137,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def _begin_training(self) -> None:
         """No optimizer was given, and now a backward may follow."""
         self.engine, self.optimizer = self._builder.begin_training(self.engine)
-        self._states = StateOffload(self.engine, policy=self.settings.offload)
+        self._states = self.optimizer.moving
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

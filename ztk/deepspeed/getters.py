@@ -4,6 +4,7 @@ import torch
 
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import MonitorMaster
+from ztk.offload import OffloadTarget
 
 
 class Getters:
@@ -40,6 +41,28 @@ class Getters:
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return self.settings.gathers_on_save
+
+    def zero_cpu_offload(self) -> bool:
+        """The optimizer's states sleep in main memory."""
+        return self.settings.offload.optimizer is OffloadTarget.cpu
+
+    def zero_reduce_bucket_size(self) -> int:
+        return self.settings.zero.bucket_size
+
+    def zero_prefetch_bucket_size(self) -> int:
+        return self.settings.zero.prefetch_bucket_size
+
+    def zero_max_live_parameters(self) -> int:
+        return self.settings.zero.max_live_parameters
+
+    def zero_max_reuse_distance(self) -> int:
+        return self.settings.zero.max_reuse_distance
+
+    def zero_param_persistence_threshold(self) -> int:
+        return self.settings.zero.param_persistence_threshold
+
+    def fp16_auto_cast(self) -> bool:
+        return self.settings.casts_inputs
 
     def fp16_enabled(self) -> bool:
         return self.settings.precision.dtype is torch.float16

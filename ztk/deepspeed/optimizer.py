@@ -1,14 +1,16 @@
 """The second item that `initialize` returns: what a script sees of the sharded optimizer."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor
 
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
+from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
+from ztk.zero.parking import StateKind
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -17,12 +19,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Its states are sharded and live in the engine: they are saved by `engine.save_checkpoint`.
     """
 
-    def __init__(self, trained: TrainedGroups, *, engine: Engine) -> None:
+    def __init__(self, trained: TrainedGroups, *, engine: Engine, moving: StateOffload) -> None:
         super().__init__([dict(group) for group in trained.groups], dict(trained.defaults))
         if trained.client is not None:
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
-        self._policy, self._engine = trained.policy, engine
+        self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._written: dict[int, tuple[float, ...]] = {}
         if engine.zero.policy.shards_parameters:
@@ -63,6 +65,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return float(self._engine.control.loss_scale)
 
     loss_scale = cur_scale
+
+    def offload_states(
+        self,
+        include: Container[StateKind] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """`DeepSpeedEngine.offload_states`, which some call here."""
+        self.moving.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """`DeepSpeedEngine.reload_states`."""
+        self.moving.reload(non_blocking=non_blocking)
 
     def state_dict(self) -> dict:
         raise RuntimeError("the optimizer's states are sharded: engine.save_checkpoint(folder) saves them")
