@@ -26,7 +26,7 @@ from tests.pipeline.models import (
     train,
 )
 from tests.ranks import RankFailed, RankPool
-from ztk.pipeline import LayerSpec, PipelineModule
+from ztk.pipeline import LayerSpec, MicroBatch, PipelineModule
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import PeerLost, Topology
 
@@ -161,7 +161,10 @@ def looked_at(process) -> tuple[torch.Tensor, list[str], float]:
         logits = engine(batches[0][0])
     loss = float(engine.train_batch(batches))
     errors = []
-    for call in (lambda: engine.train_batch(batches[:2]), lambda: engine.backward(torch.zeros(()))):
+    calls = [lambda: engine.train_batch(batches[:2]), lambda: engine.backward(torch.zeros(()))]
+    if engine.is_last_stage:
+        calls.append(lambda: MicroBatch.of(batches[0][0]).weigh(logits))
+    for call in calls:
         try:
             call()
         except (ValueError, RuntimeError) as error:
@@ -170,11 +173,12 @@ def looked_at(process) -> tuple[torch.Tensor, list[str], float]:
 
 
 def test_logits_recomputation_and_refusals(ranks, alone):
-    (first, errors, loss), (second, _, _) = ranks(2).run(looked_at)
+    (first, errors, loss), (second, last_errors, _) = ranks(2).run(looked_at)
     assert torch.equal(first, second)
     assert first.shape == (BATCH, LENGTH, DECODER.vocab_size)
     assert "got 2 micro-batches and needs 8" in errors[0]
     assert "train_batch" in errors[1]
+    assert "must return its loss" in last_errors[2]
     assert math.isclose(loss, alone(steps=3).losses[0], rel_tol=1e-6)
 
 

@@ -125,11 +125,6 @@ class PipelineRun:
         if self._trainer is None:
             self.outputs[micro_batch] = output
             return output
-        if not isinstance(output, Tensor) or output.numel() != 1:
-            raise ValueError(
-                "the last pipeline stage must return a loss, one number, to train: give PipelineModule a loss_fn and each "
-                "micro-batch its labels, the decoder its targets"
-            )
         loss = batch.weigh(output)
         self.outputs[micro_batch] = loss.detach()
         return self._trainer.scale(loss)

@@ -32,7 +32,12 @@ class MicroBatch:
                 return MicroBatch(args=(value,))
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """`loss` times the weight."""
+        """`loss` times the weight. Raises ValueError for a model's output that is no loss."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                "the model must return its loss, one number: give PipelineModule a loss_fn and each micro-batch its labels, the "
+                "decoder its targets"
+            )
         return loss if self.weight == 1.0 else loss * self.weight
 
 
