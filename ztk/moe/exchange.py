@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.kernels import Routing
-from ztk.moe.rows import Slots, gather_rows
+from ztk.kernels import Routing, Slots, moe_slots
+from ztk.moe.rows import gather_rows
 from ztk.moe.travel import Journey
 from ztk.runtime import Comm, Mesh
 
@@ -90,6 +90,5 @@ class Itinerary:
         coming = by_pair[:, experts.rank]  # [sender, own experts]
         numbers = torch.arange(coming.shape[1], device=counts.device).repeat(experts.size)
         expert_of_row = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
-        return Itinerary(
-            send=send, receive=receive, slots=Slots.of(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
-        )
+        slots = moe_slots(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
+        return Itinerary(send=send, receive=receive, slots=slots)

@@ -11,11 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ztk.kernels import Routing, moe_combine
+from ztk.kernels import Routing, moe_combine, moe_slots
 from ztk.moe.exchange import ExpertExchange
-from ztk.moe.rows import Slots
 
-_CALLS = ({"top_k_index", "top_k_weights"}, {"router_indices", "routing_weights"})
+_CALLS = (
+    ("top_k_index", "top_k_weights"),
+    ("router_indices", "routing_weights"),
+)  # how models name choices and weights
 
 
 def is_stacked_experts(module: nn.Module) -> bool:
@@ -24,7 +26,7 @@ def is_stacked_experts(module: nn.Module) -> bool:
     if not isinstance(number, int) or not parameters or any(p.dim() < 2 or p.shape[0] != number for p in parameters):
         return False
     names = set(inspect.signature(type(module).forward).parameters)
-    return any(wanted <= names for wanted in _CALLS)
+    return any(names.issuperset(call) for call in _CALLS)
 
 
 class SpreadExperts:
@@ -38,11 +40,11 @@ class SpreadExperts:
         choices = _given(choices, by_name=by_name, index=0)
         weights = _given(weights, by_name=by_name, index=1)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        slots = Slots.of(choices, num_experts=self._num_experts)
+        slots = moe_slots(choices, num_experts=self._num_experts)
         routing = Routing(
             weights=weights.float(),
             experts=choices,
-            counts=slots.offsets.diff(),
+            counts=slots.counts,
             offsets=slots.offsets,
             order=slots.order,
             position=slots.position,
@@ -61,5 +63,4 @@ class SpreadExperts:
 
 
 def _given(value: Tensor | None, *, by_name: dict, index: int) -> Tensor:
-    names = [sorted(call)[index] for call in _CALLS]
-    return value if value is not None else next(by_name[name] for name in names if name in by_name)
+    return value if value is not None else next(by_name[call[index]] for call in _CALLS if call[index] in by_name)
