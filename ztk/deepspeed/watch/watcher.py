@@ -30,7 +30,8 @@ class Watcher:
         watching = settings.watching
         if watching.comms is not None:
             comm.configure(**dataclasses.asdict(watching.comms))
-        comm.watch(facade.engine.comm)
+        for group in process.mesh.comms:
+            comm.watch(group)
         self.monitor = MonitorMaster(watching.monitors)
         # The profiler shows the times of backward and step, too.
         measures = settings.wall_clock_breakdown or watching.flops is not None
