@@ -118,3 +118,23 @@ def train_hub(process, *, section: dict) -> tuple[list[float], dict[str, tuple[i
         engine.step()
         losses.append(float(process.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
     return losses, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def born_sharded(process, *, ep_size: int) -> str:
+    """What comes of a model whose experts were built under `zero.Init`: its loss's name, or the refusal."""
+    torch.manual_seed(0)
+    with deepspeed.zero.Init():
+        model = nn.ModuleDict({"block": MoETransformerBlock(WIDTH, 4, top_k=2, ep_size=ep_size)})
+    config = {
+        "train_batch_size": BATCH,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+    except ValueError as refusal:
+        return str(refusal)
+    out, l_aux = model["block"](data(0)[0].chunk(process.world_size)[process.rank])
+    engine.backward(out.square().mean() + l_aux)
+    engine.step()
+    return f"finite: {bool(out.isfinite().all())}"
