@@ -28,7 +28,7 @@ def loaded(*, source: str) -> dict:
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
             values[name] = parameter.detach().clone()
-    return {"read": loading.last_read_nbytes, "in_memory": in_memory, "values": values, "info": info}
+    return {"read": loading.read_bytes(model), "in_memory": in_memory, "values": values, "info": info}
 
 
 def same_values(found: dict, model: torch.nn.Module) -> int:

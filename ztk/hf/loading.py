@@ -14,13 +14,14 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.hf.slices import SafetensorsSlices, TensorSlice
 from ztk.zero.born import born_of
 
 _CORE = "transformers.core_model_loading"
 _DEACTIVATE_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
-last_read_nbytes = 0  # what this rank read from files for the last model that was loaded by slices
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> bytes
 
 
 def complete(modeling_utils: ModuleType) -> None:
@@ -40,7 +41,6 @@ def load_slices(model: nn.Module, *, files: list[str], load_config: object) -> o
     """Fills `model`, which was built under zero.Init, and returns transformers' LoadStateDictInfo: what was missing, unexpected or of
     another shape. load_config: its LoadStateDictConfig.
     """
-    global last_read_nbytes
     core = sys.modules[_CORE]
     targets = model.state_dict(keep_vars=True)
     source = SafetensorsSlices(files)
@@ -53,8 +53,13 @@ def load_slices(model: nn.Module, *, files: list[str], load_config: object) -> o
                 info.mismatched_keys.add((name, torch.Size(entry.shape), targets[name].shape))
             else:
                 _fill(targets[name], entry=entry)
-    last_read_nbytes = source.counter.nbytes
+    _read[model] = source.counter.nbytes
     return info
+
+
+def read_bytes(model: nn.Module) -> int | None:
+    """What this rank read from files for `model`; None if it was not loaded by slices."""
+    return _read.get(model)
 
 
 def _can_slice(model: nn.Module, *, files: list[str] | None) -> bool:

@@ -13,6 +13,7 @@ from types import ModuleType
 COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
     "accelerate.state": "ztk.hf.ranks",
     "transformers.modeling_utils": "ztk.hf.loading",
+    "transformers.training_args": "ztk.hf.precision",
     "trl.models.utils": "ztk.hf.generation",
     "trl.trainer.utils": "ztk.hf.head",
 }
