@@ -12,12 +12,12 @@ from tests.deepspeed import scripts
 from ztk.runtime import Process
 
 
-def spawned(rank: int, port: int, folder: str) -> None:
+def spawned(rank: int, folder: str) -> None:
     """The target of torch.multiprocessing.spawn: nothing in the environment says who the rank is."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ZTK_STORE"):
         os.environ.pop(name, None)
     torch.set_num_threads(1)
-    deepspeed.init_distributed(rank=rank, world_size=2, distributed_port=port)
+    deepspeed.init_distributed(rank=rank, world_size=2, init_method=f"file://{folder}/store")
     deepspeed.init_distributed()
     engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=3), dist_init_required=False)
     process = engine.engine.process
