@@ -32,8 +32,6 @@ from ztk.zero import DeviceStore, Store, Stores, Zero, ZeroPolicy
 from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
 from ztk.zero.units import plan_units
 
-BUFFERS_OF_AN_UPDATE = 3  # the pool buffers that the update loop needs to go on: two gradients, one piece of states
-
 
 def parallelize(
     model: nn.Module,
@@ -131,7 +129,6 @@ def parallelize(
         ledger=memory,
         clock=clock,
         piece_size=_piece_size(offload, optimizer=step),
-        pieces_ahead=max(0, offload.buffer_count - BUFFERS_OF_AN_UPDATE),
         initial_values=initial_values,
     )
     if tensors is not None:

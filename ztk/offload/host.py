@@ -61,6 +61,10 @@ class HostStore:
         """The slot's own tensor, free for the CPU to read and change once `wait()` returns."""
         return _Pending(value=slot.tensor, copy=slot.last_copy)
 
+    def has_room(self, slot: HostSlot) -> bool:
+        """Every slot is in memory."""
+        return True
+
     def fetch_into(self, slot: HostSlot, *, out: Tensor) -> "_Pending":
         """Copy the slot into `out`. On CUDA the copy is in the order of the current stream; `wait()` waits for it."""
         check_fits(out, spec=slot.spec, argument="out")

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer
-from ztk.offload.policy import PAGE_BYTES, OffloadPolicy
-from ztk.offload.pool import BufferPool
+from ztk.offload.policy import MIN_BUFFER_COUNT, PAGE_BYTES, OffloadPolicy
+from ztk.offload.pool import BufferPool, Lease
 from ztk.offload.probe import filesystem_of, probe_folder
 from ztk.offload.slot import SlotSpec, check_fits, flat_bytes
 from ztk.runtime.io import Direction, IoCounters
@@ -90,8 +90,9 @@ class NvmeStore:
         probe_folder(self._folder, direct=policy.direct_io)
         self._disk = open_disk(self._folder / f"ztk-rank{rank}-{uuid.uuid4().hex}.bin", direct=policy.direct_io)
         self._pool = BufferPool(
-            count=policy.buffer_count,
+            num_whole=MIN_BUFFER_COUNT,
             buffer_bytes=policy.buffer_bytes,
+            rest_bytes=(policy.buffer_count - MIN_BUFFER_COUNT) * policy.buffer_bytes,
             num_staging=policy.threads,
             staging_bytes=policy.staging_bytes,
             pin=policy.pin_memory and torch.cuda.is_available(),
@@ -166,6 +167,11 @@ class NvmeStore:
                 self._serve_queued()
             return slot.fetched
 
+    def has_room(self, slot: NvmeSlot) -> bool:
+        """A fetch would find memory now, and leave the buffers that others wait for."""
+        with self._changed:
+            return slot.fetched is not None or (not self._queued and self._pool.has_room(slot.padded_bytes))
+
     def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> "_Transfer":
         """Read a slot of any size into `out` (contiguous, on any device), which must not be used before `wait()`."""
         check_fits(out, spec=slot.spec, argument="out")
@@ -234,7 +240,7 @@ class NvmeStore:
             while not transfer.done:
                 if self._is_stuck(transfer):
                     raise PoolExhausted(
-                        f"all {self._policy.buffer_count} buffers hold fetched slots and none is being written, so "
+                        f"the pool's {self._policy.buffer_count} buffers hold fetched slots and none is being written, so "
                         "this fetch would wait forever: put() or release() a slot first, or raise offload.buffer_count"
                     )
                 self._changed.wait()
@@ -259,14 +265,14 @@ class NvmeStore:
         self._engine.submit(transfer, after=[slot.write] if slot.write is not None else [])
 
     def _serve_queued(self) -> None:
-        while self._queued and self._pool.has_free:
+        while self._queued and (lease := self._pool.take(self._queued[0].slot.padded_bytes)) is not None:
             fetched = self._queued.popleft()
-            fetched.buffer = self._pool.take()
-            fetched.memory = self._pool.memory(fetched.buffer)[: fetched.slot.padded_bytes]
+            fetched.buffer = lease
+            fetched.memory = self._pool.memory(lease)[: fetched.slot.padded_bytes]
             fetched.transfer.memory = fetched.memory
             self._submit_read(fetched.slot, fetched.transfer)
 
-    def _returns(self, buffer: int) -> Callable[[], None]:
+    def _returns(self, buffer: Lease) -> Callable[[], None]:
         """Book a buffer as coming back; the callback for the end of the transfer that still uses it."""
         self._num_returning += 1
 
@@ -309,7 +315,7 @@ class _Fetch:
         self._store = store
         self.slot = slot
         self.transfer = transfer
-        self.buffer: int | None = None  # index in the pool; None while queued
+        self.buffer: Lease | None = None  # of the pool; None while queued
         self.memory: Tensor | None = None  # uint8 [slot.padded_bytes] of that buffer
 
     def wait(self) -> Tensor:

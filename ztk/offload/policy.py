@@ -21,8 +21,8 @@ class OffloadPolicy:
 
     optimizer, parameters: where optimizer states (with fp32 master weights) and parameter shards sleep.
     nvme_path: folder for the offload files, one per rank; created if it is missing. Needed for `nvme`, else unused.
-    buffer_count, buffer_bytes: the pool: how many fetched slots can be in memory at once, and the largest of them.
-        A pipeline that reads one group, updates one and writes one keeps 3 groups of slots in memory.
+    buffer_count, buffer_bytes: the pool: three buffers for slots of any size up to buffer_bytes, which a pipeline that reads one,
+        updates one and writes one goes on with, and the memory of the others, which is shared out by the slots' own sizes.
     block_bytes: how much one system call moves. Large blocks matter more than the interface: 8 MiB reaches fio's best.
     threads: system calls in flight; each thread owns one further block of the pool for unaligned memory.
     pin_memory: page-lock host memory when CUDA is present, so that copies to the device run asynchronously.

@@ -1,6 +1,8 @@
 """Page-aligned host memory: what O_DIRECT reads into and what a GPU copies from without a bounce."""
 
+import bisect
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,35 +37,79 @@ class AlignedRegion:
             self._pinned = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """Bytes [start, stop) of the pool, nobody else's until given back. whole: one of the buffers, else a stretch of the rest."""
+
+    start: int
+    stop: int
+    whole: bool
+
+
 class BufferPool:
-    """`count` equal buffers in one region plus one staging block per I/O thread; nothing is allocated afterwards."""
+    """One region: a few whole buffers, from which any request can be served, and a rest that is given out in stretches of the size
+    that is needed; beside them one staging block per I/O thread. Nothing is allocated afterwards.
 
-    def __init__(self, *, count: int, buffer_bytes: int, num_staging: int, staging_bytes: int, pin: bool) -> None:
-        self.nbytes = count * buffer_bytes + num_staging * staging_bytes
+    Requests take from the rest first, so that a small slot does not occupy what a large one needs.
+    """
+
+    def __init__(
+        self, *, num_whole: int, buffer_bytes: int, rest_bytes: int, num_staging: int, staging_bytes: int, pin: bool
+    ) -> None:
+        split = num_whole * buffer_bytes + rest_bytes
+        self.nbytes = split + num_staging * staging_bytes
         self._region = AlignedRegion(nbytes=self.nbytes, pin=pin)
-        split = count * buffer_bytes
-        self._buffers = self._region.bytes[:split].view(count, buffer_bytes)
         self.staging: list[Tensor] = list(self._region.bytes[split:].view(num_staging, staging_bytes))
-        self._free = list(range(count))
+        self._whole = [
+            Lease(start=index * buffer_bytes, stop=(index + 1) * buffer_bytes, whole=True) for index in range(num_whole)
+        ]
+        self._free = [range(num_whole * buffer_bytes, split)] if rest_bytes else []  # ascending, never adjoining
+        self._taken: set[Lease] = set()
 
-    @property
-    def has_free(self) -> bool:
-        return bool(self._free)
+    def has_room(self, nbytes: int) -> bool:
+        """The rest has a stretch for it, so that no whole buffer would be taken."""
+        return any(len(stretch) >= nbytes for stretch in self._free)
 
-    def take(self) -> int:
-        """Index of a buffer that is nobody else's until `give`. The most recently used one: its pages are warm."""
-        return self._free.pop()
+    def take(self, nbytes: int) -> Lease | None:
+        """Memory for `nbytes` (a multiple of a page), or None. The shortest stretch that does, else a whole buffer."""
+        fits = [stretch for stretch in self._free if len(stretch) >= nbytes]
+        if fits:
+            stretch = min(fits, key=len)
+            self._free.remove(stretch)
+            lease = Lease(start=stretch.start, stop=stretch.start + nbytes, whole=False)
+            if len(stretch) > nbytes:
+                self._insert(range(lease.stop, stretch.stop))
+        elif self._whole:
+            lease = self._whole.pop()  # the most recently used one: its pages are warm
+        else:
+            return None
+        self._taken.add(lease)
+        return lease
 
-    def give(self, index: int) -> None:
-        assert index not in self._free, f"buffer {index} given back twice"
-        self._free.append(index)
+    def give(self, lease: Lease) -> None:
+        """The memory is free again."""
+        assert lease in self._taken, f"{lease} given back twice"
+        self._taken.remove(lease)
+        if lease.whole:
+            self._whole.append(lease)
+        else:
+            self._insert(range(lease.start, lease.stop))
 
-    def memory(self, index: int) -> Tensor:
-        """uint8 [buffer_bytes]"""
-        return self._buffers[index]
+    def memory(self, lease: Lease) -> Tensor:
+        """uint8 [stop - start]"""
+        return self._region.bytes[lease.start : lease.stop]
 
     def close(self) -> None:
         self._region.close()
+
+    def _insert(self, stretch: range) -> None:
+        """Joined with free neighbours."""
+        start, stop = stretch.start, stretch.stop
+        for other in list(self._free):
+            if other.stop == start or other.start == stop:
+                self._free.remove(other)
+                start, stop = min(start, other.start), max(stop, other.stop)
+        bisect.insort(self._free, range(start, stop), key=lambda free: free.start)
 
 
 def _cuda_check(status: int, action: str, nbytes: int) -> None:

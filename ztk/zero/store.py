@@ -36,6 +36,8 @@ class Store(Protocol):
 
     def fetch(self, slot: Slot) -> Pending: ...
 
+    def has_room(self, slot: Slot) -> bool: ...  # a fetch ahead of time takes nothing that others need
+
     def fetch_into(self, slot: Slot, *, out: Tensor) -> Pending: ...
 
     def put(self, slot: Slot, *, value: Tensor) -> Pending: ...
@@ -83,6 +85,9 @@ class DeviceStore:
 
     def fetch(self, slot: DeviceSlot) -> Done:
         return Done(slot.tensor)
+
+    def has_room(self, slot: DeviceSlot) -> bool:
+        return True
 
     def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Done:
         return Done(out.copy_(slot.tensor))

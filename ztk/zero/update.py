@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -67,9 +66,7 @@ class ShardUpdate:
         optimizer: FlatOptimizer,
         stores: Stores,
         clock: PhaseClock,
-        pieces_ahead: int,
     ) -> None:
-        """pieces_ahead: how many pieces' states may be fetched before the step, see [Note: States ahead]."""
         self._optimizer, self._stores = optimizer, stores
         self._clock = clock
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
@@ -78,14 +75,16 @@ class ShardUpdate:
         self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
         self._holder: Callable[[], None] | None = None
-        pieces = (piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces)
-        self._first_pieces = tuple(islice(pieces, pieces_ahead if stores.optimizer.tier is Tier.nvme else 0))
+        self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
+        self._fetches_ahead = stores.optimizer.tier is Tier.nvme
         self._ahead: dict[Piece, Pending] = {}
 
     def fetch_one_ahead(self) -> None:
         """See [Note: States ahead]. Nothing if the last update still runs."""
-        if len(self._ahead) < len(self._first_pieces) and (self._running is None or self._running.done()):
-            piece = self._first_pieces[len(self._ahead)]
+        if not self._fetches_ahead or len(self._ahead) == len(self._pieces):
+            return
+        piece = self._pieces[len(self._ahead)]
+        if (self._running is None or self._running.done()) and self._stores.optimizer.has_room(piece.states):
             self._ahead[piece] = self._stores.optimizer.fetch(piece.states)
 
     def drop_ahead(self) -> None:

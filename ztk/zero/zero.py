@@ -69,7 +69,6 @@ class Zero:
         ledger: MemoryLedger,
         clock: PhaseClock,
         piece_size: int | None = None,
-        pieces_ahead: int = 0,
         parts: Mapping[str, Part] | None = None,
         initial_values: InitialValues | None = None,
     ) -> None:
@@ -116,7 +115,6 @@ class Zero:
             optimizer=optimizer,
             stores=stores,
             clock=clock,
-            pieces_ahead=pieces_ahead,
         )
         self.reduction.on_boundary_launch = self._update.fetch_one_ahead
         self._trained = trained

@@ -1,0 +1,59 @@
+"""The pool's memory: stretches by size first, whole buffers for what does not fit, nothing given out twice."""
+
+import random
+
+import pytest
+
+from ztk.offload.policy import PAGE_BYTES
+from ztk.offload.pool import BufferPool, Lease
+
+PAGE = PAGE_BYTES
+
+
+@pytest.fixture
+def pool() -> BufferPool:
+    made = BufferPool(
+        num_whole=3, buffer_bytes=8 * PAGE, rest_bytes=10 * PAGE, num_staging=1, staging_bytes=PAGE, pin=False
+    )
+    yield made
+    made.close()
+
+
+def test_small_requests_leave_the_whole_buffers_alone(pool):
+    small = [pool.take(2 * PAGE) for _ in range(5)]
+    assert not any(lease.whole for lease in small)
+    assert not pool.has_room(PAGE)
+    large = [pool.take(8 * PAGE) for _ in range(3)]
+    assert all(lease.whole for lease in large)
+    assert pool.take(PAGE) is None
+    pool.give(small[2])
+    assert pool.has_room(2 * PAGE) and not pool.has_room(3 * PAGE)
+
+
+def test_free_neighbours_become_one_stretch(pool):
+    leases = [pool.take(2 * PAGE) for _ in range(5)]
+    for index in (0, 2, 4, 1, 3):
+        pool.give(leases[index])
+    assert pool.has_room(10 * PAGE)
+
+
+def test_memory_is_never_given_out_twice(pool):
+    chance, held = random.Random(0), []
+    for _ in range(2000):
+        lease = pool.take(chance.randint(1, 8) * PAGE) if chance.random() < 0.5 else None
+        if lease is not None:
+            assert all(lease.stop <= other.start or other.stop <= lease.start for other in held)
+            pool.memory(lease).fill_(number_of(lease))
+            held.append(lease)
+        elif held:
+            lease = held.pop(chance.randrange(len(held)))
+            assert (pool.memory(lease) == number_of(lease)).all()
+            pool.give(lease)
+    for lease in held:
+        pool.give(lease)
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give(lease)
+
+
+def number_of(lease: Lease) -> int:
+    return lease.start // PAGE % 251
