@@ -140,6 +140,7 @@ def test_names_that_scripts_import():
     assert {kind.name for kind in kinds} == {
         *("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
     }
+    assert callable(lookup("utils").zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint)
     parameters = lookup("runtime").zero.partition_parameters
     assert parameters.ZeroParamStatus.AVAILABLE.value == 1 and parameters._orig_torch_arange is torch.arange
     halved = parameters.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16)

@@ -135,4 +135,5 @@ MODULES: dict[str, Row] = {
     "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
     "deepspeed.utils.tensor_fragment": _PARAMETER_STATES,
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
+    "deepspeed.utils.zero_to_fp32": "ztk.deepspeed.zero_to_fp32",
 }
