@@ -25,9 +25,8 @@ def train(process: Process, *, section: dict, zero: dict | None = None) -> tuple
         **section,
     }
     engine, *_ = deepspeed.initialize(model=LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), config=config)
-    losses = []
-    for step in range(6):
-        tokens = torch.randint(1, 64, (2, 12), generator=generator("words", 0))
+    losses, tokens = [], torch.randint(1, 64, (2, 12), generator=generator("words", 0))
+    for _ in range(6):
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()

@@ -91,7 +91,9 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
         optimizer=OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8),
         precision=PrecisionPolicy(
             dtype=DTYPES[strategy.dtype],
-            loss_scale=LossScalePolicy(initial=strategy.loss_scale, window=4, hysteresis=1) if strategy.dtype == "fp16" else None,
+            loss_scale=LossScalePolicy(initial=strategy.loss_scale, window=4, hysteresis=1)
+            if strategy.dtype == "fp16"
+            else None,
         ),
         zero=ZeroPolicy(stage=strategy.stage, bucket_size=3000, **strategy.zero),
         offload=OffloadPolicy(
