@@ -48,6 +48,31 @@ def test_whole_gradients(ranks, stage, accumulation):
         assert found["early"] is None and found["late"] is None
 
 
+def held_in_a_loss(process, *, stage: int) -> dict[str, torch.Tensor]:
+    """A loss made of the weights themselves, outside of any forward; its backward comes when they are released, and others were gathered."""
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))
+    first, second = engine.module.fc1, engine.module.fc2
+    x, y = scripts.data(0)
+    with deepspeed.zero.GatheredParameters([first.weight, first.bias, second.weight, second.bias]):
+        loss = F.cross_entropy(F.relu(x @ first.weight.t() + first.bias) @ second.weight.t() + second.bias, y)
+    with torch.no_grad():
+        engine(2 * x)
+    engine.backward(loss)
+    found = {name: deepspeed.safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_of_gathered_parameters_is_differentiated_after_their_release(ranks, stage):
+    model = scripts.build()
+    x, y = scripts.data(0)
+    F.cross_entropy(model(x), y).backward()
+    found = ranks(2).run(held_in_a_loss, stage=stage)[0]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
 def test_parameters_of_no_engine_are_whole_anyway():
     parameter = torch.nn.Parameter(torch.ones(3))
     with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):

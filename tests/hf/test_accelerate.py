@@ -115,3 +115,46 @@ def test_optimizer_and_schedule_from_the_configuration(hf, model_folder, tmp_pat
         hf(loop, source=model_folder, folder=str(tmp_path / str(stage)), stage=stage, named=True)[0] for stage in (2, 3)
     )
     assert two["losses"] == pytest.approx(three["losses"], rel=1e-5) and two["losses"][-1] < two["losses"][0]
+
+
+def twice(*, source: str, stage: int) -> list[float]:
+    """The same model prepared, trained and freed two times, each with a fresh optimizer."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers import AutoModelForCausalLM
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0.5))
+    model = AutoModelForCausalLM.from_pretrained(source).train()
+    losses = []
+    for _ in range(2):
+        made, optimizer, data = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches(MICRO)
+        )
+        for (tokens,), _ in zip(data, range(3), strict=False):
+            loss = made(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+        del made, optimizer, data
+        accelerator.free_memory()
+    return losses
+
+
+def plain_twice(source: str) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    model, losses = AutoModelForCausalLM.from_pretrained(source).train(), []
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for (tokens,), _ in zip(batches(2 * MICRO), range(3), strict=False):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_may_be_prepared_again(hf, model_folder, stage):
+    assert hf(twice, source=model_folder, stage=stage)[0] == pytest.approx(plain_twice(model_folder), rel=1e-5)

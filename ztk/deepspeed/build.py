@@ -99,16 +99,20 @@ class Builder:
             raise ValueError(
                 "experts are spread already: name an optimizer in the configuration, or pass it to initialize"
             )
-        device = self.process.device
-        nursery = Nursery(comm=self.process.mesh.comm("data"), store=DeviceStore(device=device, ledger=MemoryLedger()))
-        owners.forget(engine)
-        engine.zero.disband(nursery)
-        nursery.close()
+        self.end(engine)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in self.trainable)
         if self.process.rank == 0:
             logger.warning(NO_OPTIMIZER)
         return self.build(groups_of_config(default_optimizer(self.settings), model=self.model, model_parameters=None))
+
+    def end(self, engine: Engine) -> None:
+        """Closes `engine`; the model's parameters, sharded as they were, may go to another. A collective call."""
+        comm, device = engine.process.mesh.comm("data"), engine.process.device
+        nursery = Nursery(comm=comm, store=DeviceStore(device=device, ledger=MemoryLedger()), on_birth=name_parameter)
+        owners.forget(engine)
+        engine.close(nursery=nursery)
+        nursery.close()
 
 
 def default_optimizer(settings: Settings) -> OptimizerPolicy:

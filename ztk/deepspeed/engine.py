@@ -1,5 +1,6 @@
 """What a DeepSpeed script calls: DeepSpeed's names and counting over the one engine."""
 
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ztk.deepspeed.saving import Saving
 from ztk.deepspeed.watch.watcher import Watcher
 from ztk.engine import Engine
 from ztk.kernels import State
+from ztk.runtime import Topology
 from ztk.zero.parking import StateKind
 
 _MEND = (
@@ -318,11 +320,20 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         return int(self.engine.control.state[State.skipped_steps])
 
     def destroy(self) -> None:
-        """Gives memory and files back. The engine is unusable after it. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        """Gives memory and files back. The engine is unusable after it; a model on data-parallel ranks may be initialised
+        again, with its weights as they are.
+
+        Idempotent. Every rank calls it; one that ends by an exception may do so alone, and then its model is unusable, too.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._watcher.close()
+        is_whole = self.engine.process.mesh.topology == Topology()  # ranks of one parameter are all ranks
+        if self.settings.zero.shards_parameters and is_whole and sys.exception() is None:
+            self._builder.end(self.engine)
+        else:
             owners.forget(self.engine)
-            self._watcher.close()
             self.engine.close()
 
 

@@ -12,6 +12,7 @@ from ztk.engine.overflow import OverflowGuard
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import Zero
+from ztk.zero.born import Nursery
 
 
 class Engine:
@@ -117,12 +118,19 @@ class Engine:
         """What the modules measured since the last call, such as how evenly experts are used, over all ranks. Every rank must call it."""
         return {} if self._figures is None else self._figures()
 
-    def close(self) -> None:
-        """Ends what still runs and gives files and host memory back; raises what went wrong there. The engine is unusable after it."""
+    def close(self, *, nursery: Nursery | None = None) -> None:
+        """Ends what still runs and gives files and host memory back; raises what went wrong there. The engine is unusable after it.
+
+        nursery: takes the sharded parameters in, so that the model may have another engine; then every rank must call it. None: at stage 3
+        the model is unusable, too.
+        """
         try:
             self._guard.finish(step=self.global_steps)
         finally:
-            self.zero.close()
+            if nursery is None:
+                self.zero.close()
+            else:
+                self.zero.disband(nursery)
 
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step, for a batch that failed half way. Every rank must call it."""

@@ -195,6 +195,8 @@ class Gathering:
 
     def _wrap(self, module: nn.Module, *, unit: Unit, is_root: bool) -> None:
         """`module`'s forward opens `unit`. A part of the model outside of the units does so only when it is called by itself."""
+        if module in self._forwards:  # one module by two names: both units need the same
+            return
         self._forwards[module] = module.forward
         is_part = module is not unit.module
         gathers_first = not is_root and any(getattr(part, "is_one_unit", False) for part in module.modules())
@@ -266,7 +268,7 @@ class Gathering:
             self.use(bucket)
         self._open_units += 1
         try:
-            with self._saved_tensors():
+            with self.saved_tensors():
                 yield
         finally:
             self._open_units -= 1
@@ -304,7 +306,8 @@ class Gathering:
     # See [Note: Saved parameters]
 
     @contextmanager
-    def _saved_tensors(self) -> Iterator[None]:
+    def saved_tensors(self) -> Iterator[None]:
+        """What autograd saves inside for the backward is no gathered buffer, but the way to it."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not torch.is_grad_enabled() or (outer and outer[1] == self._unpack):
             yield

@@ -72,11 +72,18 @@ class GradientReduction:
         self._launched_buckets: set[Bucket] = set()
         self._backward_open = False
         self._reduced: set[Bucket] = set()  # stages 0 and 1: this step's gradients are reduced already
-        for bucket in buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self._on_gradient, bucket=bucket, index=index)
-                )
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self._on_gradient, bucket=bucket, index=index)
+            )
+            for bucket in buckets
+            for index, parameter in enumerate(bucket.parameters)
+        ]
+
+    def detach(self) -> None:
+        """The model's gradients are its own again. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
 
     # During backward
 

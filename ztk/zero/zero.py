@@ -162,7 +162,8 @@ class Zero:
         self._update.drop_ahead()
 
     def close(self) -> None:
-        """Ends the last update and gives all stores back; raises what went wrong in them. The model is unusable after it."""
+        """Ends the last update and gives all stores back; raises what went wrong in them. At stage 3 the model is unusable after it."""
+        self.reduction.detach()
         with ExitStack() as stack:  # everything is closed, and the first error is raised
             for store in {
                 id(s): s for s in (self._stores.optimizer, self._stores.gradients, self._stores.parameters)

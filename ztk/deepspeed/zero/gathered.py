@@ -1,6 +1,7 @@
 """`GatheredParameters`: parameters whole for a while, and changes taken over."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -13,7 +14,8 @@ from ztk.zero.whole import write_whole
 
 
 class GatheredParameters:
-    """Inside, the parameters are whole on every rank. Every rank enters and leaves; contexts may be nested and may overlap.
+    """Inside, the parameters are whole on every rank. Every rank enters and leaves; contexts may be nested and may overlap. What is
+    computed with an engine's parameters inside may be differentiated after it.
 
     params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are whole anyway.
     modifier_rank: the rank, among those that share the parameters, whose changes inside become everybody's, master weights included (in
@@ -30,15 +32,18 @@ class GatheredParameters:
     ) -> None:
         given = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = _ordered(given) if enabled else []
-        self._modifier_rank = modifier_rank
+        self._modifier_rank, self._saving = modifier_rank, ExitStack()
         if fwd_module is not None:
             for parameter in self._params:
                 register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
         hold(self._params)
+        for gathering in dict.fromkeys(owner.engine.zero.gathering for owner in _buckets(self._params).values()):
+            self._saving.enter_context(gathering.saved_tensors())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._saving.close()
         let_go(self._params, source=self._modifier_rank if kind is None else None)
 
 
