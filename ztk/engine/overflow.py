@@ -27,6 +27,7 @@ class OverflowGuard:
             self._judge(self._control.verdict(), step=step)
             return
         if self._pending:
+            self._pending = False  # first: after an error the next step begins anew
             self._event.synchronize()
             self._judge(self._seen, step=step - 1, late=True)
         self._seen.copy_(self._control.verdict(), non_blocking=True)

@@ -180,11 +180,10 @@ class _ShardFetch:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        # Before anything looks whether the update is done, which each rank sees at its own time: this must be the same on all.
+        self.is_immediate = bucket.parameter_store.tier is Tier.device and bucket.updated is None
         is_current = bucket.updated is None or bucket.updated.done()
         self._fetches = self._start() if is_current else None
-        self.is_immediate = (
-            bucket.parameter_store.tier is Tier.device and bucket.updated is None
-        )  # the same on all ranks
 
     def _start(self) -> list[Pending]:
         self._bucket.wait_for_update()

@@ -243,15 +243,10 @@ class Comm:
                 after.wait()
             if self.before is not None:
                 self.before(name)
-            if self.observe is not None:
-                return self._run_observed(run, name=name, tensor=tensor)
-            start = time.perf_counter()
             entered = None if self._watchdog is None else self._watchdog.enter(name)
-            try:
-                with torch.no_grad():  # a thread's own mode is the other one, and views of inputs may require gradients
-                    pending = run(self._transport, name)
-            finally:
-                self.counters.busy_seconds += time.perf_counter() - start
+            pending = (
+                self._run(run, name=name) if self.observe is None else self._run_observed(run, name=name, tensor=tensor)
+            )
             if entered is not None:
                 self._watchdog.leave(entered, work=pending)
             return pending
@@ -260,6 +255,15 @@ class Comm:
             is_immediate = after is None or after.is_immediate
             return Work(task() if is_immediate else task, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
+
+    def _run(self, run: Callable, *, name: str) -> object | None:
+        """Starts it, and on a blocking transport ends it."""
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():  # a thread's own mode is the other one, and views of inputs may require gradients
+                return run(self._transport, name)
+        finally:
+            self.counters.busy_seconds += time.perf_counter() - start
 
     def _run_observed(self, run: Callable, *, name: str, tensor: Tensor) -> None:
         """To its end, on the device too."""

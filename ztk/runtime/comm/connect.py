@@ -20,10 +20,15 @@ _connected = itertools.count()  # the same number on all ranks: they connect in 
 
 def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> Comm:
     """Connects all ranks of the running process group. A collective call: every rank makes it."""
-    group = dist.group.WORLD
+    group, number = dist.group.WORLD, next(_connected)
     transport = _transport(group, device=device, one_node=one_node, timeout_seconds=timeout_seconds)
     return _comm(
-        transport, ranks=range(group.size()), rank=group.rank(), device=device, timeout_seconds=timeout_seconds
+        transport,
+        ranks=range(group.size()),
+        rank=group.rank(),
+        device=device,
+        timeout_seconds=timeout_seconds,
+        number=number,
     )
 
 
@@ -31,6 +36,7 @@ def connect_groups(
     groups: Sequence[Sequence[int]], *, device: torch.device, local_world_size: int, timeout_seconds: float
 ) -> Comm:
     """This rank's `Comm` of a division of the world into `groups`. A collective call: every rank makes it with the same groups."""
+    number = next(_connected)
     rank, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_seconds)
     own = next(group for group in groups if rank in group)
     if len(own) == 1:  # then all are: a division is into equal parts
@@ -38,18 +44,26 @@ def connect_groups(
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
-    return _comm(transport, ranks=own, rank=own.index(rank), device=device, timeout_seconds=timeout_seconds)
+    return _comm(
+        transport, ranks=own, rank=own.index(rank), device=device, timeout_seconds=timeout_seconds, number=number
+    )
 
 
 def _comm(
-    transport: Transport, *, ranks: Sequence[int], rank: int, device: torch.device, timeout_seconds: float
+    transport: Transport,
+    *,
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device,
+    timeout_seconds: float,
+    number: int,
 ) -> Comm:
-    """With a watchdog where the transport needs one."""
+    """With a watchdog where the transport needs one. number: of this call to connect, the same on all ranks."""
     watchdog = None
     if not transport.checks_labels:
         watchdog = Watchdog(
             dist.distributed_c10d._get_default_store(),
-            name=f"group {next(_connected)} of ranks {','.join(map(str, ranks))}",
+            name=f"group {number} of ranks {','.join(map(str, ranks))}",
             rank=rank,
             size=len(ranks),
             patience=min(PATIENCE_SECONDS, timeout_seconds / 4),

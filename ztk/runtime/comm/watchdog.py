@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ztk.runtime.comm.errors import CommMismatch
 
 _GRACE_SECONDS = 10.0
-_REMEMBERED = 256  # collectives: one rank cannot be further ahead of what it waits for
+_REMEMBERED = 4096  # collectives: a GPU's host may run so far ahead of what the device waits in
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +52,7 @@ class Watchdog:
     def enter(self, label: str) -> _Entered:
         """A collective begins."""
         with self._lock:
+            self._forget_completed()
             self._number += 1
             entered = _Entered(number=self._number, label=label, since=time.monotonic())
             self._labels.append((entered.number, label))
@@ -74,15 +75,22 @@ class Watchdog:
         published = 0
         while not self._ended.wait(self._patience / 4):
             with self._lock:
-                while self._open and self._open[0].work is not None and self._open[0].work.is_completed():
-                    self._open.popleft()
+                self._forget_completed()
                 oldest = self._open[0] if self._open else None
                 number, labels = self._number, list(self._labels)
-            if number != published:
-                self._store.set(self._key(self._rank), json.dumps(labels))
-                published = number
-            if oldest is not None and self.mismatch is None and time.monotonic() - oldest.since > self._patience:
-                self._compare(oldest)
+            try:
+                if number != published:
+                    self._store.set(self._key(self._rank), json.dumps(labels))
+                    published = number
+                if oldest is not None and self.mismatch is None and time.monotonic() - oldest.since > self._patience:
+                    self._compare(oldest)
+            except RuntimeError:  # the store is gone with the rank that served it, whose end is the cause to be shown
+                return
+
+    def _forget_completed(self) -> None:
+        """A work keeps its tensors alive, so it goes with the next collective. The lock is held."""
+        while self._open and self._open[0].work is not None and self._open[0].work.is_completed():
+            self._open.popleft()
 
     def _compare(self, own: _Entered) -> None:
         late = []
