@@ -4,7 +4,7 @@ Nothing here is larger than one piece, or, for a model that already has values, 
 shard.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.runtime import MemoryLedger, Mesh, Tier
-from ztk.runtime.part import Part
+from ztk.runtime.part import InitialValues, Part
 from ztk.zero.born import BornParameter, born_of, placeholder
 from ztk.zero.bucket import Bucket, BucketTraits
 from ztk.zero.buffers import BufferPool
@@ -23,9 +23,6 @@ from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.units import BucketPlan, UnitPlan, plan_buckets, plan_units
 from ztk.zero.update import Stores
-
-# (name, start, stop) -> fp32 [stop - start]: a stretch of a parameter's first values, the same on all ranks
-InitialValues = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
-from ztk.runtime.part import Part
+from ztk.runtime.part import InitialValues, Part
 from ztk.zero.born import BornParameter, Nursery
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.buffers import BufferPool
-from ztk.zero.build import Builder, InitialValues
+from ztk.zero.build import Builder
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.piece import Piece
