@@ -35,6 +35,7 @@ from ztk.zero.store import Pending, Store
 # behind them. The update finds them there.
 
 PUTS_IN_FLIGHT = 2  # pieces that may be on their way back while later ones are updated
+MOST_FETCHED = 4  # pieces, the one that is updated among them: the disk has the next at hand when one is read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,15 +185,17 @@ class ShardUpdate:
         return not bucket.traits.shards_parameters and updated < bucket.size
 
     def _fetch_ahead(self, buckets: list[Bucket]) -> Iterator[_Fetched]:
-        """Pieces in order, each fetched while the one before is updated."""
-        ahead: _Fetched | None = None
-        for bucket in buckets:
-            for piece in bucket.pieces:
-                current, ahead = ahead, self._fetch(bucket, piece=piece)
-                if current is not None:
-                    yield current
-        if ahead is not None:
-            yield ahead
+        """Pieces in order, each fetched while the one before is updated, more of them where the store has room."""
+        todo = deque((bucket, piece) for bucket in buckets for piece in bucket.pieces)
+        fetched: deque[_Fetched] = deque()
+        while todo or fetched:
+            while todo and len(fetched) < (MOST_FETCHED if self._has_room(todo[0][1]) else 2):
+                bucket, piece = todo.popleft()
+                fetched.append(self._fetch(bucket, piece=piece))
+            yield fetched.popleft()
+
+    def _has_room(self, piece: Piece) -> bool:
+        return piece in self._ahead or self._stores.optimizer.has_room(piece.states)
 
     def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
         gradient = None if piece.gradient is None else self._stores.gradients.fetch(piece.gradient)
