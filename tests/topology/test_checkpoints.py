@@ -90,8 +90,8 @@ def saved(ranks, tmp_path_factory) -> dict[str, tuple[Path, str, list[float]]]:
     return made
 
 
-# Every place is left and entered twice or more, by unlike ones, and returned to; all pairs would take two minutes and show no more.
-PAIRS = [(before, PLACES[(index + step) % len(PLACES)]) for index, before in enumerate(PLACES) for step in (0, 1, 3, 5)]
+# Every place is left, entered by an unlike one, and returned to; all pairs would take minutes and show no more.
+PAIRS = [(before, PLACES[(index + step) % len(PLACES)]) for index, before in enumerate(PLACES) for step in (0, 3)]
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda place: place.name)

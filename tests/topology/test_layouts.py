@@ -10,7 +10,7 @@ from ztk.tensor import TensorPolicy
 # amplifies; the bound, a hundred of them, holds with room.
 RELATIVE = 1e-5
 
-TENSOR2, SEQUENCE2 = Topology(tensor=2), Topology(sequence=2)
+TENSOR2 = Topology(tensor=2)
 NORMS = {"tensor": TensorPolicy(sequence_norms=True)}
 
 
@@ -22,15 +22,11 @@ def reference(ranks) -> Outcome:
 @pytest.mark.parametrize(
     ("world", "topology", "options"),
     [
-        (2, TENSOR2, {}),
         (2, TENSOR2, NORMS),
-        (2, SEQUENCE2, {}),
-        (4, TENSOR2, {}),
         (4, Topology(tensor=2, sequence=2), {}),
-        (4, SEQUENCE2, {}),
         (4, Topology(sequence=4), {}),
     ],
-    ids=["tp2", "tp2 sequence norms", "sp2", "tp2 dp2", "tp2 sp2", "sp2 dp2", "sp4"],
+    ids=["tp2 sequence norms", "tp2 sp2", "sp4"],
 )
 def test_losses_and_norms_are_those_of_one_rank(ranks, reference, world, topology, options):
     strategy = Strategy(topology=topology, stage=2, options=options)
@@ -43,10 +39,10 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, reference, world, topolog
 
 
 @pytest.mark.parametrize("topology", [Topology(tensor=2), Topology(sequence=2)], ids=["tp2_dp2", "sp2_dp2"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])  # fp32: test_matrix.py
 def test_within_a_layout_no_stage_and_no_tier_changes_a_bit(ranks, topology, dtype):
     digests = {}
-    for stage, offload in ((0, "none"), (1, "cpu"), (2, "nvme"), (3, "none"), (3, "nvme")):
+    for stage, offload in ((0, "none"), (2, "cpu"), (3, "nvme")):
         strategy = Strategy(topology=topology, stage=stage, offload=offload, dtype=dtype)
         digests[stage, offload] = [outcome.digest for outcome in ranks(4).run(train, strategy=strategy, steps=6)]
     assert all(digest == digests[0, "none"] for digest in digests.values()), digests
