@@ -105,9 +105,9 @@ def parallelize(
     if mesh.comm("tp").size > 1 and not is_cut:
         tensors = shard_tensors(model, mesh=mesh, policy=tensor or TensorPolicy())
         parts |= tensors.parts
-    if mesh.comm("sp").size > 1:
-        cut_sequences(model, mesh=mesh)
     cuts_tokens = tensor is not None and tensor.sequence_norms
+    if mesh.comm("sp").size > 1:
+        cut_sequences(model, mesh=mesh, tokens_cut_along_tp=cuts_tokens)
     parts |= shard_experts(model, mesh=mesh, pattern=experts, tokens_cut_along_tp=cuts_tokens)
     if stages is not None:
         share_values(stages, comm=mesh.comm("pp"))

@@ -6,6 +6,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from ztk.nn.balance import weighing
 from ztk.pipeline.layers import MicroBatch
 
 
@@ -23,8 +24,9 @@ def train_batch(engine, micro_batches: Iterable) -> Tensor:
     """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, on the device."""
     losses = []
     for batch in take(micro_batches, count=engine.accumulation_steps):
-        loss = batch.weigh(engine(*batch.args, **batch.kwargs))
-        engine.backward(loss)
+        with weighing(engine.module, weight=batch.weight):  # the backward too, which may recompute
+            loss = batch.weigh(engine(*batch.args, **batch.kwargs))
+            engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
     return torch.stack(losses).mean()

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ztk.nn import deferred
+from ztk.nn.balance import weighing
 from ztk.pipeline import Action, Interval, Kind, Schedule
 from ztk.pipeline.layers import Carry, MicroBatch
 from ztk.pipeline.stages import Stages
@@ -71,6 +72,7 @@ class PipelineRun:
         self.outputs: list[Carry] = [None] * len(batches)
         self._stages, self._schedule, self._rank, self._wire = stages, schedule, rank, wire
         self._batches, self._clock, self._trainer, self._record = batches, clock, trainer, record
+        self._weights: list[float] = []
         # Keyed by (stage, micro-batch); each entry is taken out when it is used.
         self._arriving: dict[tuple[int, int], Arriving] = {}
         self._leaving: dict[tuple[int, int], Carry] = {}
@@ -81,7 +83,7 @@ class PipelineRun:
 
     def run(self) -> None:
         """The whole batch."""
-        self._wire.open(self._batches)
+        self._weights = self._wire.open(self._batches)  # the first rank's: others may have no micro-batches
         for action in self._schedule.ranks[self._rank]:
             self._do(action)
         self._wire.finish()
@@ -155,7 +157,8 @@ class PipelineRun:
     @contextmanager
     def _computing(self, action: Action, *, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        with self._clock.phase(phase):
+        weight = self._weights[action.micro_batch]
+        with self._clock.phase(phase), weighing(self._stages.module, weight=weight):
             yield
         if self._record is not None:
             self._record(Interval(rank=self._rank, action=action, start=start, stop=time.perf_counter()))

@@ -19,7 +19,8 @@ from ztk.runtime import Comm, Mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged:
-    """rows [S, C]: every slot's result. counts int64 [E]: choices per expert over all ranks of the data axis. meanwhile: what ran between."""
+    """rows [S, C]: every slot's result. counts float64 [E]: choices per expert over all ranks of the data axis, each rank's as its micro-batch
+    weighs. meanwhile: what ran between."""
 
     rows: Tensor
     counts: Tensor
@@ -43,10 +44,16 @@ class ExpertExchange:
         routing: Routing,
         experts: Callable[..., Tensor],
         meanwhile: Callable[[], Tensor] | None = None,
+        weight: float = 1.0,
     ) -> Exchanged:
-        """tokens [T, C] through `experts(x, offsets=, order=, position=)`, which are this rank's. A collective call along both axes."""
-        shared = self._data.gather_scalars(routing.counts, label=f"{self._label} counts")  # int32 [data, E]
-        counts = shared.sum(dim=0)
+        """tokens [T, C] through `experts(x, offsets=, order=, position=)`, which are this rank's. A collective call along both axes.
+
+        weight: of the tokens in `counts`, beside other ranks' tokens; a mean of 1.
+        """
+        own_weight = torch.full((1,), weight, device=tokens.device).view(torch.int32)  # its bits travel along
+        told = self._data.gather_scalars(torch.cat([routing.counts, own_weight]), label=f"{self._label} counts")
+        shared, weights = told[:, :-1], told[:, -1].contiguous().view(torch.float32)  # int32 [data, E], [data]
+        counts = _weighed(shared, weights=weights)
         if self._cut_along is not None:
             counts = self._cut_along.gather_scalars(counts, label=f"{self._label} counts").sum(dim=0)
         if self._experts.size == 1:
@@ -67,6 +74,14 @@ class ExpertExchange:
         )
         rows = homeward.arrive(homeward.depart(results, anchor=arrived))
         return Exchanged(rows=rows, counts=counts, meanwhile=between)
+
+
+def _weighed(counts: Tensor, *, weights: Tensor) -> Tensor:
+    """float64 [E], as many choices as in `counts` [ranks, E]: every rank's shares of its own choices, averaged by `weights` [ranks]."""
+    own = counts.sum(dim=1)
+    per_choice = weights.double() / own.clamp_min(1)
+    per_choice = per_choice * (own.sum() / weights.double().sum().clamp_min(torch.finfo(torch.float32).tiny))
+    return (counts * per_choice[:, None]).sum(dim=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,8 @@
 
 T tokens, E experts, k choices. An expert takes at most max(ceil(T / E * k * factor), min_capacity) tokens; what is beyond is dropped: its
 weight is zero, and the residual connection around the layer carries the token on. Everything is arithmetic on [T, E]; random numbers
-are drawn from torch's own generator in DeepSpeed's order, so that one seed gives its choices.
+are drawn from torch's own generator in DeepSpeed's order, so that one seed gives its choices. Tensor-parallel ranks, which see the same
+tokens, take those of their first rank, or they would choose differently.
 
 Lepikhin et al. 2020 (GShard), https://arxiv.org/abs/2006.16668; random token selection: Kim et al. 2021, https://arxiv.org/abs/2109.10465
 """
@@ -50,16 +51,23 @@ class Assignment:
     capacity: int
 
 
+def uniform(like: Tensor) -> Tensor:
+    """From torch's own generator, see `Gating`."""
+    return torch.rand(like.shape, device=like.device)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
     """What a choice depends on besides the logits. used_token: [T], 0 for tokens that go nowhere; top-1 alone knows it.
 
     largest_load: from choices per expert, int64 [E], to the capacity that holds them on every rank; asked if nothing is dropped.
+    uniform: float32 random numbers of the shape and on the device of its argument, from 0 to below 1.
     """
 
     policy: GatePolicy
     training: bool
     largest_load: Callable[[Tensor], int]
+    uniform: Callable[[Tensor], Tensor] = uniform
     used_token: Tensor | None = None
 
     def capacity(self, logits: Tensor, *, counts: Tensor) -> int:
@@ -68,10 +76,10 @@ class Gating:
         return self.policy.capacity(tokens=logits.shape[0], experts=logits.shape[1], training=self.training)
 
 
-def jitter(x: Tensor) -> Tensor:
+def jitter(x: Tensor, *, uniform: Callable[[Tensor], Tensor]) -> Tensor:
     """x times a random number close to one, element by element."""
     low, high = torch.tensor(1.0 - _JITTER), torch.tensor(1.0 + _JITTER)
-    return x * (low + torch.rand(x.shape, device=x.device) * (high - low))
+    return x * (low + uniform(x) * (high - low))
 
 
 def assign(logits: Tensor, *, gating: Gating) -> Assignment:
@@ -87,14 +95,14 @@ def _top1(logits: Tensor, *, gating: Gating) -> Assignment:
     """The weight is the probability itself. Beyond capacity chance decides, or without random selection who came first stays."""
     policy, gates = gating.policy, logits.softmax(dim=1)
     noisy = policy.noise == "RSample" and gating.training
-    chosen = (logits + _gumbel(logits) if noisy else gates).argmax(dim=1, keepdim=True)
+    chosen = (logits + _gumbel(logits, uniform=gating.uniform) if noisy else gates).argmax(dim=1, keepdim=True)
     mask = _one_hot(chosen[:, 0], like=gates)
     if gating.used_token is not None:
         mask = mask * gating.used_token.to(mask.dtype)[:, None]
     counts = mask.sum(dim=0)
     capacity = gating.capacity(logits, counts=counts)
     if policy.random_selection:
-        priority = mask * torch.rand(mask.shape, device=mask.device)
+        priority = mask * gating.uniform(mask)
         winners = priority.topk(min(capacity, mask.shape[0]), dim=0).indices
         kept = mask * torch.zeros_like(mask).scatter_(0, winners, 1)
     else:
@@ -116,7 +124,7 @@ def _top2(logits: Tensor, *, gating: Gating) -> Assignment:
     gates = logits.softmax(dim=1)
     first = gates.argmax(dim=1)
     first_mask = _one_hot(first, like=gates)
-    scores = logits + _gumbel(logits) if gating.policy.sample_second else logits
+    scores = logits + _gumbel(logits, uniform=gating.uniform) if gating.policy.sample_second else logits
     second = scores.masked_fill(first_mask.bool(), float("-inf")).argmax(dim=1)
     second_mask = _one_hot(second, like=gates)
     counts = (first_mask + second_mask).sum(dim=0)
@@ -179,9 +187,9 @@ def _normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weights.dtype).eps)
 
 
-def _gumbel(like: Tensor) -> Tensor:
+def _gumbel(like: Tensor, *, uniform: Callable[[Tensor], Tensor]) -> Tensor:
     """Standard Gumbel numbers, from one uniform number each as `torch.distributions.Gumbel` makes them."""
     info = torch.finfo(like.dtype)
     low, high = torch.tensor(info.tiny), torch.tensor(1.0 - info.eps)
-    uniform = low + torch.rand(like.shape, device=like.device) * (high - low)
-    return -(-uniform.log()).log()
+    numbers = low + uniform(like) * (high - low)
+    return -(-numbers.log()).log()

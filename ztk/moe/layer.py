@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from ztk.moe.gate import Assignment, GatePolicy, Gating, assign, jitter
+from ztk.moe.gate import Assignment, GatePolicy, Gating, assign, jitter, uniform
 from ztk.moe.travel import Journey
 from ztk.nn.balance import ExpertLoad
 from ztk.runtime import Comm
@@ -77,6 +77,9 @@ class MoE(nn.Module):
         )
         self.load = ExpertLoad()
         self.comm: Comm | None = None  # along which the experts are spread; None: all are here
+        self.same_tokens: Comm | None = (
+            None  # ranks that see the same tokens and must draw the same numbers; None: this one
+        )
         self.register_load_state_dict_pre_hook(_rename_deepspeeds)
 
     @property
@@ -105,13 +108,23 @@ class MoE(nn.Module):
     def _choose(self, tokens: Tensor, *, used_token: Tensor | None) -> Assignment:
         x = tokens.float()
         if self.policy.noise == "Jitter" and self.training:
-            x = jitter(x)
+            x = jitter(x, uniform=self._uniform)
         with torch.autocast(tokens.device.type, enabled=False):
             logits = x @ self.gate.weight.float().t()
         gating = Gating(
-            policy=self.policy, training=self.training, largest_load=self._largest_load, used_token=used_token
+            policy=self.policy,
+            training=self.training,
+            largest_load=self._largest_load,
+            uniform=self._uniform,
+            used_token=used_token,
         )
         return assign(logits, gating=gating)
+
+    def _uniform(self, like: Tensor) -> Tensor:
+        numbers = uniform(like)  # on every rank, so that their generators stay where one rank's would be
+        if self.same_tokens is not None:
+            self.same_tokens.broadcast(numbers, source=0, label="random numbers of a gate").wait()
+        return numbers
 
     def _largest_load(self, counts: Tensor) -> int:
         largest = counts.max().view(1)

@@ -77,6 +77,9 @@ def shard_experts(
                 f"use topology.expert={_largest_divisor(layer.num_experts, at_most=degree)}"
             )
         parts |= _Cutter(mesh, layer=layer).spread() if degree > 1 else {}
+    for module in model.modules():
+        if isinstance(module, MoE) and mesh.comm("tp").size > 1 and not tokens_cut_along_tp:
+            module.same_tokens = mesh.comm("tp")
     cut_along = mesh.comm("tp") if tokens_cut_along_tp and mesh.comm("tp").size > 1 else None
     for layer in layers:
         if isinstance(layer.module, SparseMLP) and (mesh.comm("data").size > 1 or cut_along is not None):

@@ -5,8 +5,12 @@ probability of e:
 
     balance = E * sum_e f_e P_e      1 when even, up to E / k when not  (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)
     z = mean over tokens of logsumexp(logits)^2                          (Zoph et al. 2022, https://arxiv.org/abs/2202.08906)
+
+A micro-batch whose loss has a weight has it in all three: its tokens count that much in f_e, in P_e and in the mean of z.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +36,19 @@ class ExpertLoad:
     def __init__(self) -> None:
         self._sums: LoadSums | None = None
 
-    def add(self, *, counts: Tensor, dropped: Tensor | None = None, balance: Tensor, z: Tensor | None = None) -> None:
-        """One forward: choices per expert [E], how many of them were dropped, and the two losses."""
+    def add(
+        self,
+        *,
+        counts: Tensor,
+        dropped: Tensor | None = None,
+        balance: Tensor,
+        z: Tensor | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """One forward: choices per expert [E], how many of them were dropped, the two losses, and how much of a forward it is."""
         zero = balance.new_zeros((), dtype=torch.float64)
         parts = [zero if part is None else part.detach().double() for part in (dropped, balance, z)]
-        totals = torch.stack([*parts, zero + 1])
+        totals = torch.stack([*parts, zero + 1]) * weight
         sums = LoadSums(assigned=counts.double(), totals=totals)
         if self._sums is not None:
             sums = LoadSums(assigned=sums.assigned + self._sums.assigned, totals=sums.totals + self._sums.totals)
@@ -55,7 +67,7 @@ class RouterLosses(nn.Module):
     and can be recomputed or run in a pipeline. The model's loss does not hold these terms; the layer's figures do.
 
     loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1. summed_over: ranks
-    that have different tokens of one mean and add their gradients up.
+    that have different tokens of one mean and add their gradients up. weight: of the micro-batch under way, see `weighing`.
     """
 
     def __init__(self, *, balance_weight: float, z_weight: float) -> None:
@@ -63,17 +75,32 @@ class RouterLosses(nn.Module):
         self.balance_weight, self.z_weight = balance_weight, z_weight
         self.loss_scale: Tensor | None = None
         self.summed_over = 1
+        self.weight = 1.0
 
     def forward(self, out: Tensor, *, logits: Tensor, counts: Tensor, load: ExpertLoad) -> Tensor:
-        """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together."""
+        """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together,
+        each as its micro-batch weighs."""
         share = counts.float() / counts.sum().clamp_min(1)
         balance = logits.shape[1] * (share * logits.softmax(dim=1).mean(dim=0)).sum()
         z = logits.logsumexp(dim=1).square().mean()
-        load.add(counts=counts, balance=balance, z=z)
+        load.add(counts=counts, balance=balance, z=z, weight=self.weight)
         if self.balance_weight == 0 and self.z_weight == 0:
             return out
-        loss = (self.balance_weight * balance + self.z_weight * z) / self.summed_over
+        loss = (self.balance_weight * balance + self.z_weight * z) * (self.weight / self.summed_over)
         return _Attach.apply(out, loss, self.loss_scale)
+
+
+@contextmanager
+def weighing(model: nn.Module, *, weight: float) -> Iterator[None]:
+    """Inside, forwards (and what a backward recomputes of them) are of a micro-batch whose loss has this weight."""
+    losses = [] if weight == 1.0 else [module for module in model.modules() if isinstance(module, RouterLosses)]
+    for module in losses:
+        module.weight = weight
+    try:
+        yield
+    finally:
+        for module in losses:
+            module.weight = 1.0
 
 
 class _Attach(torch.autograd.Function):

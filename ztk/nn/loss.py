@@ -4,6 +4,8 @@ from torch import Tensor, nn
 
 from ztk.kernels import cross_entropy
 
+IGNORED = -100  # a target that does not count, as in torch
+
 
 class LanguageLoss(nn.Module):
     """logits [B, T, V] -> themselves, or, given targets [B, T], their mean cross entropy (float32 scalar); -100 does not count."""
@@ -11,4 +13,4 @@ class LanguageLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return logits
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, inplace=True)
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, inplace=True)

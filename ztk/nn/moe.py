@@ -25,11 +25,13 @@ class Exchange(Protocol):
         routing: Routing,
         experts: Callable[..., Tensor],
         meanwhile: Callable[[], Tensor] | None,
+        weight: float,
     ) -> "Exchanged": ...
 
 
 class Exchanged(Protocol):
-    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks. meanwhile: what ran while tokens travelled."""
+    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks, each rank's as its micro-batch
+    weighs. meanwhile: what ran while tokens travelled."""
 
     rows: Tensor
     counts: Tensor
@@ -105,7 +107,8 @@ class SparseMLP(nn.Module):
         """rows [S, C] by slot, choices per expert [E] over all ranks, the shared expert's result [T, C]."""
         shared = None if self.shared is None else lambda: self.shared(tokens)
         if self.exchange is not None:
-            done = self.exchange(tokens, routing=routing, experts=self.experts, meanwhile=shared)
+            weight = self.losses.weight
+            done = self.exchange(tokens, routing=routing, experts=self.experts, meanwhile=shared, weight=weight)
             return done.rows, done.counts, done.meanwhile
         rows = self.experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
         return rows, routing.counts, None if shared is None else shared()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.nn import Decoder
+from ztk.nn.staged import argument
 from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
 
 
@@ -38,11 +39,7 @@ class DecoderLayers:
         return self._layer(name, modules=(name,), run=lambda x, _: self.module.through(block, x))
 
     def _embed(self, _: Carry, batch: MicroBatch) -> Tensor:
-        return self.module.embed(_argument(batch, index=0, name="tokens"))
+        return self.module.embed(argument(batch, index=0, name="tokens"))
 
     def _finish(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return self.module.finish(x, _argument(batch, index=1, name="targets"))
-
-
-def _argument(batch: MicroBatch, *, index: int, name: str) -> Tensor | None:
-    return batch.args[index] if len(batch.args) > index else batch.kwargs.get(name)
+        return self.module.finish(x, argument(batch, index=1, name="targets"))

@@ -72,11 +72,15 @@ class Wire:
         self._keys: list[int] = []
         self._is_training = True
 
-    def open(self, batches: Sequence[MicroBatch | None]) -> None:
-        """A batch begins: every rank learns the shapes of the first stage's micro-batches. A collective call."""
+    def open(self, batches: Sequence[MicroBatch | None]) -> list[float]:
+        """A batch begins: every rank learns the shapes of the first stage's micro-batches, and their weights. A collective call."""
         self._is_training = torch.is_grad_enabled()
         keys = torch.tensor([_key(batch) for batch in batches], dtype=torch.int64)  # on the host: no device waits
-        self._keys = self._comm.gather_scalars(keys, label="shapes of micro-batches")[0].tolist()
+        weights = torch.tensor([1.0 if batch is None else batch.weight for batch in batches], dtype=torch.float64)
+        own = torch.cat([keys, weights.view(torch.int64)])
+        keys, weights = self._comm.gather_scalars(own, label="shapes of micro-batches")[0].chunk(2)
+        self._keys = keys.tolist()
+        return weights.clone().view(torch.float64).tolist()
 
     def send_activation(self, carry: Carry, *, stage: int, to: int, micro_batch: int) -> None:
         """The output of `stage`; its gradients will be those of the tensors in it that require them, in order."""

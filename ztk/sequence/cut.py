@@ -3,21 +3,21 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from ztk.nn import Decoder
 from ztk.nn.attention import Attention
+from ztk.nn.loss import IGNORED
+from ztk.nn.staged import Arguments, argument, sequence_length
 from ztk.runtime import Comm, Mesh
 from ztk.sequence.attention import UlyssesAttention, key_repeats
 
-IGNORED = -100
 
-
-def cut_sequences(model: Decoder, *, mesh: Mesh) -> None:
+def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = False) -> None:
     """Rewires `model` in place: `model(tokens, targets)` takes whole sequences, alike on all ranks of the axis, and works on the own part.
 
+    tokens_cut_along_tp: tensor-parallel ranks cut the own part again, between layers.
     The loss is this rank's share: its mean over the axis' ranks is the mean over all targets that count. Without targets every
     rank works on the whole sequences. Raises ValueError for a model other than the native decoder, heads that do not divide and, when
     called, sequences that do not.
@@ -30,8 +30,12 @@ def cut_sequences(model: Decoder, *, mesh: Mesh) -> None:
         heads = layer.query.weight.shape[0] // layer.head_dim
         key_repeats(heads=heads, key_heads=layer.key.weight.shape[0] // layer.head_dim, ranks=comm.size)
         layer.core = UlyssesAttention(layer.core, comm=comm, name=name)
-    cut = _cut_stages if hasattr(model.forward, "num_stages") else _cut_whole
-    model.forward = cut(model, layers=[layer for _, layer in layers], comm=comm)
+    found = [layer for _, layer in layers]
+    if hasattr(model.forward, "num_stages"):
+        carry_parts = comm.size * (mesh.comm("tp").size if tokens_cut_along_tp else 1)
+        model.forward = _cut_stages(model, layers=found, comm=comm, carry_parts=carry_parts)
+    else:
+        model.forward = _cut_whole(model, layers=found, comm=comm)
 
 
 def _cut_whole(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
@@ -49,18 +53,21 @@ def _cut_whole(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callab
     return forward
 
 
-def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
-    """`(stage, carry, micro-batch)`, of a pipeline."""
+def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm, carry_parts: int) -> Callable:
+    """`(stage, carry, micro-batch)`, of a pipeline. carry_parts: of a sequence, in a training pass."""
     original = model.forward
 
     @functools.wraps(original)
-    def forward(stage: int, carry: object, batch: Any) -> object:
-        tokens, targets = (*batch.args, None)[:2]
-        _begin(layers, comm=comm, length=tokens.shape[1], is_cut=targets is not None)
+    def forward(stage: int, carry: object, batch: Arguments) -> object:
+        tokens, targets = argument(batch, index=0, name="tokens"), argument(batch, index=1, name="targets")
+        length = sequence_length(batch, carry=carry, parts=carry_parts)
+        is_absent = tokens is None and targets is None  # a middle rank's, which trains
+        _begin(layers, comm=comm, length=length, is_cut=is_absent or targets is not None)
         if targets is None:
             return original(stage, carry, batch)
         own = _own(targets, comm=comm)
-        out = original(stage, carry, replace(batch, args=(_own(tokens, comm=comm), own)))
+        own_tokens = None if tokens is None else _own(tokens, comm=comm)
+        out = original(stage, carry, replace(batch, args=(own_tokens, own), kwargs={}))
         return out * _share(own, targets=targets, comm=comm) if stage == original.num_stages - 1 else out
 
     return forward

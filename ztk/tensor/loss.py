@@ -1,12 +1,14 @@
 """Cross entropy on logits of which every rank has some columns: the logits are never gathered.
 
-Per row and rank three numbers travel: log-sum-exp of the own columns, the target's logit if it is among them, and zero or one for
-having it. Backward needs no communication: d_logits = (exp(logits - lse) - onehot) / number of targets.
+Per row and rank two numbers travel: log-sum-exp of the own columns, and the target's logit, zero if it is not among them. Backward needs
+no communication: d_logits = (exp(logits - lse) - onehot) / number of targets, written over the logits.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from ztk.nn.loss import IGNORED
 from ztk.runtime import Comm
 from ztk.tensor.collectives import GatherLast
 
@@ -34,11 +36,12 @@ class VocabularyParallelLoss(nn.Module):
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor, *, targets: Tensor, first: int, comm: Comm, ignore_index: int = -100
+    logits: Tensor, *, targets: Tensor, first: int, comm: Comm, ignore_index: int = IGNORED
 ) -> Tensor:
     """Mean cross entropy, fp32 scalar, the same bits on all ranks.
 
-    logits: [N, own columns], the columns `first`, `first` + 1, ... of the whole; they are overwritten in the backward.
+    logits: [N, own columns], the columns `first`, `first` + 1, ... of the whole. Their gradient takes their memory in the
+        backward, of which there may be one; nothing else may need them then.
     targets: int64 [N], in whole columns; `ignore_index` does not count.
     """
     return _CrossEntropy.apply(logits, targets, first, comm, ignore_index)
@@ -61,18 +64,22 @@ class _CrossEntropy(torch.autograd.Function):
         lse = statistics[:, 0].logsumexp(dim=0)  # [N]
         total = counts.sum().clamp(min=1)
         ctx.save_for_backward(logits, lse, index, here, counts, total)
+        ctx.is_spent = False
         return torch.where(counts, lse - statistics[:, 1].sum(dim=0), 0.0).sum() / total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_loss: Tensor) -> tuple:
+        if ctx.is_spent:
+            raise RuntimeError("vocabulary_parallel_cross_entropy: an earlier backward has written over its logits")
+        ctx.is_spent = True
         logits, lse, index, here, counts, total = ctx.saved_tensors
         weight = torch.where(counts, d_loss / total, 0.0)  # [N]
-        d_logits = torch.empty_like(logits)
         for rows in _chunks(*logits.shape):
             d_rows = (logits[rows].float() - lse[rows, None]).exp_()
             d_rows[torch.arange(len(d_rows), device=d_rows.device), index[rows]] -= here[rows].float()
-            d_logits[rows] = d_rows.mul_(weight[rows, None]).to(logits.dtype)
-        return d_logits, None, None, None, None
+            logits[rows] = d_rows.mul_(weight[rows, None]).to(logits.dtype)
+        return logits, None, None, None, None
 
 
 def _chunks(rows: int, width: int) -> list[slice]:

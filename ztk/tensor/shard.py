@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ztk.nn.staged import Arguments, sequence_length
 from ztk.runtime import Comm, Mesh
 from ztk.runtime.part import Part
 from ztk.tensor import collectives, layers
@@ -144,9 +145,8 @@ def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:
     original = model.forward
 
     @functools.wraps(original)
-    def forward(stage: int, carry: object, batch: object) -> object:
-        tokens = batch.args[0] if batch.args else next(iter(batch.kwargs.values()))
-        axis.begin(tokens.shape[1])
+    def forward(stage: int, carry: object, batch: Arguments) -> object:
+        axis.begin(sequence_length(batch, carry=carry, parts=axis.comm.size))
         return original(stage, carry, batch)
 
     model.forward = forward
@@ -154,10 +154,16 @@ def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:
 
 def _agree(parameter: nn.Parameter, *, comm: Comm, name: str) -> None:
     """Values are those of the axis' first rank."""
-    if not parameter.is_meta:
-        value = parameter.data.to(comm.device).contiguous()
-        comm.broadcast(value, source=0, label=name).wait()
-        parameter.data.copy_(value)
+    if parameter.is_meta:
+        return
+    if parameter.numel() > 1 and 0 in parameter.stride():
+        raise ValueError(
+            f"topology.tensor={comm.size} (tensor_parallel.autotp_size): {name} has no values of its own (zero.Init?), so it cannot be "
+            "cut; build the model outside of zero.Init, or leave tensor parallelism out"
+        )
+    value = parameter.data.to(comm.device).contiguous()
+    comm.broadcast(value, source=0, label=name).wait()
+    parameter.data.copy_(value)
 
 
 def _summing(comm: Comm, *, name: str) -> Callable[[Tensor], Tensor]:

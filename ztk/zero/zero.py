@@ -73,6 +73,7 @@ class Zero:
         initial_values: InitialValues | None = None,
     ) -> None:
         self.policy, self.optimizer, self._stores, self._comm = policy, optimizer, stores, mesh.world
+        self._stage = mesh.comm("pp").rank
         self.parts = parts or {}
         gathered = BufferPool(device=mesh.world.device, ledger=ledger, category="gathered")
         passing = BufferPool(device=mesh.world.device, ledger=ledger, category="gradients in flight")
@@ -199,7 +200,8 @@ class Zero:
         self.close()
 
     def first_non_finite(self) -> str | None:
-        """The first parameter, in order of definition, whose reduced gradient is not finite. The same answer on every rank."""
+        """The first parameter, in order of definition, whose reduced gradient is not finite; of a pipeline's ranks the first's. The same answer
+        on every rank."""
         first, names = float("inf"), []
         for bucket in self._trained:
             for piece in bucket.pieces:
@@ -208,8 +210,10 @@ class Zero:
                     first = min([first, *(len(names) + index for index in bad)])
             names += [placement.name for placement in bucket.layout.placements]
         name = None if first == float("inf") else names[int(first)]
-        first, name = min(self._comm.gather_objects((first, name)), key=lambda found: found[0])
-        return name
+        everyone = self._comm.gather_objects(
+            (first == float("inf"), self._stage, first, name)
+        )  # `first` counts own names
+        return min(everyone, key=lambda found: found[:3])[3]
 
     def _non_finite_in(self, bucket: Bucket, *, piece: Piece) -> list[int]:
         """Numbers of the bucket's parameters with a non-finite gradient in `piece`."""
