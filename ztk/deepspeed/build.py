@@ -14,6 +14,7 @@ from ztk.deepspeed.log import logger
 from ztk.deepspeed.offloading import StateOffload
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.pipe.module import PipelineModule
+from ztk.deepspeed.started import arrange
 from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.engine import Engine
 from ztk.optim import OptimizerPolicy
@@ -88,17 +89,23 @@ class Builder:
         changes, topology = {name: degree for name, degree in asked.items() if degree > 1}, self.process.mesh.topology
         if not changes and topology != Topology():
             return self.process  # arranged by the model itself, or as mpu says
-        return self.process.arrange(replace(topology, **changes))
+        return arrange(self.process, replace(topology, **changes))
 
     def begin_training(self, engine: Engine) -> tuple[Engine, ShardedOptimizer]:
         """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.
 
         Parameters are never whole on the way, and master weights start from their values in the model's dtype.
         """
-        if expert_topology(self.model, at_least=self.settings.experts.size).expert > 1:
-            raise ValueError(
-                "experts are spread already: name an optimizer in the configuration, or pass it to initialize"
-            )
+        cut = {
+            "experts are spread": expert_topology(self.model, at_least=self.settings.experts.size).expert,
+            "layers are cut (tensor_parallel)": self.settings.tensor.degree,
+        }
+        for what, degree in cut.items():
+            if degree > 1:
+                raise ValueError(
+                    f"{what} over {degree} ranks already, and no optimizer was given: name one in the configuration, or pass it to "
+                    "initialize"
+                )
         self.end(engine)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in self.trainable)

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.log import logger
+from ztk.deepspeed.owners import Owner, owner_of
+from ztk.deepspeed.whole import gather_state, is_cut, persistent_buffers
 from ztk.deepspeed.zero.gathered import GatheredParameters
 
 LATEST = "latest"
@@ -68,6 +70,8 @@ def load_checkpoint(
 ) -> tuple[str | None, dict]:
     """Collective. See `DeepSpeedEngine.load_checkpoint`."""
     folder, inner = Path(folder), engine.engine
+    if custom is not None:
+        _check_custom(engine, what="load_checkpoint")
     if tag is None:
         pointer = folder / LATEST
         tag = pointer.read_text().strip() if pointer.is_file() else None
@@ -116,85 +120,89 @@ def save_16bit_model(engine, *, folder: str | os.PathLike, filename: str, exclud
 def module_state_dict(
     engine, *, destination: dict | None, prefix: str, keep_vars: bool, exclude_frozen: bool
 ) -> dict[str, torch.Tensor]:
-    """See `DeepSpeedEngine.module_state_dict`. Collective at stage 3."""
+    """See `DeepSpeedEngine.module_state_dict`. Collective at stage 3 and where ranks hold parts of the model."""
     module = engine.module
-    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    if not engine.settings.zero.shards_parameters:
-        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    else:
+    if engine.settings.zero.shards_parameters or is_cut(engine.engine):
         if keep_vars:
-            raise ValueError("keep_vars=True: at stage 3 whole weights are copies; use zero.GatheredParameters")
+            raise ValueError(
+                "keep_vars=True: at stage 3, and where ranks hold parts of the model, whole weights are copies; use "
+                "zero.GatheredParameters"
+            )
+        whole = gather_state(engine.engine, keeps=True, exclude_frozen=exclude_frozen)
         state = {} if destination is None else destination
-        state |= {f"{prefix}{name}": value for name, value in _whole_state(engine, keeps=True).items()}
-    for name in frozen if exclude_frozen else ():
-        state.pop(f"{prefix}{name}", None)
+        state |= {f"{prefix}{name}": value for name, value in whole.items()}
+        return state
+    state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    for name, parameter in module.named_parameters():
+        if exclude_frozen and not parameter.requires_grad:
+            state.pop(f"{prefix}{name}", None)
     return state
 
 
 def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, custom: Callable | None) -> None:
     """See `DeepSpeedEngine.load_module_state_dict`. Collective."""
-    module, is_first = engine.module, engine.engine.comm.rank == 0
+    module, comm = engine.module, engine.engine.comm
     if custom is not None:
+        _check_custom(engine, what="load_module_state_dict")
         with GatheredParameters(module.parameters(), modifier_rank=0):
             custom(src=state, dst=module)
         return
-    expected = set(_names(module))
+    expected = {name for own in comm.gather_objects(list(_names(module))) for name in own}  # of the whole model
     missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
     if strict and (missing or unexpected):
         raise ValueError(
             f"load_module_state_dict: missing {', '.join(missing[:5]) or 'nothing'}, unexpected "
             f"{', '.join(unexpected[:5]) or 'nothing'}; strict=False loads what both have"
         )
-    errors: list[str] = []
+    own, errors = _own_part(engine, state=state)
     for prefix, part in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
-        with GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0), torch.no_grad():
-            if is_first:
-                part._load_from_state_dict(dict(state), prefix, {}, False, [], [], errors)
-    if errors := [error for rank in engine.engine.comm.gather_objects(errors) for error in rank]:
+        parameters = list(part.parameters(recurse=False))
+        with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+            if any(owner.bucket.comm.rank == 0 for owner in map(owner_of, parameters)):
+                part._load_from_state_dict(dict(own), prefix, {}, False, [], [], errors)
+    if errors := [error for rank in comm.gather_objects(errors) for error in rank]:
         raise ValueError(f"load_module_state_dict: {errors[0]}")
-    for name, buffer in _buffers(module):  # every rank has its own
+    for name, buffer in persistent_buffers(module):  # every rank has its own
         if name in state:
             buffer.data.copy_(state[name])
+
+
+def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """`state` with what this rank's model holds of every whole parameter, and what is wrong with it."""
+    own, errors = dict(state), []
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        owner: Owner = owner_of(parameter)
+        part = engine.engine.zero.part_of(owner.name, bucket=owner.bucket)
+        if name not in own or part.is_whole:
+            continue
+        value = own.pop(name)
+        if tuple(value.shape) == part.whole:
+            own[name] = part.of(value)
+        else:
+            errors.append(f"{name} has shape {tuple(value.shape)}, the whole model's has {part.whole}")
+    return own, errors
+
+
+def _check_custom(engine, *, what: str) -> None:
+    if is_cut(engine.engine):
+        raise ValueError(
+            f"{what}(custom_load_fn=): the ranks hold parts of the model (pipeline, tensor or expert parallel), which a function of "
+            "the whole cannot fill; rename what it loads first, and use load_module_state_dict"
+        )
 
 
 def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
     """The whole weights in main memory on rank 0, tied names and persistent buffers included; None on the others. Collective."""
     keeps = engine.engine.comm.rank == 0
-    state = _whole_state(engine, keeps=keeps)
-    if not keeps:
-        return None
-    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
-    return {name: value for name, value in state.items() if not (exclude_frozen and name in frozen)}
-
-
-def _whole_state(engine, *, keeps: bool) -> dict[str, torch.Tensor]:
-    """In main memory, one bucket gathered at a time; empty on ranks that do not keep it. Collective."""
-    module, whole = engine.module, {}
-    for name, value in engine.engine.zero.whole_parameters():
-        if keeps:
-            whole[name] = value.detach().to("cpu", copy=True)
-    if not keeps:
-        return {}
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    state = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        state[name] = whole[first[id(parameter)]]
-    return state | {name: buffer.detach().cpu().clone() for name, buffer in _buffers(module)}
+    state = gather_state(engine.engine, keeps=keeps, exclude_frozen=exclude_frozen)
+    return state if keeps else None
 
 
 def _names(module: nn.Module) -> Iterator[str]:
     """Of a state_dict."""
     yield from (name for name, _ in module.named_parameters(remove_duplicate=False))
-    yield from (name for name, _ in _buffers(module))
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a state_dict, under every name."""
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    yield from (name for name, _ in persistent_buffers(module))
 
 
 def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:

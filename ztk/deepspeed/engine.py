@@ -323,7 +323,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """Gives memory and files back. The engine is unusable after it; a model on data-parallel ranks may be initialised
         again, with its weights as they are.
 
-        Idempotent. Every rank calls it; one that ends by an exception may do so alone, and then its model is unusable, too.
+        Idempotent. Every rank calls it; one that ends by an exception may do so alone, and then its model is unusable, too. Connections
+        stay for the next engine on the same mesh.
         """
         if self._closed:
             return

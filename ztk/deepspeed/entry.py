@@ -15,7 +15,7 @@ from ztk.deepspeed.groups import TrainedGroups, groups_of_client, groups_of_conf
 from ztk.deepspeed.log import logger, show_messages
 from ztk.deepspeed.mpu import arranged, parts_of
 from ztk.deepspeed.optimizer import ShardedOptimizer
-from ztk.deepspeed.pipe.engine import PipelineEngine
+from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
@@ -62,6 +62,8 @@ def initialize(
     elif mpu is not None:
         process = arranged(process, mpu)
     settings = parse_config(source, world_size=process.mesh.replicas)
+    if is_pipeline:
+        pipes.check(settings)
     show_messages(settings.log_level)
     if process.rank == 0:
         for note in settings.notes:
@@ -86,7 +88,7 @@ def initialize(
         parts=None if mpu is None or is_pipeline else parts_of(model, process=process),
     )
     engine, sharded = builder.build(trained)
-    made = (PipelineEngine if is_pipeline else DeepSpeedEngine)(
+    made = (pipes.PipelineEngine if is_pipeline else DeepSpeedEngine)(
         engine,
         builder=builder,
         optimizer=sharded,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
+from ztk.deepspeed.started import arrange
 from ztk.runtime import Process
 from ztk.runtime.part import Part
 
@@ -29,7 +30,7 @@ def arranged(process: Process, mpu: object) -> Process:
                 f"mpu: data-parallel group {theirs} with {size} ranks per model: ztk expects ranks that share a model side by side, "
                 f"groups {[list(ranks) for ranks in groups]}"
             )
-    return process.arrange(topology)
+    return arrange(process, topology)
 
 
 def parts_of(model: nn.Module, *, process: Process) -> dict[str, Part] | None:

@@ -26,7 +26,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer = trained.client or self
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
-        self._written: dict[int, tuple[float, ...]] = {}
+        self._hyper = engine.control.hyper.cpu()  # what the device has
         if engine.zero.policy.shards_parameters:
             self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
@@ -101,12 +101,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def _write_hyper(self) -> None:
-        """Groups whose numbers changed go to the device; it is not waited for."""
-        table = self._engine.control.hyper
+        """Numbers that changed go to the device in one copy, which is not waited for."""
+        before, table = self._hyper.clone(), self._engine.control.hyper
         for group, row in zip(self.param_groups, self._row_of_group, strict=True):
             if row is None:
                 continue
             values = hyper_row(group, policy=self._policy)
-            if self._written.get(row) != values:
-                table[row, : len(values)].copy_(torch.tensor(values, dtype=table.dtype))
-                self._written[row] = values
+            self._hyper[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
+        if torch.equal(self._hyper, before):
+            return
+        # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
+        table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)

@@ -52,7 +52,7 @@ class Saving:
         load_module_strict: False, together with load_module_only or load_optimizer_states=False, loads what model and checkpoint both have;
         with optimizer states they must fit in any case.
         custom_load_fn: called on every rank as custom_load_fn(src=whole fp32 weights by name, dst=module) with all parameters whole, instead
-        of loading the weights by name; rank 0's result counts.
+        of loading the weights by name; rank 0's result counts. Raises ValueError where ranks hold parts of the model.
         Raises CheckpointError on all ranks for a checkpoint that is missing, damaged or of another model.
         """
         self._states.need(what="load_checkpoint")
@@ -97,9 +97,10 @@ class Saving:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """The module's state_dict; at stage 3 whole weights in main memory on every rank. Below it the call is local.
+        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the whole model's in main memory on every rank.
+        Otherwise the call is local.
 
-        Raises ValueError for keep_vars at stage 3: the whole weights are copies.
+        Raises ValueError for keep_vars where whole weights are copies.
         """
         return checkpoints.module_state_dict(
             self,
@@ -119,6 +120,8 @@ class Saving:
         """Loads `checkpoint["module"]`, whole weights by name, into the module, master weights included; rank 0's values count.
 
         One module's parameters are whole at a time; with custom_load_fn, called as custom_load_fn(src=..., dst=module), all of them.
+        Where ranks hold parts of the model, each takes its own of `checkpoint["module"]`, which all must have whole, and custom_load_fn
+        raises ValueError.
         fetch_z3_params: accepted; sharded parameters are always made whole for it.
         """
         del fetch_z3_params

@@ -7,11 +7,12 @@ import socket
 import torch
 import torch.distributed as dist
 
-from ztk.runtime import Process
+from ztk.runtime import Process, Topology
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 _process: Process | None = None
+_arranged: dict[Topology, Process] = {}
 
 
 def this_process(
@@ -35,6 +36,16 @@ def this_process(
             _tell_environment()
         _process = Process.start(timeout_seconds=timeout.total_seconds())
     return _process
+
+
+def arrange(process: Process, topology: Topology) -> Process:
+    """`process` in `topology`. A mesh is connected once in a program and serves all engines that ask for it: connections cost threads
+    and files. A collective call.
+    """
+    found = _arranged.get(topology)
+    if found is None or found.comm is not process.comm:
+        found = _arranged[topology] = process.arrange(topology)
+    return found
 
 
 def join(

@@ -36,18 +36,23 @@ class PipelineEngine(Engine):
         self.timeline: Timeline | None = None
         self._pipeline = self.process.mesh.comm("pp")
         self._wire = Wire(self._pipeline, dynamic_shapes=policy.dynamic_shapes)
-        self.schedule = make_schedule(
-            policy.schedule,
-            num_ranks=self._pipeline.size,
-            num_micro_batches=self.accumulation_steps,
-            virtual_stages=policy.virtual_stages,
-        )
-        weights = Kind.backward_weight if self.schedule.is_split else Kind.backward
-        own = [action for action in self.schedule.computes(self._pipeline.rank) if action.kind is weights]
-        self._last_of = {action.stage: action for action in own}  # after it the stage's gradients are complete
-        self._completing = weights
+        self.plan_batch(self.accumulation_steps)
         self._buckets_of = self._buckets_by_stage()
         self._adds_locally = self._gradients_fit()
+
+    def plan_batch(self, accumulation_steps: int) -> None:
+        """So many micro-batches per step from now on, the same on every rank. Raises ValueError if the schedule cannot do with them."""
+        schedule = make_schedule(
+            self.policy.schedule,
+            num_ranks=self._pipeline.size,
+            num_micro_batches=accumulation_steps,
+            virtual_stages=self.policy.virtual_stages,
+        )
+        self.accumulation_steps, self.schedule = accumulation_steps, schedule
+        self.micro_steps = self.global_steps * accumulation_steps  # which says where a step ends
+        self._completing = Kind.backward_weight if schedule.is_split else Kind.backward
+        own = [action for action in schedule.computes(self._pipeline.rank) if action.kind is self._completing]
+        self._last_of = {action.stage: action for action in own}  # after it the stage's gradients are complete
 
     @property
     def is_first_stage(self) -> bool:

@@ -6,6 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings
+from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.loader import RepeatingLoader
 from ztk.deepspeed.pipe.topology import PipelineParallelGrid
@@ -14,6 +16,17 @@ from ztk.pipeline import MicroBatch
 
 class PipelineError(Exception):
     """A pipeline was asked for a forward, backward or step of its own."""
+
+
+def check(settings: Settings) -> None:
+    """Raises DeepSpeedConfigError for what looks into a forward of its own, which a pipeline does not have."""
+    if settings.watching.flops is not None:
+        raise DeepSpeedConfigError(
+            [
+                "flops_profiler.enabled=true: a pipeline's forwards and backwards alternate, and each stage has layers of its own; set "
+                "it to false, and measure layers by profiling.flops_profiler.get_model_profile"
+            ]
+        )
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -41,11 +54,12 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         batches = self._take(self.micro_batches)
-        with self._watcher.step():
+        with self._watcher.batch():
             loss = self.optimizer.train_batch(batches)
+            self.agg_train_loss = self._mean_of_replicas(loss)
+        self._watcher.note_loss(self.agg_train_loss)
         self._after_batch()
         self._watcher.after_step()
-        self.agg_train_loss = self._mean_of_replicas(loss)
         return self.agg_train_loss
 
     def eval_batch(
@@ -106,6 +120,14 @@ class PipelineEngine(DeepSpeedEngine):
                 raise ValueError("a pipeline's batches are (inputs, labels); set_batch_fn makes them of others")
             batches.append(tuple(_placed(part, device=self.device) for part in batch))
         return batches
+
+    def _set_batch(self, batch: BatchSizes) -> None:
+        if self.num_stages > 1:
+            self.engine.plan_batch(batch.accumulation)
+        else:
+            self.engine.micro_steps = self.engine.global_steps * batch.accumulation
+        self.micro_batches = batch.accumulation
+        super()._set_batch(batch)
 
     # Parts of eval_batch
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from ztk import pipeline
 from ztk.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from ztk.deepspeed.started import this_process
+from ztk.deepspeed.started import arrange, this_process
 from ztk.pipeline import LayerSpec, PipelinePolicy
 from ztk.pipeline.stages import cut, plan
 from ztk.runtime import Process, Topology
@@ -45,7 +45,7 @@ class PipelineModule(pipeline.PipelineModule):
         process = this_process()
         self._topo = _topology(topology, num_stages=num_stages, process=process)
         self.num_stages = self._topo.get_dim("pipe")
-        self.process = process.arrange(Topology(pipeline=self.num_stages))
+        self.process = arrange(process, Topology(pipeline=self.num_stages))
         self.policy = PipelinePolicy(partition=_method(partition_method), dynamic_shapes=dynamic_shape)
         self.recompute_interval = activation_checkpoint_interval
         if activation_checkpoint_func is not None:

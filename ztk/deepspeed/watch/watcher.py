@@ -76,11 +76,23 @@ class Watcher:
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around the backward of a micro-batch's `loss`."""
-        if self.monitor.enabled and self._is_first:
-            self._losses.append(loss.detach())
+        self.note_loss(loss)
         with self._timed("bwd"):
             yield
         self._see("after backward")
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """One of those whose mean is the step's."""
+        if self.monitor.enabled and self._is_first:
+            self._losses.append(loss.detach())
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around a pipeline's whole step, whose forwards and backwards alternate: its time is `step`'s."""
+        if self._every:
+            self._throughput.start()
+        with self.step():
+            yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -141,8 +153,9 @@ class Watcher:
         if self._settings.wall_clock_breakdown:
             spent = self.clock.step
             events += [
-                (f"Train/Samples/elapsed_time_ms_{word}", spent.get(name, 0.0), samples)
+                (f"Train/Samples/elapsed_time_ms_{word}", spent[name], samples)
                 for word, name in (*_PHASES.items(), ("step", "step"))
+                if name in spent  # a pipeline has its whole steps alone
             ]
         return events
 

@@ -1,0 +1,103 @@
+"""The whole model's state_dict, of what the ranks hold: shards of parameters, and on meshes that cut the model parts of it.
+
+Phases: every rank copies what its model holds into main memory, one bucket gathered at a time; the ranks say what they have; every
+part that somebody lacks goes around once, by the first rank that has it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ztk.checkpoint.model import tied_names
+from ztk.engine import Engine
+from ztk.runtime import Comm
+from ztk.runtime.part import Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """What a rank has of one parameter or buffer."""
+
+    part: Part
+    dtype: torch.dtype
+    trainable: bool
+
+
+def is_cut(engine: Engine) -> bool:
+    """Ranks have different parts of the model, over which ZeRO shards."""
+    topology = engine.process.mesh.topology
+    return max(topology.tensor, topology.expert, topology.pipeline) > 1
+
+
+def gather_state(engine: Engine, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
+    """Weights in main memory by name, tied names and persistent buffers included; empty on ranks that do not keep it. Collective over
+    all ranks.
+
+    keeps: rank 0 does, and either all others or none of them. In memory a rank has its own parts besides, before they are put together.
+    """
+    comm, module = engine.process.comm, engine.module
+    cut = is_cut(engine)
+    values = {}
+    for name, value in engine.zero.whole_parameters():
+        if keeps or cut:
+            values[name] = value.detach().to("cpu", copy=True)
+    held = _parameters_held(engine)
+    for name, buffer in persistent_buffers(module):
+        values[name] = buffer.detach().to("cpu", copy=True)
+        held[name] = _Held(part=Part.everything(tuple(buffer.shape)), dtype=buffer.dtype, trainable=True)
+    ties = tied_names(module)
+    if cut:
+        everyone = comm.gather_objects((held, ties))
+        held = {name: item for theirs, _ in reversed(everyone) for name, item in theirs.items()}
+        ties = {name: first for _, theirs in everyone for name, first in theirs.items()}
+        values = _put_together(values, of_ranks=[theirs for theirs, _ in everyone], comm=comm, keeps=keeps)
+    if not keeps:
+        return {}
+    wanted = {name for name, item in held.items() if item.trainable or not exclude_frozen}
+    state = {name: value for name, value in values.items() if name in wanted}
+    return state | {name: state[first] for name, first in ties.items() if first in wanted}
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those of a state_dict, under every name."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _parameters_held(engine: Engine) -> dict[str, _Held]:
+    held = {}
+    for bucket in engine.zero.buckets:
+        for placement in bucket.layout.placements:
+            held[placement.name] = _Held(
+                part=engine.zero.part_of(placement.name, bucket=bucket),
+                dtype=bucket.traits.dtype,
+                trainable=bucket.traits.trainable,
+            )
+    return {name: held[name] for name, _ in engine.module.named_parameters()}
+
+
+def _put_together(
+    values: dict[str, Tensor], *, of_ranks: list[dict[str, _Held]], comm: Comm, keeps: bool
+) -> dict[str, Tensor]:
+    """One part on its way at a time; copies of it stay where they are."""
+    whole, seen = {}, set()
+    for rank, theirs in enumerate(of_ranks):
+        for name, item in theirs.items():
+            part = item.part
+            if (name, part.start, part.shape) in seen:
+                continue
+            seen.add((name, part.start, part.shape))
+            box = torch.empty(part.shape, dtype=item.dtype, device=comm.device)
+            if comm.rank == rank:
+                box.copy_(values[name])
+            if box.numel():
+                comm.broadcast(box.view(-1).view(torch.uint8), source=rank, label=name).wait()
+            if keeps:
+                if name not in whole:
+                    whole[name] = torch.empty(part.whole, dtype=item.dtype)
+                part.of(whole[name]).copy_(box)
+    return whole
