@@ -10,6 +10,7 @@ a layout differ between stages or tiers.
 """
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,17 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankFailed, RankPool
-from tests.topology.matrix import LAYOUTS, PRECISIONS, RELATIVE_FP32, STAGES, TIERS, deviation, run_alone, run_cell
+from tests.topology.matrix import (
+    LAYOUTS,
+    PRECISIONS,
+    RELATIVE_FP32,
+    STAGES,
+    TIERS,
+    Cell,
+    deviation,
+    run_alone,
+    run_cell,
+)
 
 OWN_ERRORS = 3  # see the module's text
 
@@ -29,19 +40,19 @@ def main() -> int:
     arguments = parse()
     console = Console(width=200)
     alone = RankPool(1)
-    references = {
-        (experts, dtype): alone.run(run_alone, experts=experts, dtype=dtype)[0]
-        for experts in (False, True)
-        for dtype in PRECISIONS
-    }
-    alone.close()
+
+    @functools.cache
+    def one_rank(layout: str | None, dtype: str) -> Cell:
+        return alone.run(run_alone, layout=layout, dtype=dtype)[0]
+
     pools: dict[int, RankPool] = {}
     rows, cells, columns = [], [], strategies(arguments)
     for layout in arguments.layouts:
         world, topology = LAYOUTS[layout]
         pool = pools.setdefault(world, RankPool(world))
         for dtype in arguments.precisions:
-            exact, reference = (references[topology.expert > 1, name] for name in ("fp32", dtype))
+            cut_alike = layout if topology.expert > 1 else None
+            exact, reference = (one_rank(cut_alike, name) for name in ("fp32", dtype))
             bound = RELATIVE_FP32 if dtype == "fp32" else OWN_ERRORS * deviation(reference, reference=exact)
             row = [run(pool, layout=layout, dtype=dtype, stage=s, tier=t, reference=reference) for s, t in columns]
             for cell in row:
@@ -49,7 +60,7 @@ def main() -> int:
             cells += row
             rows.append((layout, dtype, bound, row))
             console.print(line(layout, dtype=dtype, bound=bound, row=row))
-    for pool in pools.values():
+    for pool in (alone, *pools.values()):
         pool.close()
     console.print(table(rows, columns=columns))
     for cell in cells:

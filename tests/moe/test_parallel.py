@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from tests.moe.runs import BATCH, CONFIG, LENGTH, Run, train
+from tests.moe.runs import BATCH, CONFIG, LENGTH, Expert, Run, train
 from tests.ranks import RankFailed
+from ztk.moe import MoE, shard_experts
 from ztk.pipeline import PipelinePolicy
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import Topology
@@ -234,3 +236,25 @@ def test_checkpoints_of_spread_experts_load_where_they_are_spread_otherwise(rank
     for world, topology in ((1, ONE), (2, EP2)):
         run = ranks(world).run(train, topology=topology, kind=kind, stage=2, steps=6, resume=str(tmp_path))[0]
         torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(rest), rtol=1e-5, atol=0)
+
+
+def chance(process, *, topology: Topology) -> list[torch.Tensor]:
+    """What layers that choose by chance make of the same tokens, on ranks whose generators stand apart."""
+    mesh = process.arrange(topology).mesh
+    torch.manual_seed(3)
+    layers = nn.ModuleList(
+        MoE(16, Expert(16), num_experts=4, capacity_factor=0.5, **options)
+        for options in ({"k": 1, "noisy_gate_policy": "RSample"}, {"k": 1, "noisy_gate_policy": "Jitter"}, {"k": 2})
+    )
+    shard_experts(layers, mesh=mesh)
+    x = torch.randn(64, 16)
+    torch.manual_seed(process.rank)
+    return [layer(x)[0].detach() for layer in layers]
+
+
+def test_tensor_ranks_draw_the_same_numbers(ranks):
+    """Random selection, sampled choices and jitter are those that the first tensor rank would draw alone."""
+    first, second = ranks(2).run(chance, topology=Topology(tensor=2))
+    (alone,) = ranks(1).run(chance, topology=ONE)
+    for own, other, expected in zip(first, second, alone, strict=True):
+        assert torch.equal(own, other) and torch.equal(own, expected)

@@ -31,10 +31,10 @@ STAGES, TIERS, PRECISIONS = (0, 1, 2, 3), ("none", "cpu", "nvme"), ("fp32", "bf1
 MICRO_BATCHES = 2  # of a pipeline; elsewhere one, for which stages promise equal bits
 # A sum split over ranks is rounded in another order, by a few units of 6e-8 a step, which 20 steps of training amplify.
 RELATIVE_FP32 = 1e-5
-# Experts are chosen per token, so a batch that is cut up chooses alike; the balance loss is a product of two means over the own tokens,
-# which is another number for another cut, and stays out.
+# Experts are chosen per token, so a batch that is cut up chooses alike. The balance loss counts choices over all ranks that run a micro-batch
+# at the same time and is then linear in each rank's part; the one-rank run it is compared with has the same micro-batches.
 EXPERTS = replace(
-    CONFIG, experts=4, experts_per_token=2, experts_every=2, expert_hidden_dim=24, balance_loss_weight=0.0
+    CONFIG, experts=4, experts_per_token=2, experts_every=2, expert_hidden_dim=24, balance_loss_weight=0.01
 )
 
 
@@ -54,19 +54,34 @@ def run_cell(process: Process, *, layout: str, stage: int, tier: str, dtype: str
     return _run(arranged(process, topology=topology), strategy=strategy, experts=topology.expert > 1, steps=steps)
 
 
-def run_alone(process: Process, *, experts: bool, dtype: str, steps: int = 20) -> Cell:
-    """The one-rank run that cells are compared with."""
-    return _run(alone(process), strategy=Strategy(dtype=dtype), experts=experts, steps=steps)
+def run_alone(process: Process, *, layout: str | None = None, dtype: str, steps: int = 20) -> Cell:
+    """The one-rank run that cells are compared with. layout: has experts, and this run its micro-batches; None: no experts."""
+    strategy = Strategy(dtype=dtype)
+    if layout is None:
+        return _run(alone(process), strategy=strategy, experts=False, steps=steps)
+    return _run(alone(process), strategy=strategy, experts=True, steps=steps, cut=cut_of(layout))
 
 
-def _run(process: Process, *, strategy: Strategy, experts: bool, steps: int) -> Cell:
-    mesh, micro_batches = process.mesh, MICRO_BATCHES if strategy.topology.pipeline > 1 else 1
+def cut_of(layout: str) -> tuple[int, int]:
+    """(replicas, micro-batches of each) that a step's batch is cut into."""
+    world, topology = LAYOUTS[layout]
+    replicas = world // (topology.tensor * topology.pipeline * topology.sequence)
+    return replicas, MICRO_BATCHES if topology.pipeline > 1 else 1
+
+
+def _run(
+    process: Process, *, strategy: Strategy, experts: bool, steps: int, cut: tuple[int, int] | None = None
+) -> Cell:
+    """cut: into (replicas, micro-batches), whose parts this one rank has all; None: it has its own."""
+    mesh = process.mesh
+    replicas, micro_batches = cut or (mesh.replicas, MICRO_BATCHES if strategy.topology.pipeline > 1 else 1)
     # A scale at which no step is skipped: gradients are summed before they are divided, so a layout would skip others.
     strategy = replace(strategy, loss_scale=2.0**10, options={"accumulation_steps": micro_batches})
     engine = make_engine(process, strategy=strategy, config=EXPERTS if experts else CONFIG)
     losses, norms = [], []
     for step in range(steps):
-        own = [whole.chunk(mesh.replicas)[mesh.replica].chunk(micro_batches) for whole in batch(step)]
+        parts = [[part.chunk(micro_batches) for part in whole.chunk(replicas)] for whole in batch(step)]
+        own = [[torch.cat(same) for same in zip(*part, strict=True)] if cut else part[mesh.replica] for part in parts]
         loss = engine.train_batch(list(zip(*own, strict=True)))
         losses.append(float(engine.comm.gather_scalars(loss.detach().double().view(1), label="loss").mean()))
         norms.append(engine.read_metrics().grad_norm)
