@@ -266,3 +266,22 @@ def test_shapes_that_depend_on_values_must_be_announced(ranks):
             pool.run(capricious, dynamic=False)
     finally:
         pool.close()
+
+
+def poisoned(process) -> list[str]:
+    """Stage 0's last gradient and stage 1's first are NaN; (what is named, stage 0's)."""
+    model, more = decoder(DECODER)
+    engine = build_engine(process, layout=Layout(topology=TWO, stage=2), model=model, **more)
+    own = dict(engine.module.named_parameters())
+    names = list(own) if engine.is_last_stage else [*reversed(own)]
+    own[names[0]].register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(FloatingPointError) as caught:
+        engine.train_batch(micro_batches(0, replica=0, replicas=1))
+        engine.close()
+    return [str(caught.value), names[0]]
+
+
+def test_the_first_stages_parameter_is_named(ranks):
+    """Its number among its rank's parameters is higher than that of the other stage's."""
+    (text, first), (other, _) = ranks(2).run(poisoned)
+    assert f"the gradient of {first} is not finite" in text and text == other
