@@ -44,6 +44,10 @@ def connect_groups(
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
+    if isinstance(transport, SharedMemoryTransport):
+        # The group has introduced the ranks to each other and is not needed again. Its threads poll: a hundred of them took half a core.
+        # Nobody is still in it: every rank has sent its memory, which comes after the last collective.
+        dist.destroy_process_group(made[tuple(own)])
     return _comm(
         transport, ranks=own, rank=own.index(rank), device=device, timeout_seconds=timeout_seconds, number=number
     )
