@@ -1,12 +1,10 @@
 """What runs on every rank: scripts in the style of DeepSpeed's documents, and a plain PyTorch loop to compare with."""
 
 import argparse
-import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -137,92 +135,6 @@ def train(process: Process, *, ds_config: dict, optimizer: Callable | None = Non
     }
     engine.destroy()
     return found
-
-
-# Document 000: train_zero.py, `deepspeed train_zero.py --deepspeed_config ds_config_zero2.json`, with its optimizer named
-
-
-def train_zero(process: Process, *, stage: int, fp16: bool) -> dict:
-    """The script of document 000, its configuration in a file, 32 samples as there."""
-    ds_config = {
-        "train_batch_size": 32,
-        "gradient_accumulation_steps": 1,
-        "fp16": {"enabled": fp16},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-    }
-    if stage == 2:
-        ds_config["zero_optimization"] |= {"allgather_partitions": True, "reduce_scatter": True}
-    else:
-        off = {"device": "none"}
-        ds_config["zero_optimization"] |= {"offload_optimizer": off, "offload_param": off}
-    path = Path(tempfile.mkdtemp()) / "ds_config.json"
-    path.write_text("// as in the document\n" + json.dumps(ds_config))
-    args = argparse.Namespace(deepspeed_config=str(path))
-
-    model = build()
-    parameters = filter(lambda p: p.requires_grad, model.parameters())
-    model_engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=parameters)
-    losses = []
-    for step in range(30):
-        torch.manual_seed(step % 3)
-        x, y = torch.randn(32, 28), torch.randint(0, 10, (32,))
-        x = x.to(model_engine.device)
-        y = y.to(model_engine.device)
-
-        outputs = model_engine(x)
-        loss = F.cross_entropy(outputs, y)
-
-        model_engine.backward(loss)
-        model_engine.step()
-        losses.append(float(loss))
-    found = {"losses": losses, "skipped": model_engine.skipped_steps, "dtype": str(outputs.dtype)}
-    model_engine.destroy()
-    return found
-
-
-# Document 001: ds_config as a dict, the model its own loss
-
-
-class LanguageModel(nn.Module):
-    """Stands for AutoModelForCausalLM: called with labels, it returns an object with a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        self.head = nn.Linear(16, 50)
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> argparse.Namespace:
-        logits = self.head(self.embedding(inputs))
-        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return argparse.Namespace(logits=logits, loss=loss)
-
-
-def document_001(process: Process, *, zero: dict, with_optimizer: bool) -> dict:
-    """Blocks 2-1 to 2-3. As written there no optimizer is named: then `backward` says what to give."""
-    torch.manual_seed(0)
-    model = LanguageModel()
-    ds_config = {"train_batch_size": 8, "zero_optimization": zero}
-    if with_optimizer:
-        ds_config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-    model, optimizer, _, _ = deepspeed.initialize(model=model, config=ds_config)
-    inputs = torch.randint(0, 50, (1, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
-    losses, error = [], None
-    for _ in range(20):
-        outputs = model(inputs, labels=inputs)
-        loss = outputs.loss
-        losses.append(float(loss))
-        try:
-            model.backward(loss)
-            model.step()
-        except ValueError as refused:
-            error = str(refused)
-            break
-    model.eval()
-    with torch.no_grad():
-        evaluated = float(model(inputs, labels=inputs).loss)
-    model.destroy()
-    return {"losses": losses, "error": error, "evaluated": evaluated, "optimizer": type(optimizer).__name__}
 
 
 # Ways to write a loop

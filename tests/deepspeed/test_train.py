@@ -97,27 +97,3 @@ def test_clipping_and_offloading(ranks):
 def test_bf16_learns(ranks, stage):
     found = ranks(2).run(train, ds_config=config(stage=stage, bf16={"enabled": True}), steps=30, period=3)[0]
     assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
-
-
-@pytest.mark.parametrize(("stage", "fp16"), [(2, True), (3, True), (2, False), (3, False)])
-def test_document_000(ranks, stage, fp16):
-    found = ranks(2).run(scripts.train_zero, stage=stage, fp16=fp16)[0]
-    assert sum(found["losses"][-3:]) < 0.7 * sum(found["losses"][:3])
-    assert ("float16" in found["dtype"]) == fp16
-
-
-BLOCKS = [{"stage": 1}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}]
-
-
-@pytest.mark.parametrize("zero", BLOCKS, ids=lambda zero: f"stage{zero['stage']}")
-def test_document_001(ranks, zero):
-    found = ranks(2).run(scripts.document_001, zero=zero, with_optimizer=True)[0]
-    assert found["losses"][-1] < 0.9 * found["losses"][0] and found["error"] is None
-
-
-@pytest.mark.parametrize("zero", BLOCKS, ids=lambda zero: f"stage{zero['stage']}")
-def test_document_001_as_it_is_written(ranks, zero):
-    """No optimizer is named: AdamW at DeepSpeed's default rate, which DeepSpeed 0.19.8 itself refuses."""
-    found = ranks(2).run(scripts.document_001, zero=zero, with_optimizer=False)[0]
-    assert found["losses"][-1] < found["losses"][0] and found["error"] is None
-    assert found["evaluated"] < found["losses"][-1] and found["optimizer"] == "NoneType"

@@ -49,8 +49,10 @@ class PlainEngine(nn.Module):
         self._micro, self._skipped = 0, 0
 
     def forward(self, *args, **kwargs):
-        cast = lambda v: v.to(self.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v  # noqa: E731
-        return self.module(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+        return self.module(*map(self._cast, args), **{name: self._cast(value) for name, value in kwargs.items()})
+
+    def _cast(self, value: object) -> object:
+        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def backward(self, loss: Tensor) -> None:
         (loss.float() * (self._scale.value if self._scale else 1.0) / self._accumulation).backward()

@@ -32,29 +32,25 @@ def behind(x: Tensor, *, rows: int) -> Tensor:
     return far
 
 
-@pytest.fixture
-def last_programs(monkeypatch):
-    """A function: from now on launches run only the last `count` programs along their first axis, and allocate sparsely."""
+def run_last_programs(count: int, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on launches run only the last `count` programs along their first axis, and allocate sparsely."""
     executor, builder = interpreter.GridExecutor, interpreter.interpreter_builder
 
-    def choose(count: int) -> None:
-        def run(self, *args, grid, warmup, **kwargs):
-            skipped = max(0, grid[0] - count)
-            part = (grid[0] - skipped, *grid[1:])
-            whole = grid + (1,) * (3 - len(grid))
-            monkeypatch.setattr(builder, "set_grid_dim", lambda *_: type(builder).set_grid_dim(builder, *whole))
-            monkeypatch.setattr(
-                builder, "set_grid_idx", lambda x, y, z: type(builder).set_grid_idx(builder, x + skipped, y, z)
-            )
-            executor(self.rewrite(), self.arg_names, part, self.pre_run_hooks)(*args, **kwargs)
+    def run(self, *args, grid, warmup, **kwargs):
+        skipped = max(0, grid[0] - count)
+        part = (grid[0] - skipped, *grid[1:])
+        whole = grid + (1,) * (3 - len(grid))
+        monkeypatch.setattr(builder, "set_grid_dim", lambda *_: type(builder).set_grid_dim(builder, *whole))
+        monkeypatch.setattr(
+            builder, "set_grid_idx", lambda x, y, z: type(builder).set_grid_idx(builder, x + skipped, y, z)
+        )
+        executor(self.rewrite(), self.arg_names, part, self.pre_run_hooks)(*args, **kwargs)
 
-        monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
-        # CPU tensors are used in place: what the interpreter would copy back is the same memory, all 2^31 elements of it.
-        monkeypatch.setattr(executor, "_restore_args_dev", lambda *_: None)
-        monkeypatch.setattr(torch, "empty_like", lambda x, **_: sparse(tuple(x.shape), x.dtype))
-        monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: sparse(_flat_shape(shape), dtype))
-
-    return choose
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    # CPU tensors are used in place: what the interpreter would copy back is the same memory, all 2^31 elements of it.
+    monkeypatch.setattr(executor, "_restore_args_dev", lambda *_: None)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: sparse(tuple(x.shape), x.dtype))
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: sparse(_flat_shape(shape), dtype))
 
 
 def _flat_shape(shape: tuple) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
 """Ops beyond 2^31 elements: the end of a huge tensor gives what the same elements give alone, and 32-bit offsets do not."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.far import BEYOND, behind, last_programs  # noqa: F401
+from tests.kernels.far import BEYOND, behind, run_last_programs
 from tests.kernels.test_planted_mistakes import load_copy
 from ztk.kernels import (
     adamw,
@@ -24,6 +26,13 @@ from ztk.kernels import (
 
 N = 4096  # elements at the end
 PROGRAMS = 16  # of 256 elements and more: enough to cover them
+
+
+@pytest.fixture
+def last_programs(monkeypatch):
+    """A function of how many programs run."""
+    return functools.partial(run_last_programs, monkeypatch=monkeypatch)
+
 
 WIDE = "program_id(0).to(tl.int64)"
 NARROW = "program_id(0).to(tl.int32)"
@@ -75,14 +84,14 @@ def check_planted(check, *, modules) -> None:
 
 
 @pytest.mark.parametrize("function", FLAT, ids=lambda f: f.__name__)
-def test_flat_ops(function, planted, last_programs):  # noqa: F811
+def test_flat_ops(function, planted, last_programs):
     last_programs(PROGRAMS)
     check_planted(
         lambda module: check_flat(getattr(module, function.__name__), spec=module.SPEC), modules=planted(function)
     )
 
 
-def test_quantize(planted, last_programs):  # noqa: F811
+def test_quantize(planted, last_programs):
     last_programs(PROGRAMS)
     x = torch.randn(1, N).bfloat16()
 
@@ -98,7 +107,7 @@ def test_quantize(planted, last_programs):  # noqa: F811
     check_planted(check, modules=planted(quantize))
 
 
-def test_sum_of_squares(planted, last_programs):  # noqa: F811
+def test_sum_of_squares(planted, last_programs):
     last_programs(1)  # it walks its 513 tiles
     x = torch.randn(N).bfloat16()
 
@@ -110,7 +119,7 @@ def test_sum_of_squares(planted, last_programs):  # noqa: F811
     check_planted(check, modules=planted(sum_of_squares, old=offset, new=f"({offset}).to(tl.int32)"))
 
 
-def test_flatten(planted, last_programs):  # noqa: F811
+def test_flatten(planted, last_programs):
     last_programs(PROGRAMS)
     x = torch.randn(N).bfloat16()
 
@@ -129,7 +138,7 @@ COLUMNS = 1 << 17
 ROWS = 3
 
 
-def test_cross_entropy(planted, last_programs):  # noqa: F811
+def test_cross_entropy(planted, last_programs):
     last_programs(ROWS)
     x, target = torch.randn(ROWS, COLUMNS).bfloat16(), torch.randint(0, COLUMNS, (ROWS,))
 

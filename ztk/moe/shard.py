@@ -15,7 +15,9 @@ from ztk.moe.layer import MoE
 from ztk.moe.stacked import SpreadExperts, is_stacked_experts
 from ztk.nn.moe import SparseMLP
 from ztk.runtime import Mesh
-from ztk.runtime.part import Part
+from ztk.runtime.part import Part, share_first_values
+
+_KEY = "topology.expert (MoE's ep_size)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +114,7 @@ class _Cutter:
         parts = {}
         for leaf, parameter in module.named_parameters(recurse=False):
             path = f"{name}.{leaf}" if name else leaf
-            self._agree(parameter, name=path)
+            share_first_values(parameter, comm=self._comm, name=path, key=_KEY)
             part = Part.cut(tuple(parameter.shape), dim=0, start=self._own.start, stop=self._own.stop, **self._traits())
             parameter.data = part.of(parameter.data).clone()
             parts[path] = part
@@ -125,7 +127,7 @@ class _Cutter:
             prefix = f"{self._layer.name}.experts.{number}".lstrip(".")
             expert = module.experts[str(number)]
             for leaf, parameter in expert.named_parameters():
-                self._agree(parameter, name=f"{prefix}.{leaf}")
+                share_first_values(parameter, comm=self._comm, name=f"{prefix}.{leaf}", key=_KEY)
                 if number in self._own:
                     parts[f"{prefix}.{leaf}"] = Part.everything(tuple(parameter.shape), **self._traits())
             if number not in self._own:
@@ -135,19 +137,6 @@ class _Cutter:
     def _traits(self) -> dict:
         """Tensor-parallel ranks hold the same experts and see the same tokens."""
         return {"axis": "expert_data", "replica": self._mesh.comm("tp").rank}
-
-    def _agree(self, parameter: nn.Parameter, *, name: str) -> None:
-        """Values are those of the axis' first rank."""
-        if parameter.is_meta:
-            return
-        if parameter.numel() > 1 and 0 in parameter.stride():
-            raise ValueError(
-                f"{name} has no values of its own (zero.Init?), so its experts cannot be shared out; build the model on the meta device or "
-                "outside of zero.Init"
-            )
-        value = parameter.data.to(self._comm.device).contiguous()
-        self._comm.broadcast(value, source=0, label=name).wait()
-        parameter.data.copy_(value)
 
 
 def _stays_whole(layer: ExpertLayer, *, degree: int) -> bool:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ztk.runtime.comm import Comm
 
 # (name=, start=, stop=) -> fp32 [stop - start]: a stretch of a parameter's first values, the same on all ranks
 InitialValues = Callable[..., Tensor]
@@ -80,3 +82,20 @@ def values_of_parts(whole: InitialValues, *, parts: Mapping[str, Part]) -> Initi
         return whole(name=name, start=first, stop=int(positions[-1]) + 1)[positions - first]
 
     return values
+
+
+def share_first_values(parameter: nn.Parameter, *, comm: Comm, name: str, key: str) -> None:
+    """Before it is cut: the values of `comm`'s first rank become everybody's. Parameters on the meta device have values by name.
+
+    key: the option that cuts it, for the ValueError that a parameter without values of its own raises.
+    """
+    if parameter.is_meta:
+        return
+    if parameter.numel() > 1 and 0 in parameter.stride():  # a placeholder: the values lie sharded elsewhere
+        raise ValueError(
+            f"{key}={comm.size}: {name} has no values of its own (zero.Init?), so it cannot be cut; build the model on the meta "
+            f"device or outside of zero.Init, or use {key}=1"
+        )
+    value = parameter.data.to(comm.device).contiguous()
+    comm.broadcast(value, source=0, label=name).wait()
+    parameter.data.copy_(value)

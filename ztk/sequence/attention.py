@@ -5,7 +5,7 @@ import math
 from torch import Tensor, nn
 
 from ztk.runtime import Comm
-from ztk.sequence.exchange import HeadsToSequence, SequenceToHeads
+from ztk.sequence.exchange import to_heads, to_sequence
 
 
 class UlyssesAttention(nn.Module):
@@ -24,13 +24,13 @@ class UlyssesAttention(nn.Module):
         if not self.active:
             return self.core(query, key=key, value=value)
         repeats = key_repeats(heads=query.shape[2], key_heads=key.shape[2], ranks=self._comm.size)
-        query = SequenceToHeads.apply(query, self._comm, f"{self._name} query")
+        query = to_heads(query, comm=self._comm, label=f"{self._name} query")
         key, value = (
-            SequenceToHeads.apply(x.repeat_interleave(repeats, dim=2) if repeats > 1 else x, self._comm, label)
+            to_heads(x.repeat_interleave(repeats, dim=2) if repeats > 1 else x, comm=self._comm, label=label)
             for x, label in ((key, f"{self._name} key"), (value, f"{self._name} value"))
         )
         out = self.core(query, key=key, value=value)
-        return HeadsToSequence.apply(out, self._comm, f"{self._name} out")
+        return to_sequence(out, comm=self._comm, label=f"{self._name} out")
 
 
 def key_repeats(*, heads: int, key_heads: int, ranks: int) -> int:

@@ -8,32 +8,25 @@ from einops import rearrange
 from torch import Tensor
 
 from ztk.runtime import Comm
+from ztk.runtime.differentiable import through
 
 
-class SequenceToHeads(torch.autograd.Function):
+def to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:
     """[B, T / n, H, D], all heads of a part of the sequence -> [B, T, H / n, D], some heads of all of it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
-        ctx.comm, ctx.label = comm, label
-        return _to_heads(x, comm=comm, label=label)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return _to_sequence(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
+    return through(
+        x,
+        forward=lambda x: _to_heads(x, comm=comm, label=label),
+        backward=lambda d_out: _to_sequence(d_out, comm=comm, label=f"gradient of {label}"),
+    )
 
 
-class HeadsToSequence(torch.autograd.Function):
+def to_sequence(x: Tensor, *, comm: Comm, label: str) -> Tensor:
     """[B, T, H / n, D] -> [B, T / n, H, D]."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
-        ctx.comm, ctx.label = comm, label
-        return _to_sequence(x, comm=comm, label=label)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return _to_heads(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
+    return through(
+        x,
+        forward=lambda x: _to_sequence(x, comm=comm, label=label),
+        backward=lambda d_out: _to_heads(d_out, comm=comm, label=f"gradient of {label}"),
+    )
 
 
 def _to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:

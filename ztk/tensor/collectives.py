@@ -3,16 +3,19 @@
 The forward of each is the backward of another (Megatron's f and g, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; with the
 sequence cut between blocks, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198):
 
-    copy_in    identity                   sums the gradient over ranks
-    sum_out    sums over ranks            identity
-    gather_in  ranks' parts of dim 1      sums the gradient, keeps the own part
+    copy_in     identity                  sums the gradient over ranks
+    sum_out     sums over ranks           identity
+    gather_in   ranks' parts of dim 1     sums the gradient, keeps the own part
     scatter_out sums, keeps the own part  gathers the gradient
+    split_last  the own part of the last  puts the gradient's parts together
+    gather_last puts the last together    keeps the gradient's own part
 """
 
 import torch
 from torch import Tensor
 
 from ztk.runtime import Comm
+from ztk.runtime.differentiable import through
 
 
 def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
@@ -40,57 +43,6 @@ def scattered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
     return out
 
 
-class CopyIn(torch.autograd.Function):
-    """copy_in: the input of layers that every rank has a part of."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
-        ctx.comm, ctx.label = comm, label
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return summed(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
-
-
-class SumOut(torch.autograd.Function):
-    """sum_out: every rank's partial result becomes the whole."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
-        return summed(x, comm=comm, label=label)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return d_out, None, None
-
-
-class GatherIn(torch.autograd.Function):
-    """gather_in: [B, T / n, ...] -> [B, T, ...]."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
-        ctx.comm, ctx.label = comm, label
-        return gathered(x, comm=comm, label=label)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return scattered(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
-
-
-class ScatterOut(torch.autograd.Function):
-    """scatter_out: partial results [B, T, ...] -> the own part of their sum [B, T / n, ...]."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, label: str) -> Tensor:
-        ctx.comm, ctx.label = comm, label
-        return scattered(x, comm=comm, label=label)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return gathered(d_out, comm=ctx.comm, label=f"gradient of {ctx.label}"), None, None
-
-
 def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
     """Ranks' parts of the last dimension, `sizes` of it, put together."""
     padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - x.shape[-1]))
@@ -100,29 +52,51 @@ def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) 
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
-class SplitLast(torch.autograd.Function):
-    """The own part of the last dimension of a tensor that every rank has; the backward puts the gradients' parts together."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
-        ctx.comm, ctx.sizes, ctx.label = comm, sizes, label
-        return x.split(sizes, dim=-1)[comm.rank]
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        label = f"gradient of {ctx.label}"
-        return gathered_last(d_out, comm=ctx.comm, sizes=ctx.sizes, label=label), None, None, None
+def copy_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+    """The input of layers that every rank has a part of."""
+    return through(
+        x,
+        forward=lambda x: x.view_as(x),
+        backward=lambda d_out: summed(d_out, comm=comm, label=f"gradient of {label}"),
+    )
 
 
-class GatherLast(torch.autograd.Function):
-    """Ranks' parts of the last dimension, which may differ in size, put together; the gradient's own part goes back, for a result that every
-    rank uses alike."""
+def sum_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+    """Every rank's partial result becomes the whole."""
+    return through(x, forward=lambda x: summed(x, comm=comm, label=label), backward=lambda d_out: d_out)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
-        ctx.rank, ctx.sizes = comm.rank, sizes
-        return gathered_last(x, comm=comm, sizes=sizes, label=label)
 
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        return d_out.split(ctx.sizes, dim=-1)[ctx.rank], None, None, None
+def gather_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+    """[B, T / n, ...] -> [B, T, ...]."""
+    return through(
+        x,
+        forward=lambda x: gathered(x, comm=comm, label=label),
+        backward=lambda d_out: scattered(d_out, comm=comm, label=f"gradient of {label}"),
+    )
+
+
+def scatter_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+    """Partial results [B, T, ...] -> the own part of their sum [B, T / n, ...]."""
+    return through(
+        x,
+        forward=lambda x: scattered(x, comm=comm, label=label),
+        backward=lambda d_out: gathered(d_out, comm=comm, label=f"gradient of {label}"),
+    )
+
+
+def split_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
+    """The own part, of `sizes`, of the last dimension of a tensor that every rank has."""
+    return through(
+        x,
+        forward=lambda x: x.split(sizes, dim=-1)[comm.rank],
+        backward=lambda d_out: gathered_last(d_out, comm=comm, sizes=sizes, label=f"gradient of {label}"),
+    )
+
+
+def gather_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
+    """Ranks' parts of the last dimension, which may differ in size, put together for a result that every rank uses alike."""
+    return through(
+        x,
+        forward=lambda x: gathered_last(x, comm=comm, sizes=sizes, label=label),
+        backward=lambda d_out: d_out.split(sizes, dim=-1)[comm.rank],
+    )

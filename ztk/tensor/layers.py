@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ztk.nn.linear import Linear, linear
 from ztk.runtime import Comm
-from ztk.tensor.collectives import CopyIn, GatherIn, GatherLast, ScatterOut, SplitLast, SumOut
+from ztk.tensor.collectives import copy_in, gather_in, gather_last, scatter_out, split_last, sum_out
 
 
 class TensorAxis:
@@ -45,7 +45,7 @@ class TensorAxis:
             source, entered, with_grad = self._shared
             if source() is x and with_grad == torch.is_grad_enabled():
                 return entered
-        entered = (GatherIn if self._cut else CopyIn).apply(x, self.comm, label)
+        entered = (gather_in if self._cut else copy_in)(x, comm=self.comm, label=label)
         self._shared = weakref.ref(x, self._forget), entered, torch.is_grad_enabled()
         return entered
 
@@ -55,7 +55,7 @@ class TensorAxis:
 
     def leave(self, x: Tensor, *, label: str) -> Tensor:
         """Partial results become whole ones (this rank's part of the sequence of them)."""
-        return (ScatterOut if self._cut else SumOut).apply(x, self.comm, label)
+        return (scatter_out if self._cut else sum_out)(x, comm=self.comm, label=label)
 
 
 def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
@@ -77,7 +77,7 @@ def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes
 
     @functools.wraps(local)
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
-        return GatherLast.apply(local(x, *args, **kwargs), axis.comm, sizes, name)
+        return gather_last(local(x, *args, **kwargs), comm=axis.comm, sizes=sizes, label=name)
 
     module.forward = forward
 
@@ -111,7 +111,7 @@ def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[
 
     @functools.wraps(original)
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
-        return original(SplitLast.apply(x, axis.comm, sizes, name), *args, **kwargs)
+        return original(split_last(x, comm=axis.comm, sizes=sizes, label=name), *args, **kwargs)
 
     module.forward = forward
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ztk.nn.loss import IGNORED
 from ztk.runtime import Comm
-from ztk.tensor.collectives import GatherLast
+from ztk.tensor.collectives import gather_last
 
 _CHUNK = 1 << 22  # logits that are fp32 at one time: 16 MB
 
@@ -28,7 +28,7 @@ class VocabularyParallelLoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
-            return GatherLast.apply(logits, self._comm, self._sizes, "logits")
+            return gather_last(logits, comm=self._comm, sizes=self._sizes, label="logits")
         first = sum(self._sizes[: self._comm.rank])
         return vocabulary_parallel_cross_entropy(
             logits.flatten(0, 1), targets=targets.flatten(), first=first, comm=self._comm

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from ztk.nn.staged import Arguments, sequence_length
 from ztk.runtime import Comm, Mesh
-from ztk.runtime.part import Part
+from ztk.runtime.part import Part, share_first_values
 from ztk.tensor import collectives, layers
 from ztk.tensor.layers import TensorAxis
 from ztk.tensor.loss import VocabularyParallelLoss
 from ztk.tensor.plan import Style, TensorPlan, TensorRule, plan_of
 from ztk.tensor.policy import TensorPolicy
 from ztk.tensor.split import stretch
+
+_KEY = "topology.tensor (tensor_parallel.autotp_size)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     parts, partial = dict(cutter.parts), set(cutter.partial)
     for name, parameter in model.named_parameters():
         if name not in parts:
-            _agree(parameter, comm=comm, name=name)
+            share_first_values(parameter, comm=comm, name=name, key=_KEY)
             parts[name] = Part.everything(tuple(parameter.shape), replica=comm.rank)
             if policy.sequence_norms:
                 partial.add(name)
@@ -130,7 +132,7 @@ class _Cutter:
         if self.parts.setdefault(name, part) != part:
             raise ValueError(f"tensor plan: {name} is shared by modules that the plan cuts in different ways")
         if old not in self._made:
-            _agree(old, comm=self._axis.comm, name=name)
+            share_first_values(old, comm=self._axis.comm, name=name, key=_KEY)
             self._made[old] = nn.Parameter(part.of(old.detach()).clone(), requires_grad=old.requires_grad)
         module._parameters[leaf] = self._made[old]
 
@@ -150,20 +152,6 @@ def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:
         return original(stage, carry, batch)
 
     model.forward = forward
-
-
-def _agree(parameter: nn.Parameter, *, comm: Comm, name: str) -> None:
-    """Values are those of the axis' first rank."""
-    if parameter.is_meta:
-        return
-    if parameter.numel() > 1 and 0 in parameter.stride():
-        raise ValueError(
-            f"topology.tensor={comm.size} (tensor_parallel.autotp_size): {name} has no values of its own (zero.Init?), so it cannot be "
-            "cut; build the model outside of zero.Init, or leave tensor parallelism out"
-        )
-    value = parameter.data.to(comm.device).contiguous()
-    comm.broadcast(value, source=0, label=name).wait()
-    parameter.data.copy_(value)
 
 
 def _summing(comm: Comm, *, name: str) -> Callable[[Tensor], Tensor]:

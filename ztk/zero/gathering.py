@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ztk.runtime import PhaseClock
+from ztk.runtime.differentiable import through
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.trace import UseTrace
@@ -245,9 +246,17 @@ class Gathering:
         before."""
 
         def mark(value: object) -> object:
-            return _Before.apply(value, self, unit) if isinstance(value, Tensor) and value.requires_grad else value
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            return through(value, forward=lambda x: x.view_as(x), backward=functools.partial(self._gather_for, unit))
 
         return tree_map(mark, output)
+
+    def _gather_for(self, unit: Unit, gradient: Tensor) -> Tensor:
+        """The first of a unit's backward."""
+        for bucket in unit.buckets:
+            self.use(bucket)
+        return gradient
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
         """The gathered bucket that `tensor` is a view of."""
@@ -329,21 +338,6 @@ class Gathering:
             self.use(saved.bucket)
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.unpack(saved.packed) if isinstance(saved, _HandedOn) else saved
-
-
-class _Before(torch.autograd.Function):
-    """The identity; its backward is the first of a unit's."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor, gathering: Gathering, unit: Unit) -> Tensor:
-        ctx.gathering, ctx.unit = gathering, unit
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        for bucket in ctx.unit.buckets:
-            ctx.gathering.use(bucket)
-        return gradient, None, None
 
 
 class _GatherOnAccess(dict):

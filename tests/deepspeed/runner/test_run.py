@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+BLOCKS = ROOT / "tests" / "documents" / "blocks"  # the documents' own text
 # As people write it for DeepSpeed: `import deepspeed`, its arguments, no word of ztk. It does not know --local_rank.
 TRAIN = """
 import argparse, json, os
@@ -35,68 +37,6 @@ with open(f"{args.out}.{told['RANK']}", "w") as file:
 """
 
 
-DOCUMENT_000 = """import torch
-import torch.nn as nn
-import torch.nn.functional as F
-import deepspeed
-import argparse
-
-class SimpleModel(nn.Module):
-    def __init__(self, hidden_dim=128):
-        super().__init__()
-        self.fc1 = nn.Linear(784, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, 10)
-
-    def forward(self, x):
-        x = F.relu(self.fc1(x))
-        return self.fc2(x)
-
-def get_data():
-    x = torch.randn(32, 784)
-    y = torch.randint(0, 10, (32,))
-    return x, y
-
-def main(args):
-    model = SimpleModel()
-    parameters = filter(lambda p: p.requires_grad, model.parameters())
-
-    model_engine, optimizer, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=parameters,
-        config=args.deepspeed_config
-    )
-
-    for step in range(100):
-        x, y = get_data()
-        x = x.to(model_engine.device)
-        y = y.to(model_engine.device)
-
-        outputs = model_engine(x)
-        loss = F.cross_entropy(outputs, y)
-
-        model_engine.backward(loss)
-        model_engine.step()
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument('--deepspeed_config', type=str, required=True)
-    args = parser.parse_args()
-    main(args)
-"""
-ZERO3_OF_DOCUMENT_000 = """{
-  "train_batch_size": 32,
-  "gradient_accumulation_steps": 1,
-  "fp16": {"enabled": true},
-  "zero_optimization": {
-    "stage": 3,
-    "offload_optimizer": {"device": "none"},
-    "offload_param": {"device": "none"},
-    "overlap_comm": true,
-    "contiguous_gradients": true
-  }
-}"""
-
-
 def start(*words, cwd, **environment):
     command = [sys.executable, "-m", "ztk.deepspeed", *map(str, words)]
     here = {"PYTHONPATH": str(ROOT), **environment}
@@ -117,8 +57,8 @@ def results(folder, *, ranks=2):
 
 def test_document_000_by_its_own_command(tmp_path):
     """`deepspeed --num_gpus=4 train_zero.py --deepspeed_config ds_config_zero3.json`, with two ranks."""
-    (tmp_path / "train_zero.py").write_text(DOCUMENT_000)
-    (tmp_path / "ds_config_zero3.json").write_text(ZERO3_OF_DOCUMENT_000)
+    shutil.copy(BLOCKS / "000_train_zero.py", tmp_path / "train_zero.py")
+    shutil.copy(BLOCKS / "000_ds_config_zero3.json", tmp_path / "ds_config_zero3.json")
     words = ("--num_gpus=2", "--enable_each_rank_log", "logs", "train_zero.py")
     done = start(*words, "--deepspeed_config", "ds_config_zero3.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
