@@ -4,8 +4,9 @@
     code  = floor(x / scale + 0.5), and back: x' = code * scale
 
 A chunk of n elements becomes one row of bytes: codes, then scales, padded to 16 bytes, so that one all-to-all of the
-rows carries both. Groups are contiguous in the chunk (the last may be short), and in a group of int4 codes byte j holds
-elements j (low nibble) and j + group/2 (high nibble): both halves are contiguous loads, nothing is shuffled.
+rows carries both. Groups are contiguous in the chunk (the last may be short). A group of int8 codes is two parts, one of
+int4 codes four, and 16-bit word j of it holds element j of every part, the first in the lowest bits: eight words and eight
+16-bit values of a part are 16 bytes each, so no access is narrow and nothing is shuffled between threads.
 Traffic for bf16: quantise reads 2 and writes 1.02 bytes per element (int4: 0.52), dequantise the reverse,
 dequantise-and-reduce over W chunks reads W * 1.02 and writes 2: the sum never exists in a second buffer.
 
@@ -25,100 +26,124 @@ from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
-CODES = (
-    16 * WARP_SIZE * NUM_WARPS
-)  # of a half tile that is quantised: a thread stores 16 bytes of codes, loads 32 of values
-VALUES = 8 * WARP_SIZE * NUM_WARPS  # of a half tile that is dequantised: a thread stores 16 bytes of 16-bit values
 ALIGN = 16  # rows start on 16 bytes
+WORD_BITS = 16
 QUANTISED_MAX = {8: 127, 4: 7}
 
 
 @triton.jit
+def _load_part(p_x, o_j, N, i_part, PART: tl.constexpr):
+    """Part `i_part` of the groups whose part 0 lies at `o_j`, float32 [BLOCK_G, PART]"""
+    o_x = o_j + i_part * PART
+    return tl.load(p_x + o_x, mask=o_x < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _magnitude(b_x):
+    """|x| as an integer: inf and nan order above every finite value, where a float max may drop nan."""
+    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _code(b_x, b_inverse, i_part, BITS: tl.constexpr):
+    """floor(x / scale + 0.5) at its place in the word"""
+    Q: tl.constexpr = 127 if BITS == 8 else 7
+    # Clamped before the cast: a value beside an inf or nan may be anything, and an out-of-range cast is undefined.
+    b_code = tl.minimum(tl.maximum(tl.floor(b_x * b_inverse + 0.5), -Q), Q).to(tl.int32)
+    return (b_code & ((1 << BITS) - 1)) << (BITS * i_part)
+
+
+@triton.jit
+def _value(b_word, i_part, BITS: tl.constexpr):
+    """The code of part `i_part` in sign-extended words, as float32"""
+    return ((b_word << (32 - BITS * (i_part + 1))) >> (32 - BITS)).to(tl.float32)
+
+
+@triton.jit
 def _quantize_fwd(
-    x_ptr, codes_ptr, scales_ptr, N, num_groups, stride_bytes, code_bytes,
+    x_ptr, words_ptr, scales_ptr, N, num_groups, stride_bytes, code_bytes,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """scale = max|x| / Q; code = floor(x / scale + 0.5)"""
-    HALF: tl.constexpr = GROUP // 2
+    PART: tl.constexpr = GROUP * BITS // 16
     Q: tl.constexpr = 127 if BITS == 8 else 7
     i_w = tl.program_id(1).to(tl.int64)
     o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = o_g < num_groups
-    o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]  # [BLOCK_G, HALF]
-    b_lo = tl.load(x_ptr + i_w * N + o_lo, mask=o_lo < N, other=0.0).to(tl.float32)
-    b_hi = tl.load(x_ptr + i_w * N + o_lo + HALF, mask=o_lo + HALF < N, other=0.0).to(tl.float32)
-    # The largest magnitude as an integer: inf and nan order above every finite value, where a float max may drop nan.
-    b_lo_bits = b_lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    b_hi_bits = b_hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    b_max = tl.max(tl.maximum(b_lo_bits, b_hi_bits), axis=1).to(tl.float32, bitcast=True)  # [BLOCK_G]
+    o_j = o_g[:, None] * GROUP + tl.arange(0, PART)[None, :]  # [BLOCK_G, PART]
+    p_x = x_ptr + i_w * N
+    b_0 = _load_part(p_x, o_j, N, 0, PART)
+    b_1 = _load_part(p_x, o_j, N, 1, PART)
+    b_largest = tl.maximum(_magnitude(b_0), _magnitude(b_1))
+    if BITS == 4:
+        b_2 = _load_part(p_x, o_j, N, 2, PART)
+        b_3 = _load_part(p_x, o_j, N, 3, PART)
+        b_largest = tl.maximum(b_largest, tl.maximum(_magnitude(b_2), _magnitude(b_3)))
+    b_max = tl.max(b_largest, axis=1).to(tl.float32, bitcast=True)  # [BLOCK_G]
     b_inverse = tl.where(b_max > 0.0, Q / tl.maximum(b_max, 1e-30), 0.0)[:, None]
-    # Clamped before the cast: a value beside an inf or nan may be anything, and an out-of-range cast is undefined.
-    b_lo = tl.minimum(tl.maximum(tl.floor(b_lo * b_inverse + 0.5), -Q), Q).to(tl.int32)
-    b_hi = tl.minimum(tl.maximum(tl.floor(b_hi * b_inverse + 0.5), -Q), Q).to(tl.int32)
-    p_row = codes_ptr + i_w * stride_bytes
-    if BITS == 8:
-        tl.store(p_row + o_lo, b_lo.to(tl.int8), mask=m_g[:, None])
-        tl.store(p_row + o_lo + HALF, b_hi.to(tl.int8), mask=m_g[:, None])
-    else:
-        o_byte = o_g[:, None] * HALF + tl.arange(0, HALF)[None, :]
-        tl.store(p_row + o_byte, ((b_lo & 15) | (b_hi << 4)).to(tl.int8), mask=m_g[:, None])
+    b_word = _code(b_0, b_inverse, 0, BITS) | _code(b_1, b_inverse, 1, BITS)
+    if BITS == 4:
+        b_word |= _code(b_2, b_inverse, 2, BITS) | _code(b_3, b_inverse, 3, BITS)
+    p_words = words_ptr + i_w * stride_bytes // 2 + o_g[:, None] * PART + tl.arange(0, PART)[None, :]
+    tl.store(p_words, b_word.to(tl.int16), mask=m_g[:, None])
     tl.store(scales_ptr + (i_w * stride_bytes + code_bytes) // 4 + o_g, b_max / Q, mask=m_g)
 
 
 @triton.jit
-def _load_codes(p_row, o_g, m_g, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Both halves of the groups `o_g` of one row, as float32 codes [BLOCK_G, GROUP / 2]."""
-    HALF: tl.constexpr = GROUP // 2
-    if BITS == 8:
-        o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]
-        b_lo = tl.load(p_row + o_lo, mask=m_g[:, None], other=0).to(tl.float32)
-        b_hi = tl.load(p_row + o_lo + HALF, mask=m_g[:, None], other=0).to(tl.float32)
-    else:
-        o_byte = o_g[:, None] * HALF + tl.arange(0, HALF)[None, :]
-        b_byte = tl.load(p_row + o_byte, mask=m_g[:, None], other=0).to(tl.int32)  # sign extended
-        b_lo = ((b_byte << 28) >> 28).to(tl.float32)
-        b_hi = (b_byte >> 4).to(tl.float32)
-    return b_lo, b_hi
-
-
-@triton.jit
 def _dequantize_fwd(
-    codes_ptr, scales_ptr, out_ptr, N, num_groups, stride_bytes, code_bytes,
+    words_ptr, scales_ptr, out_ptr, N, num_groups, stride_bytes, code_bytes,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """x = code * scale"""
-    HALF: tl.constexpr = GROUP // 2
+    PART: tl.constexpr = GROUP * BITS // 16
     i_w = tl.program_id(1).to(tl.int64)
     o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = o_g < num_groups
-    b_lo, b_hi = _load_codes(codes_ptr + i_w * stride_bytes, o_g, m_g, BITS, GROUP)
+    p_words = words_ptr + i_w * stride_bytes // 2 + o_g[:, None] * PART + tl.arange(0, PART)[None, :]
+    b_word = tl.load(p_words, mask=m_g[:, None], other=0).to(tl.int32)
     b_scale = tl.load(scales_ptr + (i_w * stride_bytes + code_bytes) // 4 + o_g, mask=m_g, other=0.0)[:, None]
-    o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]
-    p_out = out_ptr + i_w * N + o_lo
-    tl.store(p_out, cast(b_lo * b_scale, out_ptr.dtype.element_ty), mask=o_lo < N)
-    tl.store(p_out + HALF, cast(b_hi * b_scale, out_ptr.dtype.element_ty), mask=o_lo + HALF < N)
+    o_j = o_g[:, None] * GROUP + tl.arange(0, PART)[None, :]
+    for i_part in tl.static_range(16 // BITS):
+        o_x = o_j + i_part * PART
+        b_x = cast(_value(b_word, i_part, BITS) * b_scale, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + i_w * N + o_x, b_x, mask=o_x < N)
+
+
+@triton.jit
+def _store_sum(out_ptr, o_j, N, b_sum, factor, i_part, PART: tl.constexpr):
+    o_x = o_j + i_part * PART
+    tl.store(out_ptr + o_x, cast(b_sum * factor, out_ptr.dtype.element_ty), mask=o_x < N)
 
 
 @triton.jit
 def _dequantize_reduce_fwd(
-    codes_ptr, scales_ptr, out_ptr, N, num_groups, stride_bytes, code_bytes, W, factor,
+    words_ptr, scales_ptr, out_ptr, N, num_groups, stride_bytes, code_bytes, W, factor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """out = factor * sum over rows w, in order, of code[w] * scale[w]"""
-    HALF: tl.constexpr = GROUP // 2
+    PART: tl.constexpr = GROUP * BITS // 16
     o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = o_g < num_groups
-    b_sum_lo = tl.zeros([BLOCK_G, HALF], dtype=tl.float32)
-    b_sum_hi = tl.zeros([BLOCK_G, HALF], dtype=tl.float32)
+    o_word = o_g[:, None] * PART + tl.arange(0, PART)[None, :]
+    b_0 = tl.zeros([BLOCK_G, PART], dtype=tl.float32)
+    b_1 = tl.zeros([BLOCK_G, PART], dtype=tl.float32)
+    b_2 = tl.zeros([BLOCK_G, PART], dtype=tl.float32)
+    b_3 = tl.zeros([BLOCK_G, PART], dtype=tl.float32)
     for i_w in range(0, W):
         o_row = tl.cast(i_w, tl.int64) * stride_bytes
-        b_lo, b_hi = _load_codes(codes_ptr + o_row, o_g, m_g, BITS, GROUP)
+        b_word = tl.load(words_ptr + o_row // 2 + o_word, mask=m_g[:, None], other=0).to(tl.int32)
         b_scale = tl.load(scales_ptr + (o_row + code_bytes) // 4 + o_g, mask=m_g, other=0.0)[:, None]
-        b_sum_lo += b_lo * b_scale
-        b_sum_hi += b_hi * b_scale
-    o_lo = o_g[:, None] * GROUP + tl.arange(0, HALF)[None, :]
-    tl.store(out_ptr + o_lo, cast(b_sum_lo * factor, out_ptr.dtype.element_ty), mask=o_lo < N)
-    tl.store(out_ptr + o_lo + HALF, cast(b_sum_hi * factor, out_ptr.dtype.element_ty), mask=o_lo + HALF < N)
+        b_0 += _value(b_word, 0, BITS) * b_scale
+        b_1 += _value(b_word, 1, BITS) * b_scale
+        if BITS == 4:
+            b_2 += _value(b_word, 2, BITS) * b_scale
+            b_3 += _value(b_word, 3, BITS) * b_scale
+    o_j = o_g[:, None] * GROUP + tl.arange(0, PART)[None, :]
+    _store_sum(out_ptr, o_j, N, b_0, factor, 0, PART)
+    _store_sum(out_ptr, o_j, N, b_1, factor, 1, PART)
+    if BITS == 4:
+        _store_sum(out_ptr, o_j, N, b_2, factor, 2, PART)
+        _store_sum(out_ptr, o_j, N, b_3, factor, 3, PART)
 
 
 def _code_bytes(numel: int, *, bits: int, group: int) -> int:
@@ -131,19 +156,20 @@ def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
     return triton.cdiv(size, ALIGN) * ALIGN
 
 
-def _grid(numel: int, *, group: int, tile: int) -> tuple[int, int]:
-    """(programs, groups per program) for half tiles of `tile` elements"""
-    block_g = max(1, tile // (group // 2))
-    return triton.cdiv(triton.cdiv(numel, group), block_g), block_g
+def _grid(values: Tensor, *, bits: int, group: int) -> tuple[int, int]:
+    """(programs, groups per program): of each part a thread holds 16 bytes of words or of `values`, whichever are fewer"""
+    per_thread = 16 // max(values.element_size(), WORD_BITS // 8)
+    block_g = max(1, per_thread * WARP_SIZE * NUM_WARPS * WORD_BITS // (group * bits))
+    return triton.cdiv(triton.cdiv(values.shape[-1], group), block_g), block_g
 
 
 def _launch_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     W, N = x.shape
     packed = torch.empty(W, quantized_bytes(N, bits=bits, group=group), dtype=torch.int8, device=x.device)
     if x.numel():
-        programs, block_g = _grid(N, group=group, tile=CODES)
+        programs, block_g = _grid(x, bits=bits, group=group)
         _quantize_fwd[(programs, W)](
-            x, packed, packed.view(torch.float32), N, triton.cdiv(N, group), packed.shape[1],
+            x, packed.view(torch.int16), packed.view(torch.float32), N, triton.cdiv(N, group), packed.shape[1],
             _code_bytes(N, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -154,9 +180,9 @@ def _launch_dequantize(packed: Tensor, numel: int, bits: int, group: int, dtype:
     W = packed.shape[0]
     out = torch.empty(W, numel, dtype=dtype, device=packed.device)
     if out.numel():
-        programs, block_g = _grid(numel, group=group, tile=VALUES)
+        programs, block_g = _grid(out, bits=bits, group=group)
         _dequantize_fwd[(programs, W)](
-            packed, packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
+            packed.view(torch.int16), packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
             _code_bytes(numel, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -168,9 +194,9 @@ def _launch_dequantize_reduce(
 ) -> Tensor:
     out = torch.empty(numel, dtype=dtype, device=packed.device)
     if out.numel():
-        programs, block_g = _grid(numel, group=group, tile=VALUES)
+        programs, block_g = _grid(out, bits=bits, group=group)
         _dequantize_reduce_fwd[(programs,)](
-            packed, packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
+            packed.view(torch.int16), packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
             _code_bytes(numel, bits=bits, group=group), packed.shape[0], factor,
             BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
@@ -187,11 +213,12 @@ def _cpu_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     groups = torch.nn.functional.pad(x.float(), (0, num_groups * group - N)).view(W, num_groups, group)
     largest = groups.abs().amax(dim=2)  # keeps nan
     inverse = torch.where(largest > 0, torch.full_like(largest, Q) / largest.clamp_min(1e-30), 0.0)
-    codes = groups.mul_(inverse[:, :, None]).add_(0.5).floor_().nan_to_num_(0.0).clamp_(-Q, Q).to(torch.int8)
-    if bits == 4:
-        codes = (codes[:, :, : group // 2] & 15) | (codes[:, :, group // 2 :] << 4)
+    codes = groups.mul_(inverse[:, :, None]).add_(0.5).floor_().nan_to_num_(0.0).clamp_(-Q, Q).to(torch.int16)
+    words = torch.zeros(W, num_groups, group * bits // WORD_BITS, dtype=torch.int16)
+    for i_part, part in enumerate(codes.unflatten(2, (WORD_BITS // bits, -1)).unbind(2)):
+        words |= (part & (1 << bits) - 1) << bits * i_part
     code_bytes = _code_bytes(N, bits=bits, group=group)
-    packed[:, :code_bytes] = codes.reshape(W, code_bytes)
+    packed[:, :code_bytes] = words.view(torch.int8).reshape(W, code_bytes)
     packed[:, code_bytes : code_bytes + 4 * num_groups].view(torch.float32).copy_(largest / Q)
     return packed
 
@@ -200,9 +227,9 @@ def _unpacked(packed: Tensor, *, numel: int, bits: int, group: int) -> Tensor:
     """float32 [W, numel] from the bytes of W rows."""
     W, num_groups = packed.shape[0], triton.cdiv(numel, group)
     code_bytes = _code_bytes(numel, bits=bits, group=group)
-    codes = packed[:, :code_bytes].reshape(W, num_groups, -1)
-    if bits == 4:
-        codes = torch.cat(((codes << 4) >> 4, codes >> 4), dim=2)
+    words = packed[:, :code_bytes].reshape(W, num_groups, -1).view(torch.int16)
+    parts = [(words << WORD_BITS - bits * (i + 1)) >> WORD_BITS - bits for i in range(WORD_BITS // bits)]
+    codes = torch.cat(parts, dim=2)
     scales = packed[:, code_bytes : code_bytes + 4 * num_groups].view(torch.float32)
     return codes.float().mul_(scales[:, :, None]).view(W, -1)[:, :numel]
 
@@ -348,26 +375,18 @@ def _packed_share(bits: int, group: int = 256) -> float:
     return bits / 8 + 4 / group
 
 
-_NARROW_CODES = (
-    "a thread stores eight 16-bit values, 16 bytes, and so loads eight codes; sixteen codes a thread would change layout "
-    "through shared memory, three barriers in a kernel that needs none"
-)
-
-
 def _aot_case(kernel, *, bits: int, x: str, dtype: str, **budget) -> AotCase:
     names = ("N", "num_groups", "stride_bytes", "code_bytes")
     reduce = {"W": "i32", "factor": "fp32"} if kernel is _dequantize_reduce_fwd else {}
-    per_thread = 16 if kernel is _quantize_fwd else 8
-    if kernel is not _quantize_fwd:
-        budget |= {"vector_load_bytes": 8, "vector_reason": _NARROW_CODES, "max_barriers": 0}
+    per_thread, part = 8, 256 * bits // WORD_BITS
     return AotCase(
         kernel=kernel,
         variant=f"int{bits}",
-        signature={x: f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", **dict.fromkeys(names, "i64"), **reduce},
-        constexprs={"BITS": bits, "GROUP": 256, "BLOCK_G": per_thread * 32 * NUM_WARPS // 128},
-        hip_constexprs={"BLOCK_G": per_thread * 64 * NUM_WARPS // 128},
-        divisible_by_16=(x, "codes_ptr", "scales_ptr", "N", "stride_bytes", "code_bytes"),
-        elements_per_program=2 * per_thread * 32 * NUM_WARPS,
+        signature={x: f"*{dtype}", "words_ptr": "*i16", "scales_ptr": "*fp32", **dict.fromkeys(names, "i64"), **reduce},
+        constexprs={"BITS": bits, "GROUP": 256, "BLOCK_G": per_thread * 32 * NUM_WARPS // part},
+        hip_constexprs={"BLOCK_G": per_thread * 64 * NUM_WARPS // part},
+        divisible_by_16=(x, "words_ptr", "scales_ptr", "N", "stride_bytes", "code_bytes"),
+        elements_per_program=WORD_BITS // bits * per_thread * 32 * NUM_WARPS,
         **budget,
     )
 
@@ -402,8 +421,8 @@ DEQUANTIZE_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[0] * shape[1] * (itemsize + _packed_share(8))),
     num_flops=lambda shape: shape[0] * shape[1],
     aot=(
-        _aot_case(_dequantize_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=40),
-        _aot_case(_dequantize_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=40),
+        _aot_case(_dequantize_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=40, max_barriers=0),
+        _aot_case(_dequantize_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=40, max_barriers=0),
     ),
 )
 DEQUANTIZE_REDUCE_SPEC = OpSpec(
@@ -417,7 +436,7 @@ DEQUANTIZE_REDUCE_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[1] * (shape[0] * _packed_share(8) + itemsize)),
     num_flops=lambda shape: 2 * shape[0] * shape[1],
     aot=(
-        _aot_case(_dequantize_reduce_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=64),
-        _aot_case(_dequantize_reduce_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=64),
+        _aot_case(_dequantize_reduce_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=64, max_barriers=0),
+        _aot_case(_dequantize_reduce_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=64, max_barriers=0),
     ),
 )
