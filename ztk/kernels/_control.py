@@ -2,6 +2,8 @@
 
 from enum import IntEnum
 
+import triton.language as tl
+
 HYPER_COLUMNS = 8
 STATE_SIZE = 8
 CONTROL_COLUMNS = 16
@@ -45,6 +47,20 @@ class Control(IntEnum):
     bias_correction1 = 8  # 1 - beta1^step
     bias_correction2_sqrt = 9  # sqrt(1 - beta2^step)
     step = 10  # the step being taken, counted from 1; seeds stochastic rounding
+
+
+# Columns of Control for kernels, which read constexprs only
+SKIP = tl.constexpr(int(Control.skip))
+COEFFICIENT = tl.constexpr(int(Control.grad_coefficient))
+LR = tl.constexpr(int(Control.lr))
+BETA1 = tl.constexpr(int(Control.beta1))
+BETA2 = tl.constexpr(int(Control.beta2))
+EPS = tl.constexpr(int(Control.eps))
+WEIGHT_DECAY = tl.constexpr(int(Control.weight_decay))
+MOMENTUM = tl.constexpr(int(Control.momentum))
+BIAS1 = tl.constexpr(int(Control.bias_correction1))
+BIAS2 = tl.constexpr(int(Control.bias_correction2_sqrt))
+STEP = tl.constexpr(int(Control.step))
 
 
 class Setting(IntEnum):

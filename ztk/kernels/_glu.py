@@ -6,31 +6,82 @@ import torch
 import triton
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE
+from ztk.kernels._cpu import pieces
+from ztk.kernels._library import WARP_SIZE, register
 from ztk.kernels._spec import AotCase
 
 NUM_WARPS = 4
 BLOCK = 8 * WARP_SIZE * NUM_WARPS  # eight 16-bit elements per thread: one 16-byte access per tensor
 
 
-def launch_forward(kernel: Callable, *, gate: Tensor, up: Tensor) -> Tensor:
-    """out from `kernel(gate, up, out, N)`."""
-    out = torch.empty_like(gate)
-    N = gate.numel()
-    if N:
-        kernel[(triton.cdiv(N, BLOCK),)](gate, up, out, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    return out
+def differentiable(
+    name: str,
+    *,
+    forward: Callable,
+    backward: Callable,
+    activation: Callable,
+    activation_backward: Callable,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Register the ops `name` and `name`_backward; returns (gate, up) -> out with gradients for both.
 
+    forward, backward: the kernels (gate, up, out, N) and (d_out, gate, up, d_gate, d_up, N). For CPU tensors
+    activation(gate, out=) and activation_backward(d_out, gate, grad_input=) stand for them.
+    """
 
-def launch_backward(kernel: Callable, *, d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(d_gate, d_up) from `kernel(d_out, gate, up, d_gate, d_up, N)`."""
-    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    N = gate.numel()
-    if N:
-        kernel[(triton.cdiv(N, BLOCK),)](
-            d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
-        )
-    return d_gate, d_up
+    def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
+        out = torch.empty_like(gate)
+        if N := gate.numel():
+            forward[(triton.cdiv(N, BLOCK),)](gate, up, out, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
+        return out
+
+    def launch_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+        if N := gate.numel():
+            backward[(triton.cdiv(N, BLOCK),)](
+                d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
+            )
+        return d_gate, d_up
+
+    def cpu_forward(gate: Tensor, up: Tensor) -> Tensor:
+        result = torch.empty_like(gate)
+        gate, up, out = gate.view(-1), up.view(-1), result.view(-1)
+        for cut in pieces(out.numel()):
+            activation(gate[cut], out=out[cut]).mul_(up[cut])
+        return result
+
+    def cpu_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        results = torch.empty_like(gate), torch.empty_like(up)
+        d_out, gate, up, d_gate, d_up = (x.view(-1) for x in (d_out, gate, up, *results))
+        for cut in pieces(d_out.numel()):
+            activation(gate[cut], out=d_up[cut]).mul_(d_out[cut])
+            torch.mul(d_out[cut], up[cut], out=d_gate[cut])
+            activation_backward(d_gate[cut], gate[cut], grad_input=d_gate[cut])
+        return results
+
+    run_forward = register(
+        f"{name}(Tensor gate, Tensor up) -> Tensor",
+        triton=launch_forward,
+        cpu=cpu_forward,
+        fake=lambda gate, up: torch.empty_like(gate),
+    )
+    run_backward = register(
+        f"{name}_backward(Tensor d_out, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+        triton=launch_backward,
+        cpu=cpu_backward,
+        fake=lambda d_out, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
+    )
+
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+            ctx.save_for_backward(gate, up)
+            return run_forward(gate, up)
+
+        @staticmethod
+        def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor]:
+            return run_backward(d_out.contiguous(), *ctx.saved_tensors)
+
+    return lambda gate, up: Gated.apply(gate.contiguous(), up.contiguous())
 
 
 def check_inputs(op: str, gate: Tensor, *, up: Tensor) -> None:

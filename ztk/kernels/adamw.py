@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._control import Control
+from ztk.kernels._control import BETA1, BETA2, BIAS1, BIAS2, COEFFICIENT, EPS, LR, SKIP, WEIGHT_DECAY, Control
 from ztk.kernels._cpu import UPDATE_PIECE, scaled_float32
 from ztk.kernels._flat import check_flat, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
@@ -28,16 +28,6 @@ from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 NUM_WARPS = 4
 BLOCK = 4 * WARP_SIZE * NUM_WARPS
 
-_SKIP = tl.constexpr(int(Control.skip))
-_COEFFICIENT = tl.constexpr(int(Control.grad_coefficient))
-_LR = tl.constexpr(int(Control.lr))
-_BETA1 = tl.constexpr(int(Control.beta1))
-_BETA2 = tl.constexpr(int(Control.beta2))
-_EPS = tl.constexpr(int(Control.eps))
-_WEIGHT_DECAY = tl.constexpr(int(Control.weight_decay))
-_BIAS1 = tl.constexpr(int(Control.bias_correction1))
-_BIAS2 = tl.constexpr(int(Control.bias_correction2_sqrt))
-
 
 @triton.jit
 def _adamw(
@@ -45,18 +35,18 @@ def _adamw(
     DECOUPLED: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the module docstring's update"""
-    if tl.load(control_ptr + _SKIP) == 0.0:
+    if tl.load(control_ptr + SKIP) == 0.0:
         i_n = tl.program_id(0).to(tl.int64)
         o_n = i_n * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
-        coefficient = tl.load(control_ptr + _COEFFICIENT)
-        lr = tl.load(control_ptr + _LR)
-        beta1 = tl.load(control_ptr + _BETA1)
-        beta2 = tl.load(control_ptr + _BETA2)
-        eps = tl.load(control_ptr + _EPS)
-        weight_decay = tl.load(control_ptr + _WEIGHT_DECAY)
-        step_size = lr / tl.load(control_ptr + _BIAS1)
-        inverse_bias2 = 1.0 / tl.load(control_ptr + _BIAS2)
+        coefficient = tl.load(control_ptr + COEFFICIENT)
+        lr = tl.load(control_ptr + LR)
+        beta1 = tl.load(control_ptr + BETA1)
+        beta2 = tl.load(control_ptr + BETA2)
+        eps = tl.load(control_ptr + EPS)
+        weight_decay = tl.load(control_ptr + WEIGHT_DECAY)
+        step_size = lr / tl.load(control_ptr + BIAS1)
+        inverse_bias2 = 1.0 / tl.load(control_ptr + BIAS2)
 
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32) * coefficient

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._control import CONTROL_COLUMNS, Control
+from ztk.kernels._control import CONTROL_COLUMNS, SKIP, STEP, Control
 from ztk.kernels._flat import GRAD_DTYPES, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
 from ztk.kernels._rounding import random_bits, random_bits_cpu
@@ -38,8 +38,6 @@ SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64,
 
 _GROUP = tl.constexpr(GROUP)
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
-_SKIP = tl.constexpr(int(Control.skip))
-_STEP = tl.constexpr(int(Control.step))
 
 
 @triton.jit
@@ -72,7 +70,7 @@ def _adamw_8bit(
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update between decoding and encoding of the state"""
-    if tl.load(control_ptr + _SKIP) == 0.0:
+    if tl.load(control_ptr + SKIP) == 0.0:
         o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
         m_g = o_g * _GROUP < N
         o_n = o_g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [BLOCK_G, GROUP]
@@ -86,7 +84,7 @@ def _adamw_8bit(
         b_v = b_v * (_load_scale(scale_v_ptr + o_g, m_g) * (1.0 / 255.0))[:, None]
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update_moments(control_ptr, b_p, b_g, b_m, b_v * b_v)
-        b_random = random_bits(start + o_n, tl.load(control_ptr + _STEP), seed).to(tl.int32, bitcast=True)
+        b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed).to(tl.int32, bitcast=True)
 
         b_bits = (b_p.to(tl.int32, bitcast=True) + (b_random & 0xFF)) & -256
         b_high = (b_bits + 0x8000) >> 16

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._control import Control
+from ztk.kernels._control import BETA1, BETA2, BIAS1, BIAS2, COEFFICIENT, EPS, LR, SKIP, STEP, WEIGHT_DECAY, Control
 from ztk.kernels._cpu import PIECE
 from ztk.kernels._flat import check_flat, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
@@ -28,31 +28,20 @@ from ztk.kernels.adamw import _cpu as adamw_cpu
 NUM_WARPS = 4
 BLOCK = 4 * WARP_SIZE * NUM_WARPS  # four per thread: see adamw
 
-_SKIP = tl.constexpr(int(Control.skip))
-_COEFFICIENT = tl.constexpr(int(Control.grad_coefficient))
-_LR = tl.constexpr(int(Control.lr))
-_BETA1 = tl.constexpr(int(Control.beta1))
-_BETA2 = tl.constexpr(int(Control.beta2))
-_EPS = tl.constexpr(int(Control.eps))
-_WEIGHT_DECAY = tl.constexpr(int(Control.weight_decay))
-_BIAS1 = tl.constexpr(int(Control.bias_correction1))
-_BIAS2 = tl.constexpr(int(Control.bias_correction2_sqrt))
-_STEP = tl.constexpr(int(Control.step))
-
 
 @triton.jit
 def update_moments(control_ptr, b_p, b_g, b_m, b_v):
     """(p, m, v) after one decoupled AdamW step in float32, with the gradient as stored."""
-    lr = tl.load(control_ptr + _LR)
-    beta1 = tl.load(control_ptr + _BETA1)
-    beta2 = tl.load(control_ptr + _BETA2)
-    step_size = lr / tl.load(control_ptr + _BIAS1)
-    inverse_bias2 = 1.0 / tl.load(control_ptr + _BIAS2)
-    b_g = b_g * tl.load(control_ptr + _COEFFICIENT)
-    b_p = b_p * (1.0 - lr * tl.load(control_ptr + _WEIGHT_DECAY))
+    lr = tl.load(control_ptr + LR)
+    beta1 = tl.load(control_ptr + BETA1)
+    beta2 = tl.load(control_ptr + BETA2)
+    step_size = lr / tl.load(control_ptr + BIAS1)
+    inverse_bias2 = 1.0 / tl.load(control_ptr + BIAS2)
+    b_g = b_g * tl.load(control_ptr + COEFFICIENT)
+    b_p = b_p * (1.0 - lr * tl.load(control_ptr + WEIGHT_DECAY))
     b_m = b_m + (1.0 - beta1) * (b_g - b_m)
     b_v = beta2 * b_v + (1.0 - beta2) * b_g * b_g
-    b_p = b_p - step_size * (b_m / (tl.sqrt(b_v) * inverse_bias2 + tl.load(control_ptr + _EPS)))
+    b_p = b_p - step_size * (b_m / (tl.sqrt(b_v) * inverse_bias2 + tl.load(control_ptr + EPS)))
     return b_p, b_m, b_v
 
 
@@ -62,7 +51,7 @@ def _adamw_bf16(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update, moments rounded on store"""
-    if tl.load(control_ptr + _SKIP) == 0.0:
+    if tl.load(control_ptr + SKIP) == 0.0:
         o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
@@ -70,7 +59,7 @@ def _adamw_bf16(
         b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update_moments(control_ptr, b_p, b_g, b_m, b_v)
-        b_random = random_bits(start + o_n, tl.load(control_ptr + _STEP), seed)
+        b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed)
         tl.store(master_ptr + o_n, b_p, mask=m_n)
         tl.store(exp_avg_ptr + o_n, cast(b_m, exp_avg_ptr.dtype.element_ty), mask=m_n)
         tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random), mask=m_n)

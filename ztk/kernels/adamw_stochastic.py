@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._control import CONTROL_COLUMNS, Control
+from ztk.kernels._control import CONTROL_COLUMNS, SKIP, STEP, Control
 from ztk.kernels._cpu import PIECE
 from ztk.kernels._flat import ALIGNMENT, GRAD_DTYPES, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
@@ -29,9 +29,6 @@ from ztk.kernels.adamw_bf16 import adamw_cpu, update_moments, updated
 
 NUM_WARPS = 4
 
-_SKIP = tl.constexpr(int(Control.skip))
-_STEP = tl.constexpr(int(Control.step))
-
 
 @triton.jit(do_not_specialize=["seed", "start"])
 def _adamw_stochastic(
@@ -39,7 +36,7 @@ def _adamw_stochastic(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update, parameters and second moments rounded stochastically"""
-    if tl.load(control_ptr + _SKIP) == 0.0:
+    if tl.load(control_ptr + SKIP) == 0.0:
         o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
         b_p = tl.load(param_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -47,7 +44,7 @@ def _adamw_stochastic(
         b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update_moments(control_ptr, b_p, b_g, b_m, b_v)
-        b_random = random_bits(start + o_n, tl.load(control_ptr + _STEP), seed)
+        b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed)
         tl.store(param_ptr + o_n, round_stochastic_bf16(b_p, b_random), mask=m_n)
         tl.store(exp_avg_ptr + o_n, cast(b_m, exp_avg_ptr.dtype.element_ty), mask=m_n)
         tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random >> 16), mask=m_n)

@@ -111,6 +111,7 @@ def _dequantize_fwd(
 
 @triton.jit
 def _store_sum(out_ptr, o_j, N, b_sum, factor, i_part, PART: tl.constexpr):
+    """out = factor * sum, of part `i_part`"""
     o_x = o_j + i_part * PART
     tl.store(out_ptr + o_x, cast(b_sum * factor, out_ptr.dtype.element_ty), mask=o_x < N)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._control import Control
+from ztk.kernels._control import COEFFICIENT, LR, MOMENTUM, SKIP, WEIGHT_DECAY, Control
 from ztk.kernels._cpu import UPDATE_PIECE, scaled_float32
 from ztk.kernels._flat import check_flat, control_row
 from ztk.kernels._library import WARP_SIZE, register, use_reference
@@ -24,12 +24,6 @@ from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 NUM_WARPS = 4
 BLOCK = 4 * WARP_SIZE * NUM_WARPS  # four elements per thread: see adamw.py
 
-_SKIP = tl.constexpr(int(Control.skip))
-_COEFFICIENT = tl.constexpr(int(Control.grad_coefficient))
-_LR = tl.constexpr(int(Control.lr))
-_WEIGHT_DECAY = tl.constexpr(int(Control.weight_decay))
-_MOMENTUM = tl.constexpr(int(Control.momentum))
-
 
 @triton.jit
 def _sgd(
@@ -37,14 +31,14 @@ def _sgd(
     HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the module docstring's update"""
-    if tl.load(control_ptr + _SKIP) == 0.0:
+    if tl.load(control_ptr + SKIP) == 0.0:
         i_n = tl.program_id(0).to(tl.int64)
         o_n = i_n * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
-        coefficient = tl.load(control_ptr + _COEFFICIENT)
-        lr = tl.load(control_ptr + _LR)
-        weight_decay = tl.load(control_ptr + _WEIGHT_DECAY)
-        momentum = tl.load(control_ptr + _MOMENTUM)
+        coefficient = tl.load(control_ptr + COEFFICIENT)
+        lr = tl.load(control_ptr + LR)
+        weight_decay = tl.load(control_ptr + WEIGHT_DECAY)
+        momentum = tl.load(control_ptr + MOMENTUM)
 
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32) * coefficient + weight_decay * b_p

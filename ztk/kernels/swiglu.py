@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._cpu import pieces
-from ztk.kernels._glu import aot_case, check_inputs, launch_backward, launch_forward, make_inputs
-from ztk.kernels._library import composite, register, use_reference
+from ztk.kernels._glu import aot_case, check_inputs, differentiable, make_inputs
+from ztk.kernels._library import composite, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import OpSpec, compute_dtype
 
@@ -49,55 +48,13 @@ def _swiglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.
     tl.store(d_up_ptr + o_n, cast(b_d_up, d_up_ptr.dtype.element_ty), mask=m_n)
 
 
-def _launch_fwd(gate: Tensor, up: Tensor) -> Tensor:
-    return launch_forward(_swiglu_fwd, gate=gate, up=up)
-
-
-def _launch_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return launch_backward(_swiglu_bwd, d_out=d_out, gate=gate, up=up)
-
-
-def _cpu_fwd(gate: Tensor, up: Tensor) -> Tensor:
-    result = torch.empty_like(gate)
-    gate, up, out = gate.view(-1), up.view(-1), result.view(-1)
-    for cut in pieces(out.numel()):
-        torch.ops.aten.silu.out(gate[cut], out=out[cut]).mul_(up[cut])
-    return result
-
-
-def _cpu_bwd(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    results = torch.empty_like(gate), torch.empty_like(up)
-    d_out, gate, up, d_gate, d_up = (x.view(-1) for x in (d_out, gate, up, *results))
-    for cut in pieces(d_out.numel()):
-        torch.ops.aten.silu.out(gate[cut], out=d_up[cut]).mul_(d_out[cut])
-        torch.mul(d_out[cut], up[cut], out=d_gate[cut])
-        torch.ops.aten.silu_backward.grad_input(d_gate[cut], gate[cut], grad_input=d_gate[cut])
-    return results
-
-
-_forward = register(
-    "swiglu(Tensor gate, Tensor up) -> Tensor",
-    triton=_launch_fwd,
-    cpu=_cpu_fwd,
-    fake=lambda gate, up: torch.empty_like(gate),
+_differentiable = differentiable(
+    "swiglu",
+    forward=_swiglu_fwd,
+    backward=_swiglu_bwd,
+    activation=torch.ops.aten.silu.out,
+    activation_backward=torch.ops.aten.silu_backward.grad_input,
 )
-_backward = register(
-    "swiglu_backward(Tensor d_out, Tensor gate, Tensor up) -> (Tensor, Tensor)",
-    triton=_launch_bwd,
-    cpu=_cpu_bwd,
-    fake=lambda d_out, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
-)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _forward(gate, up)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        return _backward(d_out.contiguous(), *ctx.saved_tensors)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -107,7 +64,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return swiglu_reference(gate, up)
     if composite(gate):
         return _eager(gate, up)
-    return _SwiGLU.apply(gate.contiguous(), up.contiguous())
+    return _differentiable(gate, up)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
