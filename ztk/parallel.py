@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ztk.engine.control import StepControl
 from ztk.engine.engine import Engine
+from ztk.engine.parts import warn_of_parts
 from ztk.engine.pipeline import PipelineEngine
 from ztk.moe import figures_of_experts, scale_router_losses, shard_experts
 from ztk.nn.deferred import DeferredGradients
@@ -135,6 +136,7 @@ def parallelize(
         tensors.sum_partial_gradients(model)
     recompute_blocks(model, policy=recompute, comm=mesh.comm("tp"), ledger=memory)
     _place_buffers(model, process=process)
+    warn_of_parts(model, zero=sharded, is_cut=max(mesh.comm(axis).size for axis in ("pp", "tp", "ep")) > 1)
     control = StepControl(
         optimizer=optimizer,
         groups=groups,

@@ -1,13 +1,16 @@
 """Checkpoints that belong to the model: saved by slices under one layout, loaded under any other."""
 
-from ztk.checkpoint.errors import CheckpointError, SaveFailed
-from ztk.checkpoint.folder import Retention, checkpoints, newest_whole, resolve
+from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
+from ztk.checkpoint.folder import Retention, checkpoints, resolve
 from ztk.checkpoint.load import LoadReport, load
 from ztk.checkpoint.manifest import Manifest, read_manifest
+from ztk.checkpoint.newest import load_newest
 from ztk.checkpoint.save import Saver, SaveReport, save
+from ztk.checkpoint.whole import whole_state_dict
 
 __all__ = [
     "CheckpointError",
+    "DamagedCheckpoint",
     "LoadReport",
     "Manifest",
     "Retention",
@@ -16,8 +19,9 @@ __all__ = [
     "Saver",
     "checkpoints",
     "load",
-    "newest_whole",
+    "load_newest",
     "read_manifest",
     "resolve",
     "save",
+    "whole_state_dict",
 ]

@@ -6,6 +6,7 @@ import sys
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.errors import describe as describe_error
 from ztk.checkpoint.export import (
     SHARD_BYTES,
     export_adapter,
@@ -18,7 +19,7 @@ from ztk.checkpoint.manifest import read_manifest
 from ztk.checkpoint.verify import describe, verify_all
 
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_DIR = "a checkpoint, a folder of checkpoints, or a run folder"
+_DIR = "a checkpoint, a folder of checkpoints, a run folder, or a folder of tags as DeepSpeed scripts fill it"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
+    except (CheckpointError, OSError) as error:
+        print(describe_error(error), file=sys.stderr)
         return 1
     except ValueError as error:
         print(error, file=sys.stderr)

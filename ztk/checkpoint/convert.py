@@ -81,6 +81,8 @@ def open_source(path: str | os.PathLike) -> Source:
     Raises CheckpointError for anything else.
     """
     path = Path(path)
+    if _is_own(path):
+        raise CheckpointError(f"{path} is a checkpoint of ztk already: load it as it is")
     if (path / "latest").is_file() or any(path.glob("*_optim_states.pt")):
         return DeepSpeedSource(path)
     if path.is_file() and path.suffix == ".safetensors":
@@ -99,6 +101,14 @@ def open_source(path: str | os.PathLike) -> Source:
         f"{path} is nothing that can be imported: neither a .safetensors file, a folder with model.safetensors or its index, a "
         "file of torch.save, nor a folder of torch.distributed.checkpoint or DeepSpeed"
     )
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        folders.resolve(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be loaded. The text names the file, what is wrong and what can still be used."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint lacks bytes, or has others than were written: an older one may be whole."""
+
+
 class SaveFailed(RuntimeError):
     """A checkpoint could not be written. The text names rank, file and cause; the previous checkpoint is as it was."""
 
@@ -44,7 +48,9 @@ class Agreement:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Runs the block, then all ranks compare: if any failed, all raise the same error."""
+        """Runs the block, then all ranks compare: if any failed, all raise the same error, of the failures' own class if that is a kind of
+        `error` and the same everywhere.
+        """
         failure = None
         try:
             yield
@@ -52,10 +58,14 @@ class Agreement:
             raise  # nobody is there to compare with
         except Exception as error:
             failure = error
-        texts = self._comm.gather_objects(None if failure is None else describe(failure))
-        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        own_kind = type(failure) if isinstance(failure, self._error) else self._error
+        told = self._comm.gather_objects(None if failure is None else (own_kind, describe(failure)))
+        failed = {rank: item for rank, item in enumerate(told) if item is not None}
         if failed:
-            raise self._error(_joined(failed, world_size=self._comm.size)) from failure
+            kinds = {kind for kind, _ in failed.values()}
+            kind = kinds.pop() if len(kinds) == 1 else self._error
+            texts = {rank: text for rank, (_, text) in failed.items()}
+            raise kind(_joined(texts, world_size=self._comm.size)) from failure
 
 
 def _joined(failed: dict[int, str], *, world_size: int) -> str:

@@ -1,7 +1,7 @@
 """Whether a checkpoint fits a model, and which of the model's parameters it will set."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -47,6 +47,14 @@ class Match:
 
     kept: tuple[str, ...]
     unused: tuple[str, ...]
+
+
+def with_buffers_of(info: ModelInfo, *, manifest: Manifest) -> Manifest:
+    """`manifest` with the model's buffers among its buffers: an imported state_dict does not tell them from parameters."""
+    names = {buffer.name for buffer in info.buffers} - {buffer.name for buffer in manifest.buffers}
+    found = [saved for saved in manifest.parameters if saved.name in names]
+    others = [saved for saved in manifest.parameters if saved.name not in names]
+    return replace(manifest, parameters=others, buffers=[*manifest.buffers, *found])
 
 
 def match(manifest: Manifest, *, info: ModelInfo, wish: Wish) -> Match:

@@ -57,7 +57,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """The step folder that `path` means: itself, or the latest of a folder of checkpoints or of a run folder.
+    """The step folder that `path` means: itself, or the latest of a folder of checkpoints, of a run folder, or of the folders of tags that
+    `engine.save_checkpoint` of the DeepSpeed door fills.
 
     Raises CheckpointError if there is none, or if `latest` names one that is not there.
     """
@@ -75,25 +76,17 @@ def resolve(path: str | os.PathLike) -> Path:
     if not pointer.exists():  # killed between the first rename and the first pointer
         return found[-1]
     name = pointer.read_bytes().decode(errors="replace").strip()
-    if not _STEP.fullmatch(name) or not (path / name).is_dir():
-        raise CheckpointError(f"{pointer} names {name!r}, which is not there; {usable(path)}")
-    return path / name
+    if name and (path / name).is_dir():
+        return path / name if _STEP.fullmatch(name) else resolve(path / name)
+    raise CheckpointError(f"{pointer} names {name!r}, which is not there; {usable(path)}")
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """What an unattended restart goes on from: the latest checkpoint, or if that looks damaged the newest that does not.
-
-    Manifests and the files' lengths are looked at; the bytes are checked when they are loaded.
-    """
-    found = checkpoints(folder)
-    try:
-        pointed = resolve(folder) if found else None
-    except CheckpointError:
-        pointed = None
-    for path in ([pointed] if pointed else []) + found[::-1]:
-        if _looks_whole(path):
-            return path
-    return None
+def every_checkpoint(path: Path) -> list[Path]:
+    """All step folders that `path` means, see `resolve`. Raises CheckpointError if there is none."""
+    found = checkpoints(path) or checkpoints(path / "checkpoints")
+    if not found and (path / LATEST).is_file():
+        found = [step for tag in sorted(path.iterdir()) for step in checkpoints(tag)]
+    return found or [resolve(path)]
 
 
 def open_manifest(path: Path) -> Manifest:
@@ -101,7 +94,7 @@ def open_manifest(path: Path) -> Manifest:
     try:
         return read_manifest(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {usable(path.parent, without=path)}") from error
+        raise type(error)(f"{error}; {usable(path.parent, without=path)}") from error
 
 
 def usable(folder: Path, *, without: Path | None = None) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.errors import Agreement, CheckpointError
-from ztk.checkpoint.fit import Wish, check_fits, check_ties, match
+from ztk.checkpoint.fit import Wish, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import open_manifest, resolve
-from ztk.checkpoint.manifest import BUFFER, Manifest
+from ztk.checkpoint.manifest import BUFFER, FROZEN, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
@@ -30,6 +30,7 @@ class LoadReport:
     same_world: the number of ranks is that of the save, so the random number generators were restored too.
     read_bytes: that this rank read from the files. kept: the model's parameters and buffers that stayed as they were; unused: names of the
     checkpoint that went nowhere. Both are empty but for `only`, `strict=False` and checkpoints of trained parameters alone.
+    passed_over: what was wrong with later checkpoints, see `load_newest`.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class LoadReport:
     read_bytes: int
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
 
 def load(
@@ -60,8 +62,8 @@ def load(
         case. Both go with weights_only=True.
 
     Reads by offset what this rank keeps, one block of a file at a time. Raises CheckpointError (a ValueError), on all ranks
-    alike, for a missing, truncated, damaged or foreign checkpoint, another model or another optimizer. If that comes after some
-    state was set, the engine may be loaded again from elsewhere, but must not go on as it is.
+    alike, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), a foreign one, another model or another optimizer. If that
+    comes after some state was set, the engine may be loaded again from elsewhere, but must not go on as it is.
     """
     comm, wish = engine.process.comm, Wish(weights_only=weights_only, only=only, strict=strict)
     agreement = Agreement(comm, error=CheckpointError)
@@ -72,7 +74,7 @@ def load(
     folder = comm.gather_objects(folder)[0]
     info = ModelInfo.gather(engine)
     with agreement.step():
-        manifest = open_manifest(folder)
+        manifest = with_buffers_of(info, manifest=open_manifest(folder))
         matched = match(manifest, info=info, wish=wish)
         names = engine.zero.optimizer.state_names
         check_fits(manifest, state_names=names, info=info, wish=wish, matched=matched)
@@ -122,7 +124,8 @@ def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) 
     for name, buffer in persistent_buffers(engine.module):
         if name in keep:
             continue
-        value = reader.read(name=name, kind=BUFFER, start=0, stop=buffer.numel())
+        kind = next(kind for kind in (BUFFER, "master", FROZEN) if reader.has(name=name, kind=kind))
+        value = reader.read(name=name, kind=kind, start=0, stop=buffer.numel())
         buffer.data.copy_(value.view(buffer.shape))
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT = "ztk-checkpoint"
 VERSION = 1
@@ -118,19 +118,19 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder. Raises CheckpointError for a missing, damaged or foreign one."""
+    """The manifest of a step folder. Raises DamagedCheckpoint for a missing or damaged one, CheckpointError for one of another version."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is missing: {_what_it_is(folder)}") from None
+        raise DamagedCheckpoint(f"{path} is missing: {_what_it_is(folder)}") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     start = len(_PREFIX) + 64
     whole = data.startswith(_PREFIX) and data[start : start + len(_MIDDLE)] == _MIDDLE and data.endswith(_SUFFIX)
     text = data[start + len(_MIDDLE) : -len(_SUFFIX)]
     if not whole or hashlib.sha256(text).hexdigest().encode() != data[len(_PREFIX) : start]:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} is truncated, damaged or not a manifest of ztk (its hash does not fit its content)"
         )
     content = json.loads(text)
@@ -162,5 +162,5 @@ def _what_it_is(folder: Path) -> str:
     if "model.safetensors" in names or "model.safetensors.index.json" in names:
         return "this is a Hugging Face folder; bring it in with `python -m ztk.checkpoint import`"
     if "latest" in names or any("mp_rank_" in name for name in names):
-        return "this looks like a DeepSpeed checkpoint, not one of ztk's"
+        return "this is a folder of DeepSpeed; bring it in with `python -m ztk.checkpoint import`"
     return "this is not a ztk checkpoint, or one whose writing never ended"

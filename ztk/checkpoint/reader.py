@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPES, view_bytes
-from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.boxes import Box, boxes_of
+from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
 from ztk.runtime.part import Part
 
 CACHED_BLOCKS = 8  # neighbouring stretches share the block at their seam, in each kind of state
 OPEN_FILES = 64
-_CHUNK = 1 << 20  # elements
+_CHUNK = 1 << 20  # elements in memory beside what is asked for, where parts are cut differently
 
 
 class StateReader:
-    """Opens files when they are first needed. Memory: CACHED_BLOCKS blocks beside what is asked for."""
+    """Opens files when they are first needed. Memory: CACHED_BLOCKS blocks, and at times _CHUNK elements, beside what is asked for."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest, self._folder = manifest, Path(manifest.path)
@@ -36,7 +37,7 @@ class StateReader:
         self.read_bytes = 0
 
     def check_files(self) -> None:
-        """All files are there at their length, their headers intact. Raises CheckpointError."""
+        """All files are there at their length, their headers intact. Raises DamagedCheckpoint."""
         for file in self._manifest.files:
             self._open(file)
 
@@ -87,27 +88,36 @@ class StateReader:
         out: Tensor,
         part: Part | None,
     ) -> None:
-        """In chunks, so that the positions (8 bytes each) stay small: each entry gives what it has of them."""
+        """Where files and `part` cut the whole differently: each entry gives what it has."""
         whole = self._shape(name, kind=kind)
-        part = part or Part.everything(whole)
-        for chunk in out.split(_CHUNK):
-            positions = part.positions(start, stop=start + chunk.numel())
-            missing = torch.ones(chunk.numel(), dtype=torch.bool)
+        part, missing, at = part or Part.everything(whole), out.numel(), 0
+        for wanted in boxes_of(part.shape, start=start, stop=start + out.numel()):
+            target = out[at : at + wanted.numel]
+            wanted, at = wanted.moved(part.start), at + wanted.numel
             for entry, file in stretches:
-                local = _positions_in(entry, whole=whole, positions=positions)
-                found = (local >= entry.start) & (local < entry.stop)
-                if not found.any():
-                    continue
-                local = local[found]
-                first = int(local.min())
-                values = torch.empty(int(local.max()) + 1 - first, dtype=chunk.dtype)
-                self._copy(entry, file=file, first=first, out=values)
-                chunk[found] = values[local - first]
-                missing &= ~found
-            if missing.any():
-                at = int(positions[missing][0])
-                raise CheckpointError(f"{self._folder}: element {at} of {kind} of {name} is in no file")
-            start += chunk.numel()
+                missing -= self._copy_overlap(entry, file=file, whole=whole, wanted=wanted, target=target)
+        if missing:
+            raise CheckpointError(
+                f"{self._folder}: {missing} of {out.numel()} elements of {kind} of {name} are in no file or in several"
+            )
+
+    def _copy_overlap(
+        self, entry: Entry, *, file: StateFile, whole: tuple[int, ...], wanted: Box, target: Tensor
+    ) -> int:
+        """What `entry` has of box `wanted` of the whole, whose flat elements are `target`. Returns how many elements that were."""
+        corner, shape = zip(*entry.box, strict=True) if entry.box else ((0,) * len(whole), whole)
+        copied, offset = 0, entry.start
+        for held in boxes_of(tuple(shape), start=entry.start, stop=entry.stop):
+            outer, first = held.moved(tuple(corner)), offset
+            offset += held.numel
+            common = outer.overlap(wanted)
+            for piece in common.rows(outer=outer, limit=_CHUNK) if common else ():
+                begin = piece.first_in(outer)
+                values = torch.empty(piece.span_in(outer), dtype=target.dtype)
+                self._copy(entry, file=file, first=first + begin, out=values)
+                piece.view(target, outer=wanted, first=0).copy_(piece.view(values, outer=outer, first=begin))
+                copied += piece.numel
+        return copied
 
     def _shape(self, name: str, *, kind: str) -> tuple[int, ...]:
         infos = self._manifest.buffers if kind == BUFFER else self._manifest.parameters
@@ -171,7 +181,10 @@ class StateReader:
     def _read_block(self, entry: Entry, *, file: StateFile, number: int, into: memoryview) -> None:
         offset, done = entry.offset + number * self._manifest.block_bytes, 0
         while done < len(into):
-            moved = os.preadv(self._open(file), [into[done:]], offset + done)
+            try:
+                moved = os.preadv(self._open(file), [into[done:]], offset + done)
+            except OSError as error:
+                raise self._damaged(file, text=f"cannot be read at byte {offset + done}: {error.strerror}") from error
             if moved == 0:
                 raise self._damaged(file, text=f"ends at byte {offset + done} of {file.nbytes}")
             done += moved
@@ -208,8 +221,8 @@ class StateReader:
     def _drop(self, name: str) -> None:
         os.close(self._files.pop(name))
 
-    def _damaged(self, file: StateFile, *, text: str) -> CheckpointError:
-        return CheckpointError(
+    def _damaged(self, file: StateFile, *, text: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(
             f"{self._folder / file.file} {text}; {usable(self._folder.parent, without=self._folder)}"
         )
 
@@ -223,25 +236,6 @@ class StateReader:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _positions_in(entry: Entry, *, whole: tuple[int, ...], positions: Tensor) -> Tensor:
-    """int64: where flat positions of the whole lie among the elements of the entry's box; -1: not in it."""
-    if entry.box is None:
-        return positions
-    local, stride, inside, rest = (
-        torch.zeros_like(positions),
-        1,
-        torch.ones_like(positions, dtype=torch.bool),
-        positions,
-    )
-    for size, (first, held) in zip(reversed(whole), reversed(entry.box), strict=True):
-        index = rest % size - first
-        inside &= (index >= 0) & (index < held)
-        local += index * stride
-        stride *= held
-        rest = rest // size
-    return torch.where(inside, local, -1)
 
 
 def _block_nbytes(entry: Entry, *, number: int, size: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.folder import checkpoints, resolve
+from ztk.checkpoint.folder import every_checkpoint
 from ztk.checkpoint.manifest import BUFFER, RNG, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
 
@@ -42,12 +42,8 @@ def verify(path: str | Path) -> VerifyReport:
 
 
 def verify_all(path: str | Path) -> list[VerifyReport]:
-    """`verify` for a step folder, or for every checkpoint of a folder of checkpoints or a run folder, oldest step first.
-
-    Raises CheckpointError if there is none.
-    """
-    found = checkpoints(Path(path)) or checkpoints(Path(path) / "checkpoints")
-    return [verify(step) for step in found or [resolve(path)]]
+    """`verify` for every checkpoint that `path` means, oldest step first. Raises CheckpointError if there is none."""
+    return [verify(step) for step in every_checkpoint(Path(path))]
 
 
 def _gaps(manifest: Manifest) -> list[str]:

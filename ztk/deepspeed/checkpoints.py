@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
+from ztk.checkpoint.whole import is_cut, persistent_buffers
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.deepspeed.whole import gather_state, is_cut, persistent_buffers
 from ztk.deepspeed.zero.gathered import GatheredParameters
 
 LATEST = "latest"
@@ -128,7 +128,7 @@ def module_state_dict(
                 "keep_vars=True: at stage 3, and where ranks hold parts of the model, whole weights are copies; use "
                 "zero.GatheredParameters"
             )
-        whole = gather_state(engine.engine, keeps=True, exclude_frozen=exclude_frozen)
+        whole = checkpoint.whole_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
         state = {} if destination is None else destination
         state |= {f"{prefix}{name}": value for name, value in whole.items()}
         return state
@@ -193,10 +193,8 @@ def _check_custom(engine, *, what: str) -> None:
 
 
 def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """The whole weights in main memory on rank 0, tied names and persistent buffers included; None on the others. Collective."""
-    keeps = engine.engine.comm.rank == 0
-    state = gather_state(engine.engine, keeps=keeps, exclude_frozen=exclude_frozen)
-    return state if keeps else None
+    """See `whole_state_dict`."""
+    return checkpoint.whole_state_dict(engine.engine, exclude_frozen=exclude_frozen)
 
 
 def _names(module: nn.Module) -> Iterator[str]:

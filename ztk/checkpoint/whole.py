@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.checkpoint.model import tied_names
-from ztk.engine import Engine
+from ztk.checkpoint.subject import Subject
 from ztk.runtime import Comm
 from ztk.runtime.part import Part
 
@@ -25,13 +25,26 @@ class _Held:
     trainable: bool
 
 
-def is_cut(engine: Engine) -> bool:
+def whole_state_dict(
+    engine: Subject, *, everywhere: bool = False, exclude_frozen: bool = False
+) -> dict[str, Tensor] | None:
+    """The whole model's state_dict in main memory, whatever the ranks hold of it: on rank 0, or `everywhere`; None on the others.
+
+    In the dtype that the model computes in, tied names and persistent buffers included. Every rank calls it. `engine.module.state_dict()`
+    has this rank's parts alone.
+    """
+    keeps = everywhere or engine.process.comm.rank == 0
+    state = gather_state(engine, keeps=keeps, exclude_frozen=exclude_frozen)
+    return state if keeps else None
+
+
+def is_cut(engine: Subject) -> bool:
     """Ranks have different parts of the model, over which ZeRO shards."""
     topology = engine.process.mesh.topology
     return max(topology.tensor, topology.expert, topology.pipeline) > 1
 
 
-def gather_state(engine: Engine, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
+def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
     """Weights in main memory by name, tied names and persistent buffers included; empty on ranks that do not keep it. Collective over
     all ranks.
 
@@ -68,7 +81,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _parameters_held(engine: Engine) -> dict[str, _Held]:
+def _parameters_held(engine: Subject) -> dict[str, _Held]:
     held = {}
     for bucket in engine.zero.buckets:
         for placement in bucket.layout.placements:

@@ -1,0 +1,86 @@
+"""Stretches of flattened tensors as boxes, which overlap by arithmetic on their corners: no list of positions, whatever the size."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """Indices [start, start + shape) of a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of its elements laid one after the other."""
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
+    def moved(self, by: tuple[int, ...]) -> "Box":
+        return Box(start=tuple(a + b for a, b in zip(self.start, by, strict=True)), shape=self.shape)
+
+    def overlap(self, other: "Box") -> "Box | None":
+        start = tuple(map(max, self.start, other.start))
+        stops = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)]
+        shape = tuple(stop - first for stop, first in zip(stops, start, strict=True))
+        return Box(start=start, shape=shape) if all(size > 0 for size in shape) else None
+
+    def first_in(self, outer: "Box") -> int:
+        """Where its first element lies among those of `outer`, one after the other."""
+        return sum((a - b) * step for a, b, step in zip(self.start, outer.start, outer.strides, strict=True))
+
+    def span_in(self, outer: "Box") -> int:
+        """How many of `outer`'s elements lie from its first to its last, both included."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, outer.strides, strict=True))
+
+    def rows(self, *, outer: "Box", limit: int) -> Iterator["Box"]:
+        """Itself in pieces that span at most `limit` elements of `outer` each, or one index of an axis."""
+        axis = next((axis for axis, size in enumerate(self.shape) if size > 1), None)
+        if axis is None or self.span_in(outer) <= limit:
+            yield self
+            return
+        step = max(1, limit // outer.strides[axis])
+        for first in range(0, self.shape[axis], step):
+            start, shape = list(self.start), list(self.shape)
+            start[axis], shape[axis] = self.start[axis] + first, min(step, self.shape[axis] - first)
+            piece = Box(start=tuple(start), shape=tuple(shape))
+            yield from piece.rows(outer=outer, limit=limit) if step == 1 else (piece,)
+
+    def view(self, flat: Tensor, *, outer: "Box", first: int) -> Tensor:
+        """Its elements in contiguous `flat`, which has those of `outer` from the `first` on: a view."""
+        offset = flat.storage_offset() + self.first_in(outer) - first
+        return flat.as_strided(self.shape, outer.strides, offset)
+
+
+def boxes_of(shape: tuple[int, ...], *, start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) of a flattened tensor of `shape` as boxes whose elements lie one after the other, in order.
+
+    At most 2 * len(shape) - 1 of them.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box(start=(), shape=())
+        return
+    inner = prod(shape[1:])
+    (row, begin), (last_row, end) = divmod(start, inner), divmod(stop, inner)
+    if begin or row == last_row:
+        cut = inner if row < last_row else end
+        yield from _in_row(row, boxes=boxes_of(shape[1:], start=begin, stop=cut))
+        row += 1
+    if row < last_row:
+        yield Box(start=(row, *(0 for _ in shape[1:])), shape=(last_row - row, *shape[1:]))
+    if end and row <= last_row:
+        yield from _in_row(last_row, boxes=boxes_of(shape[1:], start=0, stop=end))
+
+
+def _in_row(row: int, *, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box(start=(row, *box.start), shape=(1, *box.shape))

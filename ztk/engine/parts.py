@@ -1,0 +1,33 @@
+"""Says it when somebody reads what a rank holds of a model as if it were the model."""
+
+import warnings
+import weakref
+
+from torch import nn
+
+from ztk.zero import Zero
+from ztk.zero.bucket import ParameterState
+
+_TEXT = (
+    "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered read as NaN. For "
+    "whole weights use ztk.checkpoint.whole_state_dict(engine), `module_state_dict()` of the DeepSpeed door's engine, or a checkpoint and "
+    "`python -m ztk.checkpoint export`"
+)
+
+
+def warn_of_parts(model: nn.Module, *, zero: Zero, is_cut: bool) -> None:
+    """From now on `model.state_dict()` warns (RuntimeWarning) while it has not all weights.
+
+    is_cut: other axes than the data's cut the model, which no gathering of `zero` mends.
+    """
+    if not (is_cut or zero.policy.shards_parameters):
+        return
+    alive = weakref.ref(zero)  # the model outlives its engine
+
+    def look(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        zero = alive()
+        sharded = zero is not None and any(bucket.state is ParameterState.sharded for bucket in zero.buckets)
+        if is_cut or sharded:
+            warnings.warn(_TEXT, RuntimeWarning, stacklevel=3)
+
+    model.register_state_dict_pre_hook(look)
