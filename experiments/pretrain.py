@@ -4,10 +4,10 @@ Nothing here knows where parameters, gradients and optimizer states live: `paral
 `offload=`.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,10 +82,9 @@ def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
 
 def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
     """Sets engine and stream from `checkpoint.resume`; returns what the reporter needs to go on with its record."""
-    path = resume_path(config, engine=engine)
-    if path is None:
+    loaded = load_past(config, engine=engine)
+    if loaded is None:
         return {}
-    loaded = checkpoint.load(engine, path=path)
     if engine.process.rank == 0:
         print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
     if loaded.data_state is not None:  # an imported checkpoint knows nothing of this text: it starts at the beginning
@@ -93,16 +92,17 @@ def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStr
     return (loaded.extra or {}) | {"first_step": engine.global_steps}
 
 
-def resume_path(config: Config, *, engine: Engine) -> str | Path | None:
-    """Where to continue from, the same on all ranks; None: from the start.
+def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None:
+    """Where the engine goes on from; None: from the start.
 
-    A run that can be started again by itself goes on from its own newest checkpoint as soon as it has one.
+    A run that can be started again by itself goes on from its own newest whole checkpoint as soon as it has one.
     """
     given = None if config.checkpoint.resume == "auto" else config.checkpoint.resume
-    if config.checkpoint.resume != "auto" and not config.launch.elastic:
-        return given
-    own = checkpoint.newest_whole(RunFolder(config.output_dir).checkpoints) if engine.process.rank == 0 else None
-    return engine.comm.gather_objects(own)[0] or given
+    if config.checkpoint.resume == "auto" or config.launch.elastic:
+        own = checkpoint.load_newest(engine, folder=RunFolder(config.output_dir).checkpoints)
+        if own is not None:
+            return own
+    return None if given is None else checkpoint.load(engine, path=given)
 
 
 def train(
@@ -120,10 +120,11 @@ def train(
         for step in range(engine.global_steps + 1, train.steps + 1):
             loss = train_step(engine, stream=stream)
             measured = {} if saver is None else {"checkpoint.stall_seconds": saver.stall_seconds}
-            if held_out and train.eval_every and step % train.eval_every == 0 and step < train.steps:
+            saves = saver is not None and step % config.checkpoint.every == 0
+            is_due = train.eval_every and step % train.eval_every == 0 and step < train.steps
+            if held_out and (is_due or (saves and config.checkpoint.keep_best)):
                 with reporter.aside():
                     measured["validation_loss"] = evaluate(engine, batches=held_out)
-            saves = saver is not None and step % config.checkpoint.every == 0
             reporter.step(
                 loss=loss,
                 tokens=tokens,
@@ -134,7 +135,12 @@ def train(
             )
             if saves:
                 with reporter.aside():
-                    saver.save(data_state=stream.state_dict(), extra=reporter.past())
+                    judged = config.checkpoint.keep_best and math.isfinite(measured.get("validation_loss", math.nan))
+                    saver.save(
+                        data_state=stream.state_dict(),
+                        extra=reporter.past(),
+                        metric=measured["validation_loss"] if judged else None,
+                    )
 
 
 def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
@@ -196,7 +202,11 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
     return checkpoint.Saver(
         engine,
         folder=RunFolder(config.output_dir).checkpoints,
-        retention=checkpoint.Retention(keep=config.checkpoint.keep),
+        retention=checkpoint.Retention(
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            keep_best=bool(config.checkpoint.keep_best),
+        ),
         asynchronous=config.checkpoint.asynchronous,
     )
 

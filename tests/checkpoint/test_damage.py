@@ -12,6 +12,7 @@ from torch import nn
 from tests.checkpoint.runs import Setup, canonical, digest, reload, save_some, try_load
 from tests.zero.models import WIDTH, Block, Layout, build, make_engine
 from ztk.checkpoint import CheckpointError, load, read_manifest, resolve
+from ztk.checkpoint.__main__ import main
 
 SETUP = Setup(layout=Layout(stage=1))
 
@@ -106,6 +107,20 @@ def test_foreign_folders_are_told_apart(tmp_path):
             resolve(folder)
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve(tmp_path / "nowhere")
+
+
+def test_folders_of_tags_are_read_as_deepspeed_scripts_fill_them(copy, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    copy.rename(tmp_path / "out" / "global_step3")
+    (tmp_path / "out" / "latest").write_text("global_step3")
+    assert resolve(tmp_path / "out") == tmp_path / "out" / "global_step3" / "step-000003"
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+
+
+def test_deepspeeds_own_folder_names_the_way_in(tmp_path, capsys):
+    assert main(["show", str(Path(__file__).parent / "data" / "deepspeed" / "stage3")]) == 1
+    assert "DeepSpeed" in (told := capsys.readouterr().err) and "ztk.checkpoint import" in told
 
 
 def test_another_version_is_refused(copy):

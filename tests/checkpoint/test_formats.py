@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.checkpoint.runs import Setup, canonical, digest, reload, save_some, try_load
-from tests.zero.models import Layout, build
-from ztk.checkpoint import CheckpointError, load, read_manifest, resolve
+from tests.zero.models import Layout, build, make_engine
+from ztk.checkpoint import CheckpointError, load, read_manifest, resolve, save
 from ztk.checkpoint.__main__ import main
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.export import export_safetensors, export_state_dict
@@ -107,6 +108,58 @@ def test_import_renames(ranks, tmp_path):
     )
     found = masters(ranks, tmp_path / "in")
     assert all(torch.equal(parameter.view(-1), found[name]) for name, parameter in model.named_parameters())
+
+
+class Normed(nn.Module):
+    """With buffers, one of them a whole number, and something frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.norm(self.up(x))).square().mean()
+
+
+def train_normed(process, *, folder: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(process, layout=Layout(stage=2), model=Normed())
+    for step in range(3):
+        engine.backward(engine(torch.randn(5, 3) + step))
+        engine.step()
+    save(engine, folder=folder)
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def load_normed(process, *, folder: str, weights_only: bool) -> dict[str, torch.Tensor]:
+    engine = make_engine(process, layout=Layout(stage=1), model=Normed())
+    load(engine, path=folder, weights_only=weights_only)
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def test_buffers_come_back_from_formats_that_do_not_name_them(ranks, tmp_path):
+    expected = ranks(1).run(train_normed, folder=str(tmp_path / "saved"))[0]
+    assert expected["norm.num_batches_tracked"] == 3
+    for to, *options in (("out.pt",), ("hf",), ("dcp", "--torch-distributed")):
+        assert main(["export", str(tmp_path / "saved"), str(tmp_path / to), *options]) == 0
+        assert main(["import", str(tmp_path / to), str(tmp_path / f"{to}-in")]) == 0
+        found = ranks(1).run(load_normed, folder=str(tmp_path / f"{to}-in"), weights_only=not options)[0]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value) and found[name].dtype == value.dtype, (to, name)
+
+
+def test_a_checkpoint_of_ztk_is_not_imported(saved, tmp_path, capsys):
+    for path in (saved, saved / "step-000002"):
+        assert main(["import", str(path), str(tmp_path / "in")]) == 1
+        assert "a checkpoint of ztk already" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named(saved, tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    for name in ("hf", "model.pt"):
+        assert main(["export", str(saved), str(tmp_path / "file" / name)]) == 1
+        assert "a part of the path is a file" in capsys.readouterr().err
 
 
 def test_torch_distributed_checkpoint_resumes_with_its_optimizer(ranks, tmp_path):

@@ -224,6 +224,8 @@ def test_what_does_not_fit_together_names_the_mend(overrides, mend):
         ("data=stdlib", "data.path=/etc/hosts"),
         ("data=synthetic", "data.validation_fraction=0.1"),
         ("checkpoint.keep=3",),
+        ("checkpoint.keep_every=4",),
+        ("checkpoint=periodic", "data=synthetic", "checkpoint.keep_best=true"),
         ("logger=disabled", "logger.project=mine"),
         ("model.experts_per_token=2",),
     ],

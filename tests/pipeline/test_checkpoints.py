@@ -38,7 +38,7 @@ def test_any_layout_goes_on_from_any_other(ranks, tmp_path):
     saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
     zero_bubble = Layout(topology=TWO, schedule="zero_bubble", stage=3, tied=tied)  # two replicas
     ranks(4).run(go, layout=zero_bubble, steps=range(2), folder=saved)
-    newest = str(checkpoint.newest_whole(Path(saved)))
+    newest = str(checkpoint.resolve(Path(saved)))
     for world, layout in (
         (1, Layout(tied=tied)),
         (2, Layout(topology=TWO, schedule="interleaved", virtual_stages=2, tied=tied)),
@@ -49,6 +49,6 @@ def test_any_layout_goes_on_from_any_other(ranks, tmp_path):
         torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0)
     ranks(1).run(go, layout=Layout(tied=tied), steps=range(2), folder=again)
     runs = ranks(2).run(
-        go, layout=Layout(topology=TWO, tied=tied), steps=range(2, 4), resume=str(checkpoint.newest_whole(Path(again)))
+        go, layout=Layout(topology=TWO, tied=tied), steps=range(2, 4), resume=str(checkpoint.resolve(Path(again)))
     )
     torch.testing.assert_close(torch.tensor(runs).mean(0), torch.tensor(expected), rtol=1e-5, atol=0)

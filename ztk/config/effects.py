@@ -224,9 +224,14 @@ EFFECTS = (
         only="scheduler=range_test",
     ),
     Effect(
-        keys=("checkpoint.keep", "checkpoint.asynchronous"),
+        keys=_section("checkpoint", "keep", "keep_every", "asynchronous"),
         when=lambda c, m: c.checkpoint.every != 0,
         only="checkpoint.every above 0",
+    ),
+    Effect(
+        keys=("checkpoint.keep_best",),
+        when=lambda c, m: c.checkpoint.every != 0 and c.data.name is not DataName.synthetic,
+        only="checkpoint.every above 0 and data=stdlib or data=files",
     ),
     Effect(
         keys=("launch.elastic",),

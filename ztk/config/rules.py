@@ -119,6 +119,7 @@ _RANGES = {
     "scheduler.step_rate": _POSITIVE,
     "checkpoint.every": _ZERO,
     "checkpoint.keep": _ONE,
+    "checkpoint.keep_every": _ZERO,
     "logger.every": _ONE,
     "launch.ranks": _ONE,
     "launch.threads": _ONE,
@@ -262,6 +263,16 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
+        )
+    if checkpoint.keep_best and config.data.validation_fraction == 0:
+        yield (
+            "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "
+            "data.validation_fraction=0.05"
+        )
+    if checkpoint.every and checkpoint.keep_every and checkpoint.keep_every % checkpoint.every:
+        yield (
+            f"checkpoint.keep_every={checkpoint.keep_every} is not a multiple of checkpoint.every={checkpoint.every}, which makes the "
+            f"checkpoints: use checkpoint.keep_every={-(-checkpoint.keep_every // checkpoint.every) * checkpoint.every}"
         )
     if checkpoint.every > train.steps:
         yield (

@@ -258,6 +258,8 @@ class KernelsConfig:
 class CheckpointConfig:
     every: int  # 0: none
     keep: int | None = None
+    keep_every: int | None = None  # steps; 0: off
+    keep_best: bool | None = None
     asynchronous: bool | None = None
     resume: str | None = None  # a path, or auto
 
