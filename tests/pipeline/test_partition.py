@@ -135,6 +135,16 @@ def test_tied_layers_are_one_module():
     assert model(inputs).shape == (*inputs.shape, 50)
 
 
+def test_modules_that_share_a_weight_across_ranks_are_refused():
+    """Each rank would train a copy: other numbers than on one rank, without a word."""
+    embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    head.weight = embedding.weight
+    layers = [embedding, nn.Linear(4, 4), nn.Linear(4, 4), head]
+    with pytest.raises(ValueError, match=r"layers 0 and 3 share weight .* TiedLayerSpec"):
+        cut(PipelineModule(layers), boundaries=uniform(4, num_stages=2), rank=0, num_ranks=2)
+    cut(PipelineModule(layers), boundaries=uniform(4, num_stages=4), rank=0, num_ranks=1)  # all on one rank: one weight
+
+
 def test_specs_want_module_classes():
     with pytest.raises(ValueError, match="must be a subclass"):
         LayerSpec(nn.Linear(2, 2))

@@ -82,13 +82,18 @@ def plan(model: LayeredModel, *, method: str, num_stages: int, costs: list[float
 
 
 def cut(model: LayeredModel, *, boundaries: tuple[range, ...], rank: int, num_ranks: int) -> Stages:
-    """Leaves in `model.module` the stages of pipeline rank `rank` (stage s is on rank s modulo `num_ranks`) and makes it run them."""
+    """Leaves in `model.module` the stages of pipeline rank `rank` (stage s is on rank s modulo `num_ranks`) and makes it run them.
+
+    Raises ValueError for layers on different ranks that share a parameter and are no `TiedLayerSpec`.
+    """
     own = tuple(range(rank, len(boundaries), num_ranks))
     ranks_of: dict[str, set[int]] = {}  # module -> ranks that need it
     for stage, indices in enumerate(boundaries):
         for index in indices:
             for path in model.layers[index].modules:
                 ranks_of.setdefault(path, set()).add(stage % num_ranks)
+    if isinstance(model, PipelineModule):
+        _check_nothing_shared(model, boundaries=boundaries, num_ranks=num_ranks)
     model.keep([index for stage in own for index in boundaries[stage]])
     stage_of: dict[str, int] = {}
     holders: dict[str, tuple[int, ...]] = {}
@@ -104,6 +109,22 @@ def cut(model: LayeredModel, *, boundaries: tuple[range, ...], rank: int, num_ra
     module = model.module
     module.forward = _StageForward(model, boundaries=boundaries)
     return Stages(module=module, boundaries=boundaries, own=own, stage_of=stage_of, holders=holders)
+
+
+def _check_nothing_shared(model: PipelineModule, *, boundaries: tuple[range, ...], num_ranks: int) -> None:
+    """Raises ValueError for modules that share a parameter and come to lie on several ranks, where each would train a copy of its own."""
+    first: dict[nn.Parameter, tuple[int, int]] = {}
+    for stage, indices in enumerate(boundaries):
+        for index in indices:
+            if not isinstance(model.specs[index], nn.Module):
+                continue
+            for name, parameter in model.specs[index].named_parameters():
+                other, rank = first.setdefault(parameter, (index, stage % num_ranks))
+                if rank != stage % num_ranks:
+                    raise ValueError(
+                        f"layers {other} and {index} share {name} and lie on different pipeline ranks, which would train two: give "
+                        "both as TiedLayerSpec with the same key"
+                    )
 
 
 def mark_copies(parts: Mapping[str, Part], *, stages: Stages, comm: Comm) -> dict[str, Part]:
