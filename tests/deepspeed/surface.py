@@ -2,6 +2,7 @@
 
 import tempfile
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -324,3 +325,38 @@ def local_states(process: Process, *, bf16: bool, offload: str) -> dict:
         found["errors"] = errors
         engine.destroy()
         return found
+
+
+def held(process: Process, *, stage: int) -> dict:
+    """One model in two engines: refused while the first lives, the same run afterwards. And two models with a frozen layer of both."""
+    model = scripts.build()
+    settings = scripts.config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    first = deepspeed.initialize(model=model, config=settings, mesh_param=(2, 1))[0]
+    losses = scripts.loop(process, first, steps=2)
+    with pytest.raises(ValueError, match=r"must be \(2, 1\), all ranks data-parallel"):
+        deepspeed.initialize(model=scripts.build(), config=settings, mesh_param=(1, 2))
+    try:
+        deepspeed.initialize(model=model, config=settings)
+        text = ""
+    except ValueError as error:
+        text = str(error)
+    losses += scripts.loop(process, first, steps=1, start=2)  # the refusal has changed nothing
+    first.destroy()
+    second = deepspeed.initialize(model=model, config=settings)[0]
+    losses += scripts.loop(process, second, steps=2, start=3)
+    second.destroy()
+    return {"text": text, "losses": losses}
+
+
+def shared(process: Process) -> list[list[float]]:
+    """Two engines over one frozen layer and a head each."""
+    torch.manual_seed(0)
+    body = nn.Linear(28, 32).requires_grad_(False)
+    engines = [
+        deepspeed.initialize(model=nn.Sequential(body, nn.ReLU(), nn.Linear(32, 10)), config=scripts.config(stage=1))[0]
+        for _ in range(2)
+    ]
+    losses = [scripts.loop(process, engine, steps=8, period=1) for engine in engines]
+    for engine in engines:
+        engine.destroy()
+    return losses

@@ -85,7 +85,7 @@ def test_all_faults_come_in_one_error():
         ({"gradient_allreduce_op": "sum"}, "not offered"),
         ({"train_micro_batch_size_per_gpu": 3}, "would fit"),
         ({"train_batch_size": "auto"}, "Hugging Face"),
-        ({"comet": {"enabled": True}}, "not offered"),
+        ({"data_efficiency": {"enabled": True}}, "not offered"),
         ({"flops_profiler": True}, "must be an object"),
     ],
     ids=lambda value: str(value)[:60],

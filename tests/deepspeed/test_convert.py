@@ -70,6 +70,36 @@ def test_a_disk_is_there_and_back(tmp_path):
     assert parse_config(to_ds_config(config), world_size=1).offload == first.offload
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict:
+    """A run of run.py on 2 ranks, micro-batches of 4."""
+    words = ("train.micro_batch_size=4", "launch.ranks=2")
+    return dataclasses.asdict(compose(*words, output_dir=tmp_path_factory.mktemp("run")))
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "mend"),
+    [
+        ("train", {"global_batch_size": 10}, "a multiple of 8.*use 8 or 16"),
+        ("train", {"global_batch_size": 3}, "use 8, or another"),
+        ("topology", {"pipeline": 2}, "PipelineModule"),
+        ("topology", {"sequence": 2}, "topology.sequence=1"),
+    ],
+)
+def test_what_a_ds_config_cannot_say_is_refused(run, section, changed, mend):
+    """Silently another run would be worse."""
+    with pytest.raises(ValueError, match=mend):
+        to_ds_config({**run, section: run[section] | changed})
+
+
+def test_batches_and_cuts_are_said(run):
+    made = to_ds_config({**run, "train": run["train"] | {"global_batch_size": 16, "accumulation_steps": 2}})
+    assert parse_config(made, world_size=2).batch.train == 16
+    made = to_ds_config({**run, "topology": run["topology"] | {"tensor": 2, "expert": 4}})
+    settings = parse_config(made, world_size=8)
+    assert (settings.tensor.degree, settings.experts.size) == (2, 4)
+
+
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_batch_size": 8, "optimizer": ADAM, "scheduler": {"type": "WarmupLR"}}))

@@ -211,12 +211,7 @@ def batches(process: Process, *, folder: str) -> dict:
             losses.append(float(engine.train_batch(iter([(x[n : n + 1], y[n : n + 1]) for n in range(rows)]))))
         engine.destroy()
         counts.append(len(os.listdir("/proc/self/fd")))
-    try:
-        deepspeed.initialize(model=made("pp"), config=config("pp", stage=1, flops_profiler={"enabled": True}))
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    return {"losses": losses, "files": counts, "refused": refused}
+    return {"losses": losses, "files": counts}
 
 
 def test_a_pipelines_batch_changes_and_its_losses_are_written(ranks, tmp_path):
@@ -236,7 +231,6 @@ def test_a_pipelines_batch_changes_and_its_losses_are_written(ranks, tmp_path):
     for found in runs:
         assert found["losses"] == pytest.approx(expected, rel=1e-5)  # fp32, four steps
         assert found["files"][0] == found["files"][1]
-        assert "flops_profiler.enabled=true" in found["refused"] and "get_model_profile" in found["refused"]
     (file,) = Path(tmp_path).glob("**/*train_loss*.csv")
     rows = [line.split(",")[1] for line in file.read_text().splitlines() if "train_loss" not in line]
     assert [float(value) for value in rows] == pytest.approx(expected * 2, rel=1e-5)  # of both engines

@@ -194,6 +194,7 @@ def refusals(process) -> list[str]:
         {"topology": PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)},
         {"num_stages": 1, "topology": PipeDataParallelTopology(num_pp=2, num_dp=1)},
         {"num_stages": 2, "partition_method": "profile"},
+        {"num_stages": 2, "sample_batch": (torch.zeros(1, WIDTH), None)},
         {"num_stages": 2, "partition_method": "evenly"},
     ):
         with pytest.raises(ValueError) as caught:
@@ -206,6 +207,40 @@ def refusals(process) -> list[str]:
     return messages
 
 
+class Slow(nn.Linear):
+    """A quarter of a Block's parameters and some twenty times its work."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        for _ in range(1000):
+            out = out + 0.0 * x
+        return out
+
+
+def measured(process) -> dict:
+    """Cut by seconds: the last of six layers takes nearly all of them. Then it trains, from the values of any other cut."""
+    torch.manual_seed(process.rank)
+    sample = (torch.zeros(MICRO, LENGTH, WIDTH), torch.zeros(MICRO, LENGTH, WIDTH))
+    layers = [*(LayerSpec(Block, WIDTH) for _ in range(5)), LayerSpec(Slow, WIDTH, WIDTH)]
+    before = torch.random.get_rng_state()
+    model = PipelineModule(
+        layers, num_stages=2, loss_fn=F.mse_loss, seed_layers=True, partition_method="profile", sample_batch=sample
+    )
+    same_state = torch.equal(before, torch.random.get_rng_state())
+    engine = deepspeed.initialize(model=model, config=config(stage=1))[0]
+    x = torch.randn(GLOBAL_BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    losses = [engine.train_batch(iter([(row[None], 0.1 * row[None]) for row in x])).item() for _ in range(4)]
+    engine.destroy()
+    return {"parts": model.parts, "losses": losses, "same_state": same_state}
+
+
+def test_layers_are_cut_by_measured_seconds(ranks):
+    for found in ranks(2).run(measured):
+        assert found["parts"] == [0, 5, 6]  # by parameters: [0, 3, 6]
+        assert found["losses"][3] < found["losses"][0]  # the warm-up's first rate is zero
+        assert found["same_state"]
+
+
 def test_refusals_name_the_mend(ranks):
     words = (
         "num_stages or topology",
@@ -213,7 +248,8 @@ def test_refusals_name_the_mend(ranks):
         "2 ranks in all",
         "num_mp=1",
         "keep one",
-        "parameters",
+        "pass sample_batch",
+        "leave it out",
         "must be",
     )
     for messages in ranks(2).run(refusals):
@@ -242,3 +278,33 @@ def test_topologies_are_grids():
 def test_names_are_where_scripts_import_them_from():
     assert deepspeed.PipelineModule is PipelineModule
     assert deepspeed.pipe.LayerSpec is LayerSpec
+
+
+def recomputed(process, *, options: dict) -> dict:
+    """An embedding of its own, whose input holds integers: no gradient asks for it to be run again."""
+    layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *(LayerSpec(Block, WIDTH) for _ in range(3))]
+    head = LayerSpec(nn.Linear, WIDTH, VOCABULARY)
+    model = PipelineModule([*layers, head], num_stages=process.world_size, loss_fn=loss_fn, seed_layers=True, **options)
+    runs = []
+    for index, layer in model.named_children():
+        layer.register_forward_hook(lambda module, inputs, output, index=index: runs.append(index))
+    engine = deepspeed.initialize(model=model, config=config(stage=1))[0]
+    data = batches(0, replicas=1)
+    losses = [engine.train_batch(data_iter=data).item() for _ in range(3)]
+    found = {"losses": losses, "runs": runs.count("0"), "weights": engine.module_state_dict()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("function", [None, "checkpoint", "non_reentrant_checkpoint"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_recompute_interval_may_begin_with_an_embedding(ranks, world, function):
+    """DeepSpeed's first interval has no input that requires a gradient, and its reentrant function then trains nothing in it."""
+    options: dict = {"activation_checkpoint_interval": 2}
+    if function:
+        options["activation_checkpoint_func"] = getattr(deepspeed.checkpointing, function)
+    plainly, again = (ranks(world).run(recomputed, options=given)[0] for given in ({}, options))
+    assert again["losses"] == plainly["losses"] and again["losses"][-1] < again["losses"][0]
+    assert again["runs"] == 2 * plainly["runs"] == 2 * 3 * GLOBAL_BATCH
+    assert again["weights"].keys() == plainly["weights"].keys()
+    assert all(torch.equal(value, plainly["weights"][name]) for name, value in again["weights"].items())

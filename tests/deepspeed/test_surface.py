@@ -145,3 +145,17 @@ def test_names_that_scripts_import():
     assert parameters.ZeroParamStatus.AVAILABLE.value == 1 and parameters._orig_torch_arange is torch.arange
     halved = parameters.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16)
     assert halved(2).dtype is torch.float16 and halved(2, dtype=torch.int32).dtype is torch.int32
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_belongs_to_one_engine(ranks, stage):
+    """Plain SGD has no states, so that the run with two engines is the run with one."""
+    losses, _ = scripts.plain(steps=5, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for found in ranks(2).run(surface.held, stage=stage):
+        assert "fc1.weight belongs to an engine already" in found["text"] and "destroy()" in found["text"]
+        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses))
+
+
+def test_a_frozen_layer_may_be_read_by_two_engines(ranks):
+    for losses in ranks(2).run(surface.shared)[0]:
+        assert losses[-1] < 0.8 * losses[0]

@@ -235,6 +235,7 @@ def to_ds_config(config: Mapping) -> dict:
     zero, train, optimizer = config["zero"], config["train"], config["optimizer"]
     if zero["engine"] != "ztk":
         raise ValueError(f"zero={zero['engine']}: a peer has no ds_config; choose zero=stage0 to stage3")
+    _refuse_ragged_batch(train, replicas=config["topology"]["data"])
     made = {
         "train_micro_batch_size_per_gpu": train["micro_batch_size"],
         "gradient_accumulation_steps": train["accumulation_steps"],
@@ -243,6 +244,7 @@ def to_ds_config(config: Mapping) -> dict:
         "optimizer": _ds_optimizer(optimizer),
         **_ds_precision(config["precision"]),
         **_ds_schedule(config["scheduler"], steps=train["steps"], lr=optimizer["lr"]),
+        **_ds_topology(config["topology"]),
     }
     if zero["stage"] == 3:
         made["zero_optimization"] |= {
@@ -264,6 +266,35 @@ def to_ds_config(config: Mapping) -> dict:
             made["zero_optimization"][key] = {"device": place, **path}
     if "nvme" in (offload["optimizer"], offload["parameters"]):
         made["aio"] = {"block_size": offload["block_bytes"], "intra_op_parallelism": offload["threads"]}
+    return made
+
+
+def _refuse_ragged_batch(train: Mapping, *, replicas: int) -> None:
+    """run.py takes the last micro-batch as small as is left; DeepSpeed's are all of one size."""
+    unit = replicas * train["micro_batch_size"]
+    if rest := train["global_batch_size"] % unit:
+        below = train["global_batch_size"] - rest
+        fitting = " or ".join(str(size) for size in (below, below + unit) if size)
+        raise ValueError(
+            f"train.global_batch_size={train['global_batch_size']}: in a ds_config it is a multiple of {unit}, micro-batches of "
+            f"{train['micro_batch_size']} on {replicas} data-parallel ranks; use {fitting}, or another train.micro_batch_size"
+        )
+
+
+def _ds_topology(topology: Mapping) -> dict:
+    for axis, mend in (
+        ("pipeline", "write the model as a PipelineModule"),
+        ("sequence", "DeepSpeed cuts sequences by code"),
+    ):
+        if topology[axis] > 1:
+            raise ValueError(
+                f"topology.{axis}={topology[axis]}: a ds_config has no word for it; {mend}, or use topology.{axis}=1"
+            )
+    made: dict = {}
+    if topology["tensor"] > 1:
+        made["tensor_parallel"] = {"autotp_size": topology["tensor"]}
+    if topology["expert"] > 1:
+        made["expert_parallel"] = {"enabled": True, "autoep_size": topology["expert"]}
     return made
 
 

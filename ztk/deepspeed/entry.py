@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ztk.deepspeed import owners
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.deepspeed.engine import DeepSpeedEngine
@@ -19,6 +20,7 @@ from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
+from ztk.runtime import Process
 
 
 def initialize(
@@ -33,7 +35,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable | None = None,
     config: object = None,
-    mesh_param: None = None,
+    mesh_param: tuple[int, int] | None = None,
     config_params: object = None,
 ) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader | None, object | None]:
     """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
@@ -46,24 +48,24 @@ def initialize(
     training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
     lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer.
     mpu: says which ranks share a model that the script has cut itself, see `ztk.deepspeed.mpu`.
+    mesh_param: (data-parallel ranks, ranks per sequence); the second must be 1.
     config, config_params: dict, path, or base64 of JSON.
 
-    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments.
+    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments, among them a model
+    that another engine holds.
     """
     if model is None:
         raise ValueError("model is missing: initialize(model=...) takes the module to train")
-    if mesh_param is not None:
-        raise ValueError("mesh_param: not offered by ztk yet; leave it out")
+    _check_free(model)
     source = _source(args, config=config, config_params=config_params)
     process = this_process(distributed_port, dist_init_required=dist_init_required)
+    _check_mesh(mesh_param, process=process)
     is_pipeline = isinstance(model, PipelineModule)
     if is_pipeline:
         process = model.process  # which knows the stages
     elif mpu is not None:
         process = arranged(process, mpu)
     settings = parse_config(source, world_size=process.mesh.replicas)
-    if is_pipeline:
-        pipes.check(settings)
     show_messages(settings.log_level)
     if process.rank == 0:
         for note in settings.notes:
@@ -102,6 +104,30 @@ def initialize(
 
         checkpointing.configure_from(settings.activation_checkpointing, comm=engine.process.mesh.comm("tp"))
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def _check_mesh(mesh_param: tuple[int, int] | None, *, process: Process) -> None:
+    if mesh_param is None or tuple(mesh_param) == (process.world_size, 1):
+        return
+    raise ValueError(
+        f"mesh_param={mesh_param}: must be ({process.world_size}, 1), all ranks data-parallel, or be left out: sequences that a script "
+        "cuts itself are not offered; run.py topology=sp2 cuts those of the native models"
+    )
+
+
+def _check_free(model: nn.Module) -> None:
+    """Raises ValueError for parameters in another engine's buffers. What it only reads, whole on every rank, may be shared."""
+    for name, parameter in model.named_parameters():
+        owner = owners.owner_of(parameter)
+        if owner is None:
+            continue
+        only_read = not (owner.bucket.traits.trainable or owner.bucket.traits.shards_parameters)
+        if only_read and any(bucket.traits.trainable for bucket in owner.engine.zero.buckets):
+            continue
+        raise ValueError(
+            f"parameter {name} belongs to an engine already, that of an earlier initialize: call its destroy() before, which leaves the "
+            "weights in the model; or build the model anew"
+        )
 
 
 def _source(args: object, *, config: object, config_params: object) -> object:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,10 +23,12 @@ class Owner:
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = itertools.count()
+_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by the number of their registration
 
 
 def register(engine: Engine) -> None:
     """Called by `initialize`."""
+    _engines[next(_numbers)] = engine
     for bucket in engine.zero.buckets:
         for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
             _owners[parameter] = Owner(engine=engine, bucket=bucket, name=placement.name, number=next(_numbers))
@@ -36,6 +39,13 @@ def forget(engine: Engine) -> None:
     for bucket in engine.zero.buckets:
         for parameter in bucket.parameters:
             _owners.pop(parameter, None)
+    for number in [number for number, other in _engines.items() if other is engine]:
+        del _engines[number]
+
+
+def newest() -> Engine | None:
+    """The engine that was registered last of those that are not closed."""
+    return _engines[max(_engines)] if _engines else None
 
 
 def owner_of(parameter: torch.nn.Parameter) -> Owner | None:

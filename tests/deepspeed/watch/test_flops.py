@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import ztk.deepspeed as deepspeed
+from tests.deepspeed import test_meshes as meshes
 from ztk.deepspeed.watch.flops import FlopsProfiler, get_model_profile
 from ztk.deepspeed.watch.flops_text import duration_to_string, flops_to_string, number_to_string, params_to_string
 
@@ -122,3 +124,43 @@ def test_the_profile_reads_as_deepspeeds(tmp_path, capsys):
 )
 def test_numbers_as_texts(made, expected):
     assert made == expected
+
+
+def staged(process, *, path: str, stages: int) -> int:
+    """Three steps of a pipeline of four linear layers 8 x 8, the second profiled; what is recomputed is not counted."""
+    profiler = {"enabled": True, "profile_step": 1, "output_file": path}
+    model = meshes.Stages(num_stages=stages)
+    settings = meshes.config("pp", stage=1, flops_profiler=profiler, pipeline={"activation_checkpoint_interval": 1})
+    settings["train_batch_size"] *= process.world_size // stages
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    x, y = meshes.data()
+    rows = [(x[n : n + 1], y[n : n + 1]) for n in range(meshes.ROWS)]
+    for _ in range(3):
+        engine.train_batch(iter(rows))
+    left = sum(len(module._forward_hooks) for module in model.modules())
+    engine.destroy()
+    return left
+
+
+def test_a_pipelines_stages_are_profiled_and_added_up(ranks, tmp_path):
+    path = tmp_path / "profile.txt"
+    assert ranks(4).run(staged, path=str(path), stages=2) == [0, 0, 0, 0]
+    text = path.read_text()
+    keys = [line.partition(": ")[::2] for line in text.splitlines()]
+    rows = {key: value.strip() for key, value in keys}
+    assert "Profile Summary at step 2:" in text and (rows["pipeline stages"], rows["micro-batches"]) == ("2", "4")
+    assert (
+        rows["params of model = sum of the stages'"] == "288"
+        and rows["fwd MACs of model, per micro-batch"] == "256 MACs"
+    )
+    assert rows["fwd latency of stage"] and float(rows["samples/second"]) > 0
+    assert "Stage 0: layers 0 to 1" in text and "Stage 1: layers 2 to 3" in text
+    assert [value.strip() for key, value in keys if key == "params of stage"] == ["144", "144"]
+    assert text.count("Linear(72 = 50% Params, 64 MACs = 50% MACs") == 4
+
+
+def test_a_pipeline_of_one_stage_is_profiled_as_a_model(ranks, tmp_path):
+    path = tmp_path / "profile.txt"
+    ranks(1).run(staged, path=str(path), stages=1)
+    (row,) = [line for line in path.read_text().splitlines() if line.startswith("fwd MACs per GPU")]
+    assert row.split()[-2:] == ["256", "MACs"]

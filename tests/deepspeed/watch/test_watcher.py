@@ -1,6 +1,7 @@
 """What a script prints and writes while it trains, on two ranks."""
 
 import csv
+import importlib.machinery
 import logging
 import re
 import sys
@@ -104,7 +105,8 @@ def test_memory_of_steps_that_report(ranks):
 
 
 def test_the_state_is_dumped(ranks):
-    first, second = ranks(2).run(watched, dump_state=True, steps=1)
+    first, second = ranks(2).run(watched, dump_state=True, steps=1, comet={"enabled": False, "api_key": "secret"})
+    assert "secret" not in str(first["lines"])
     assert first["lines"][0] == "DeepSpeedEngine:" and second["lines"] == []
     assert any(re.match(r"  gradient_clipping \.+ 1\.0", line) for line in first["lines"])
 
@@ -213,14 +215,54 @@ def test_wandb_never_asks(monkeypatch):
     assert made[1].options["mode"] is None
 
 
+def test_comet_hears_of_a_name_every_so_many_samples(monkeypatch):
+    made: list[Recorder] = []
+
+    class Experiment(Recorder):
+        def log_metric(self, name, value, step) -> None:
+            self.events.append((name, value, step))
+
+        def set_name(self, name) -> None:
+            self.events.append(name)
+
+        end = Recorder.close
+
+    module = types.SimpleNamespace(start=lambda **options: made.append(Experiment(**options)) or made[-1])
+    module.__spec__ = importlib.machinery.ModuleSpec("comet_ml", None)
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    section = {
+        "enabled": True,
+        "samples_log_interval": 16,
+        "api_key": "secret",
+        "experiment_name": "n",
+        "online": False,
+    }
+    policy = get_monitor_config({"comet": section})
+    assert "secret" not in repr(policy)  # dump_state prints it
+    monitor = MonitorMaster(policy)
+    for samples in (8, 16, 24, 32, 40):
+        monitor.write_events([("a", samples / 2, samples)])
+    monitor.write_events([("b", 1.0, 40)])
+    monitor.close()
+    (experiment,) = made
+    given = {"api_key": "secret", "online": False}
+    assert experiment.options == {
+        **dict.fromkeys(("project", "workspace", "experiment_key", "mode")),
+        **given,
+    }
+    assert experiment.events == ["n", ("a", 4.0, 8), ("a", 12.0, 24), ("a", 20.0, 40), ("b", 1.0, 40)]
+    assert experiment.closed
+
+
 def test_what_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    given = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True}, "csv_monitor": {"enabled": True}}
+    given = {name: {"enabled": True} for name in ("tensorboard", "wandb", "comet", "csv_monitor")}
     with pytest.raises(DeepSpeedConfigError) as caught:
         get_monitor_config(given)
     assert caught.value.faults == [
         "tensorboard.enabled: the package tensorboard is not installed; pip install tensorboard, or use csv_monitor",
         "wandb.enabled: the package wandb is not installed; pip install wandb, or use csv_monitor",
+        "comet.enabled: the package comet_ml is not installed; pip install comet_ml, or use csv_monitor",
     ]
     off = {name: {"enabled": False} for name in given}
     assert not get_monitor_config(off).enabled and get_monitor_config({"csv_monitor": {"enabled": True}}).enabled
@@ -235,7 +277,7 @@ def test_what_is_not_installed_is_refused(monkeypatch):
         ({"comms_logger": {"prof_ops": "all_reduce"}}, "must be a list of texts"),
         ({"csv_monitor": {"enabled": "yes"}}, "must be true or false"),
         ({"timers": {"throughput": {"sync": True}}}, "timers.throughput.sync: there is no such key"),
-        ({"comet": {"enabled": True}}, "use wandb, tensorboard or csv_monitor"),
+        ({"comet": {"enabled": True, "mode": "new"}}, "must be one of get, create"),
     ],
 )
 def test_wrong_sections(section, part):

@@ -7,10 +7,6 @@ from ztk.deepspeed.config.keys import Findings, boolean, did_you_mean, fixed, hi
 
 # Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
 SECTIONS = {
-    "comet": (
-        *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
-        *("experiment_key", "online", "mode"),
-    ),
     "data_efficiency": ("enabled", "seed", "data_sampling", "data_routing"),
     "hybrid_engine": (
         *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
@@ -33,10 +29,7 @@ SECTIONS = {
     ),
     "datastates_ckpt": ("host_cache_size",),
 }
-_INSTEAD = {
-    "comet": "use wandb, tensorboard or csv_monitor",
-    "compile": "compile the model with torch.compile before",
-}
+_INSTEAD = {"compile": "compile the model with torch.compile before"}
 REMOVED = (
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
     *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),

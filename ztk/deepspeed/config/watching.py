@@ -1,7 +1,7 @@
 """What is measured, printed and written while a run goes on: monitors, the FLOPs profiler, the communication log, timers."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ztk.deepspeed.comm_log import LogSwitches
 from ztk.deepspeed.config.keys import (
@@ -10,6 +10,7 @@ from ztk.deepspeed.config.keys import (
     at_least,
     boolean,
     number,
+    one_of,
     optional,
     read_section,
     takes,
@@ -41,6 +42,15 @@ SECTIONS = {
         **dict.fromkeys(("group", "team"), takes(optional(text))),
         "project": takes(text),
     },
+    "comet": {
+        **_ON,
+        "samples_log_interval": takes(whole(1)),
+        **dict.fromkeys(
+            ("project", "workspace", "api_key", "experiment_name", "experiment_key"), takes(optional(text))
+        ),
+        "online": takes(optional(boolean)),
+        "mode": takes(optional(one_of("get", "create", "get_or_create"))),
+    },
     "flops_profiler": {
         **_ON,
         "recompute_fwd_factor": takes(at_least(0)),
@@ -58,10 +68,7 @@ SECTIONS = {
     "timers": {"throughput": takes(anything)},
 }
 _THROUGHPUT = {"enabled": takes(boolean), "synchronized": takes(boolean)}
-_NEEDS = {
-    "tensorboard": "pip install tensorboard, or use csv_monitor",
-    "wandb": "pip install wandb, or use csv_monitor",
-}
+_NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # packages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +86,22 @@ class WandbPolicy:
     group: str | None = None
     team: str | None = None
     project: str = "deepspeed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CometPolicy:
+    """An experiment of Comet; None: what Comet itself is configured with, its defaults else. An event's name is written again after
+    samples_log_interval samples.
+    """
+
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # settings are printed
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,10 +134,11 @@ class MonitorPolicy:
     tensorboard: FilesPolicy | None = None
     csv_monitor: FilesPolicy | None = None
     wandb: WandbPolicy | None = None
+    comet: CometPolicy | None = None
 
     @property
     def enabled(self) -> bool:
-        return any(one is not None for one in (self.tensorboard, self.csv_monitor, self.wandb))
+        return any(one is not None for one in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +161,11 @@ def read_watching(given: dict, *, findings: Findings) -> Watching:
     throughput = read.pop("timers", {}).get("throughput", {})
     throughput = read_section(throughput, path="timers.throughput.", keys=_THROUGHPUT, findings=findings)
     on = {name: values for name, values in read.items() if values.pop("enabled", False)}
-    for name, mend in _NEEDS.items():
-        if name in on and importlib.util.find_spec(name) is None:
-            findings.faults.append(f"{name}.enabled: the package {name} is not installed; {mend}")
+    for name, package in _NEEDS.items():
+        if name in on and importlib.util.find_spec(package) is None:
+            findings.faults.append(
+                f"{name}.enabled: the package {package} is not installed; pip install {package}, or use csv_monitor"
+            )
 
     def policy(name: str, make: type):
         return make(**on[name]) if name in on else None
@@ -149,6 +175,7 @@ def read_watching(given: dict, *, findings: Findings) -> Watching:
             tensorboard=policy("tensorboard", FilesPolicy),
             csv_monitor=policy("csv_monitor", FilesPolicy),
             wandb=policy("wandb", WandbPolicy),
+            comet=policy("comet", CometPolicy),
         ),
         flops=policy("flops_profiler", FlopsPolicy),
         comms=LogSwitches(enabled=True, **on["comms_logger"]) if "comms_logger" in on else None,

@@ -17,8 +17,8 @@ class Facade(ModuleType):
         self._homes = homes
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") and not any(name in names.split() for names in self._homes.values()):
+            raise AttributeError(name)  # Python's own questions
         value = _named(name, homes=self._homes, module=self.__name__)
         setattr(self, name, value)
         return value

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ztk.deepspeed.config import DeepSpeedConfigError, Settings
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.loader import RepeatingLoader
@@ -16,17 +15,6 @@ from ztk.pipeline import MicroBatch
 
 class PipelineError(Exception):
     """A pipeline was asked for a forward, backward or step of its own."""
-
-
-def check(settings: Settings) -> None:
-    """Raises DeepSpeedConfigError for what looks into a forward of its own, which a pipeline does not have."""
-    if settings.watching.flops is not None:
-        raise DeepSpeedConfigError(
-            [
-                "flops_profiler.enabled=true: a pipeline's forwards and backwards alternate, and each stage has layers of its own; set "
-                "it to false, and measure layers by profiling.flops_profiler.get_model_profile"
-            ]
-        )
 
 
 class PipelineEngine(DeepSpeedEngine):

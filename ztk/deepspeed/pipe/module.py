@@ -8,7 +8,7 @@ from ztk import pipeline
 from ztk.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from ztk.deepspeed.started import arrange, this_process
 from ztk.pipeline import LayerSpec, PipelinePolicy
-from ztk.pipeline.stages import cut, plan
+from ztk.pipeline.stages import split
 from ztk.runtime import Process, Topology
 
 
@@ -18,7 +18,8 @@ class PipelineModule(pipeline.PipelineModule):
     num_stages or topology: the ranks along "pipe"; what they leave of the world is data-parallel.
     seed_layers: layer i is built after `seed_fn(base_seed + i)`, so that its values do not depend on the stages; otherwise each rank's
         random state goes on from stage to stage as the script left it.
-    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters".
+    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters". "profile", which DeepSpeed knows by name alone,
+        cuts by the seconds that rank 0 measures of every layer's forward and backward on `sample_batch`, a micro-batch (inputs, labels).
     activation_checkpoint_interval, activation_checkpoint_func: see `ztk.pipeline.PipelineModule`.
     checkpointable_layers: accepted; groups of the interval are recomputed whatever their classes. dynamic_shape: activations may
         change their shapes though the micro-batches do not; those that follow the micro-batches' need nothing.
@@ -39,6 +40,8 @@ class PipelineModule(pipeline.PipelineModule):
         activation_checkpoint_func: Callable | None = None,
         checkpointable_layers: list[str] | None = None,
         dynamic_shape: bool = False,
+        *,
+        sample_batch: tuple | None = None,
     ) -> None:
         del checkpointable_layers
         super().__init__(layers, loss_fn=loss_fn, base_seed=base_seed if seed_layers else None, seed_fn=seed_fn)
@@ -46,17 +49,18 @@ class PipelineModule(pipeline.PipelineModule):
         self._topo = _topology(topology, num_stages=num_stages, process=process)
         self.num_stages = self._topo.get_dim("pipe")
         self.process = arrange(process, Topology(pipeline=self.num_stages))
-        self.policy = PipelinePolicy(partition=_method(partition_method), dynamic_shapes=dynamic_shape)
+        method = _method(partition_method, sample_batch=sample_batch)
+        self.policy = PipelinePolicy(partition=method, dynamic_shapes=dynamic_shape)
         self.recompute_interval = activation_checkpoint_interval
         if activation_checkpoint_func is not None:
             self.recompute = activation_checkpoint_func
         self._grid = PipelineParallelGrid(self._topo, process=process)
-        boundaries = plan(self, method=self.policy.partition, num_stages=self.num_stages)
-        self.parts = [0, *(indices.stop for indices in boundaries)]
         if self.num_stages == 1:
             self.build()
+            self.parts = [0, len(self.layers)]
         else:
-            self.stages = cut(self, boundaries=boundaries, rank=self._grid.stage_id, num_ranks=self.num_stages)
+            self.stages = split(self, policy=self.policy, mesh=self.process.mesh, sample_batch=sample_batch)
+            self.parts = [0, *(indices.stop for indices in self.stages.boundaries)]
 
     def mpu(self) -> PipelineParallelGrid:
         """Where this rank is."""
@@ -99,11 +103,14 @@ def _topology(given: ProcessTopology | None, *, num_stages: int | None, process:
     return given
 
 
-def _method(given: str) -> str:
+def _method(given: str, *, sample_batch: tuple | None) -> str:
     """DeepSpeed's word for a partition as ztk's."""
     method = given.lower()
-    if method == "profile":
+    if method == "profile" and sample_batch is None:
         raise ValueError(
-            'partition_method="profile": layers are cut before there is data to measure them with; use "parameters"'
+            'partition_method="profile": layers are cut before there is data to measure them with; pass '
+            'sample_batch=(inputs, labels), or use "parameters"'
         )
+    if method != "profile" and sample_batch is not None:
+        raise ValueError(f'sample_batch has no effect with partition_method="{given}"; leave it out, or use "profile"')
     return "parameters" if method == "best" else given if method.startswith("type:") else method

@@ -19,11 +19,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ztk.deepspeed.watch.flops_text import (
     ProfileHead,
+    StageProfile,
     aggregated_text,
+    detailed_text,
     duration_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
+    pipeline_text,
     profile_text,
 )
 
@@ -66,8 +69,8 @@ class FlopsProfiler:
         self._handles: list = []
         self._counter: _Counter | None = None
 
-    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
-        """ignore_list: classes of modules that get no row of their own."""
+    def start_profile(self, ignore_list: Sequence[type] | None = None, *, once: bool = False) -> None:
+        """ignore_list: classes of modules that get no row of their own. once: the end of the model's first forward stops it."""
         self.stop_profile()
         self.reset_profile()
         self._counter = _Counter(self.figures)
@@ -75,6 +78,8 @@ class FlopsProfiler:
             if not ignore_list or type(module) not in ignore_list:
                 self._handles.append(module.register_forward_pre_hook(self._counter.enter))
                 self._handles.append(module.register_forward_hook(self._counter.leave, always_call=True))
+        if once:
+            self._handles.append(self.model.register_forward_hook(lambda *_: self.stop_profile(), always_call=True))
         self._counter.__enter__()
         torch.zeros(
             1
@@ -145,12 +150,27 @@ class FlopsProfiler:
             top_modules=top_modules,
             detailed=detailed,
         )
-        if output_file:
-            path = Path(output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
-        else:
-            print(text, flush=True)
+        _write(text, output_file=output_file)
+
+    def stage_profile(self, *, layers: range, module_depth: int, top_modules: int, detailed: bool) -> StageProfile:
+        """What a rank of a pipeline says of its layers, for one micro-batch."""
+        total = self.of(self.model)
+        shown = {"of": self.of, "parameters": parameters_of}
+        lines = aggregated_text(self.model, module_depth=module_depth, top_modules=top_modules, **shown)
+        return StageProfile(
+            layers=layers,
+            params=self.get_total_params(),
+            flops=total.flops,
+            macs=total.macs,
+            seconds=total.seconds,
+            lines=(*lines, *(detailed_text(self.model, **shown) if detailed else ())),
+        )
+
+    def print_pipeline_profile(
+        self, stages: Sequence[StageProfile], *, profile_step: int, output_file: str | None = None
+    ) -> None:
+        """The sums of all stages, and what each says of its layers. output_file: None for the terminal."""
+        _write(pipeline_text(stages, head=self._head(profile_step)), output_file=output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         lines = aggregated_text(
@@ -235,6 +255,15 @@ def get_model_profile(
 def parameters_of(module: nn.Module) -> int:
     """Whole numbers of parameters, sharded or not."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+
+
+def _write(text: str, *, output_file: str | None) -> None:
+    if output_file:
+        path = Path(output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    else:
+        print(text, flush=True)
 
 
 class _Counter(TorchDispatchMode):

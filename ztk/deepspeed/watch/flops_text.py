@@ -1,7 +1,7 @@
 """How a FLOPs profile reads."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -37,6 +37,18 @@ class ProfileHead:
     backward_factor: float = 2.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageProfile:
+    """A stage of a pipeline: its layers, its figures for one micro-batch, the lines about its modules."""
+
+    layers: range
+    params: int
+    flops: int
+    macs: int
+    seconds: float
+    lines: tuple[str, ...]
+
+
 def profile_text(
     model: nn.Module,
     *,
@@ -48,26 +60,80 @@ def profile_text(
     detailed: bool,
 ) -> str:
     """of: module -> its figures, submodules included; parameters: module -> how many."""
-    lines = ["", "-------------------------- DeepSpeed Flops Profiler --------------------------"]
-    lines += [f"Profile Summary at step {head.step}:", _NOTATIONS]
-    lines += [f"{key:<70}  {value:<8}" for key, value in _summary(of(model), params=parameters(model), head=head)]
+    lines = _title(head)
+    lines += _rows(_summary(of(model), params=parameters(model), head=head))
     lines += ["", "----------------------------- Aggregated Profile per GPU -----------------------------"]
     lines += aggregated_text(model, of=of, parameters=parameters, module_depth=module_depth, top_modules=top_modules)
     if detailed:
-        lines += ["", "------------------------------ Detailed Profile per GPU ------------------------------"]
-        lines += [_COLUMNS, "", *_tree(model, of=of, parameters=parameters)]
+        lines += detailed_text(model, of=of, parameters=parameters)
     return "\n".join([*lines, "-" * 78])
 
 
-def _summary(total, *, params: int, head: ProfileHead) -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = []
-    if head.world_size is not None:
+def detailed_text(model: nn.Module, *, of: Callable, parameters: Callable) -> list[str]:
+    """Every module."""
+    title = "------------------------------ Detailed Profile per GPU ------------------------------"
+    return ["", title, _COLUMNS, "", *_tree(model, of=of, parameters=parameters)]
+
+
+def pipeline_text(stages: Sequence[StageProfile], *, head: ProfileHead) -> str:
+    """The sums over `stages`, and each of them. A tied layer's parameters count on every stage that has them."""
+    flops = sum(stage.flops for stage in stages)
+    rows = [
+        *_sizes(head),
+        ("pipeline stages: ", len(stages)),
+        ("params of model = sum of the stages': ", params_to_string(sum(stage.params for stage in stages))),
+        ("fwd MACs of model, per micro-batch: ", macs_to_string(sum(stage.macs for stage in stages))),
+        ("fwd flops of model, per micro-batch: ", number_to_string(flops)),
+        ("micro-batches: ", head.accumulation),
+    ]
+    if "step" in head.milliseconds:
+        whole, factor = head.milliseconds["step"] / 1000, head.backward_factor + 1
         rows += [
-            ("world size: ", head.world_size),
-            ("data parallel size: ", head.data_parallel),
-            ("model parallel size: ", head.model_parallel),
-            ("batch size per GPU: ", head.micro_batch),
+            ("iter latency: ", duration_to_string(whole)),
+            (
+                f"FLOPS per GPU = {factor:g} * fwd flops of model * micro-batches / stages / iter latency: ",
+                _rate(factor * flops * head.accumulation / len(stages), seconds=whole),
+            ),
+            ("samples/second: ", round(head.micro_batch * head.accumulation * head.data_parallel / whole, 2)),
         ]
+    lines = [*_title(head), *_rows(rows)]
+    for number, stage in enumerate(stages):
+        lines += [
+            "",
+            f"----------------------------- Stage {number}: layers {stage.layers.start} to {stage.layers.stop - 1} -----",
+        ]
+        own = [
+            ("params of stage: ", params_to_string(stage.params)),
+            ("fwd MACs of stage: ", f"{macs_to_string(stage.macs)} = {_percent(stage.flops, flops)} of all flops"),
+            ("fwd latency of stage: ", duration_to_string(stage.seconds)),
+            ("fwd FLOPS per GPU = fwd flops per GPU / fwd latency: ", _rate(stage.flops, seconds=stage.seconds)),
+        ]
+        lines += [*_rows(own), *stage.lines]
+    return "\n".join([*lines, "-" * 78])
+
+
+def _title(head: ProfileHead) -> list[str]:
+    lines = ["", "-------------------------- DeepSpeed Flops Profiler --------------------------"]
+    return [*lines, f"Profile Summary at step {head.step}:", _NOTATIONS]
+
+
+def _rows(pairs: Sequence[tuple[str, object]]) -> list[str]:
+    return [f"{key:<70}  {value:<8}" for key, value in pairs]
+
+
+def _sizes(head: ProfileHead) -> list[tuple[str, object]]:
+    if head.world_size is None:
+        return []
+    return [
+        ("world size: ", head.world_size),
+        ("data parallel size: ", head.data_parallel),
+        ("model parallel size: ", head.model_parallel),
+        ("batch size per GPU: ", head.micro_batch),
+    ]
+
+
+def _summary(total, *, params: int, head: ProfileHead) -> list[tuple[str, object]]:
+    rows = _sizes(head)
     rows += [
         ("params per GPU: ", params_to_string(params)),
         ("params of model = params per GPU * mp_size: ", params_to_string(params * head.model_parallel)),

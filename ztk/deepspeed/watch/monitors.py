@@ -1,4 +1,4 @@
-"""Events of a run, written to TensorBoard, wandb and CSV files by rank 0. An event is (name, value, step)."""
+"""Events of a run, written to TensorBoard, wandb, Comet and CSV files by rank 0. An event is (name, value, step)."""
 
 import csv
 import importlib
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings
-from ztk.deepspeed.config.watching import FilesPolicy, MonitorPolicy, WandbPolicy, read_watching
+from ztk.deepspeed.config.watching import CometPolicy, FilesPolicy, MonitorPolicy, WandbPolicy, read_watching
 from ztk.deepspeed.log import logger
 
 Event = tuple[str, float, int]
@@ -27,13 +27,14 @@ class MonitorMaster:
         for policy, make in (
             (monitor_config.tensorboard, TensorBoardMonitor),
             (monitor_config.wandb, WandbMonitor),
+            (monitor_config.comet, CometMonitor),
             (monitor_config.csv_monitor, CsvMonitor),
         ):
             if policy is not None:
                 self._monitors.append(make(policy))
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """They are on the disk, or handed to wandb, when it returns."""
+        """They are on the disk, or handed to wandb or Comet, when it returns."""
         events = list(event_list)
         for monitor in self._monitors:
             monitor.write_events(events)
@@ -107,3 +108,30 @@ class WandbMonitor:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class CometMonitor:
+    """One experiment of Comet. An event is written if as many samples have passed since its name's last as the policy says."""
+
+    def __init__(self, policy: CometPolicy) -> None:
+        comet = importlib.import_module("comet_ml")  # optional
+        self._experiment = comet.start(
+            api_key=policy.api_key,
+            project=policy.project,
+            workspace=policy.workspace,
+            experiment_key=policy.experiment_key,
+            mode=policy.mode,
+            online=policy.online,
+        )
+        if policy.experiment_name is not None:
+            self._experiment.set_name(policy.experiment_name)
+        self._interval, self._last = policy.samples_log_interval, {}
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        for name, value, step in events:
+            if name not in self._last or step - self._last[name] >= self._interval:
+                self._last[name] = step
+                self._experiment.log_metric(name, value, step=step)
+
+    def close(self) -> None:
+        self._experiment.end()

@@ -42,7 +42,7 @@ class Watcher:
         )
         wanted = settings.wall_clock_breakdown or settings.memory_breakdown
         self._every = settings.steps_per_print or (_USUAL if wanted else None)
-        self._is_first = process.rank == 0
+        self._is_first, self._stages = process.rank == 0, process.mesh.comm("pp")
         self._throughput = Throughput(watching.throughput, device=process.device)
         self._seconds: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
@@ -88,9 +88,12 @@ class Watcher:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around a pipeline's whole step, whose forwards and backwards alternate: its time is `step`'s."""
+        """Around a pipeline's whole step, whose forwards and backwards alternate: its time is `step`'s. Of a step that is profiled every
+        stage's first forward is."""
         if self._every:
             self._throughput.start()
+        if self._profiles_now():
+            self.flops.start_profile(once=True)
         with self.step():
             yield
 
@@ -114,8 +117,8 @@ class Watcher:
                 _log_times(self.clock.step)
             if self._every and step % self._every == 0:
                 self._report(step)
-            if self.flops is not None and self.flops.started:
-                self._print_profile(step)
+        if self.flops is not None and self.flops.started:
+            self._print_profile(step)
         if self.clock is not None:
             self.clock.end_step()
 
@@ -127,17 +130,25 @@ class Watcher:
 
     def _profiles_now(self) -> bool:
         policy = self._settings.watching.flops
-        return self.flops is not None and self._is_first and self._facade.global_steps == policy.profile_step
+        is_asked = self.flops is not None and (self._is_first or self._stages.size > 1)
+        return is_asked and self._facade.global_steps == policy.profile_step
 
     def _print_profile(self, step: int) -> None:
         policy = self._settings.watching.flops
-        self.flops.print_model_profile(
-            profile_step=step,
-            module_depth=policy.module_depth,
-            top_modules=policy.top_modules,
-            detailed=policy.detailed,
-            output_file=policy.output_file,
-        )
+        what = {
+            "module_depth": policy.module_depth,
+            "top_modules": policy.top_modules,
+            "detailed": policy.detailed,
+        }
+        where = {"profile_step": step, "output_file": policy.output_file}
+        if self._stages.size > 1:
+            parts = self._facade.module.parts
+            layers = range(parts[self._stages.rank], parts[self._stages.rank + 1])
+            stages = self._stages.gather_objects(self.flops.stage_profile(layers=layers, **what))
+            if self._is_first:
+                self.flops.print_pipeline_profile(stages, **where)
+        else:
+            self.flops.print_model_profile(**what, **where)
         self.flops.end_profile()
 
     def _events(self) -> list[Event]:
@@ -186,7 +197,10 @@ class Watcher:
         """`dump_state`: what the configuration came to."""
         logger.info("DeepSpeedEngine:")
         for field in dataclasses.fields(self._settings):
-            logger.info("  %s %s %s", field.name, "." * (29 - len(field.name)), getattr(self._settings, field.name))
+            value = getattr(self._settings, field.name)
+            if field.name == "given" and "api_key" in value.get("comet", {}):
+                value = {**value, "comet": {**value["comet"], "api_key": "..."}}
+            logger.info("  %s %s %s", field.name, "." * (29 - len(field.name)), value)
 
 
 def _log_times(milliseconds: dict[str, float]) -> None:
