@@ -8,6 +8,7 @@ from enum import Enum
 from torch import nn
 
 from ztk.nn import Decoder
+from ztk.tensor.heads import Heads, is_attention
 
 
 class Style(Enum):
@@ -122,26 +123,14 @@ def _hugging_face_plan(model: nn.Module) -> TensorPlan | None:
     patterns = getattr(model, "tp_plan", None)
     if not patterns:
         return None
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = Heads.of(getattr(model, "config", None))
     names = [name for name, _ in model.named_modules()]
     rules = {}
     for pattern, style in patterns.items():
         if style in _HUGGING_FACE and any(_matches(name, pattern=pattern) for name in names):
-            rules[pattern] = TensorRule(style=_HUGGING_FACE[style], grain=_grain(pattern, config=config))
+            grain = heads.grain(pattern) if heads is not None and is_attention(pattern) else 1
+            rules[pattern] = TensorRule(style=_HUGGING_FACE[style], grain=grain)
     return TensorPlan(rules=rules)
-
-
-def _grain(pattern: str, *, config: object) -> int:
-    """Attention is cut between groups of heads."""
-    heads, key_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    size = getattr(config, "head_dim", None)
-    if heads is None or not ("attn" in pattern or "attention" in pattern):
-        return 1
-    size = size or config.hidden_size // heads
-    if pattern.endswith(("k_proj", "v_proj")):
-        return size
-    return size * (heads // (key_heads or heads))
 
 
 def _matches(name: str, *, pattern: str) -> bool:

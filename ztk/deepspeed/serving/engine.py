@@ -1,0 +1,125 @@
+"""What `init_inference` returns."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ztk.deepspeed.engine import DeepSpeedEngine
+from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
+from ztk.deepspeed.serving.kernels import Injection
+from ztk.runtime import Process
+
+
+class InferenceEngine(nn.Module):
+    """Call it, or its `module`, which is the model that was given; unknown names are the module's.
+
+    config: the model's own configuration, None if it has none. notes: keys that nothing hangs on, and which modules kernels compute.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        config: DeepSpeedInferenceConfig,
+        process: Process,
+        injection: Injection | None,
+        streaming: DeepSpeedEngine | None,
+        notes: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.training = model.training
+        self.config = getattr(model, "config", None)
+        self.notes = notes
+        self._config, self._process, self._injection = config, process, injection
+        self.__dict__["_streaming"] = streaming  # a module too, but no part of this one
+        self._times: list[float] | None = None
+        self._is_compiled = self._closed = False
+        if hasattr(model, "generate"):
+            self.generate = self._generate
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules["module"], name)
+
+    @property
+    def device(self) -> torch.device:
+        return self._process.device
+
+    def forward(self, *args, **kwargs):
+        """The module's forward. Ranks that share its layers call it with the same arguments, under ZeRO every rank calls it."""
+        return self.module(*args, **kwargs)
+
+    def _generate(self, *args, **kwargs):
+        """The module's `generate`, beams included. Raises ValueError for a prompt longer than `max_out_tokens`."""
+        prompt = kwargs.get("input_ids", args[0] if args else None)
+        limit = self._config.max_out_tokens
+        if isinstance(prompt, Tensor) and prompt.dim() == 2 and prompt.shape[1] > limit:
+            raise ValueError(
+                f"max_out_tokens={limit}: the prompt has {prompt.shape[1]} tokens; give init_inference max_out_tokens={prompt.shape[1]} "
+                "or more"
+            )
+        return self.module.generate(*args, **kwargs)
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """From now on `model_times` has the time of every forward. use_cuda_events: accepted; the device is waited for either way."""
+        del use_cuda_events
+        if self._times is not None:
+            return
+        self._times, started = [], []
+
+        def begin(module: nn.Module, args: tuple) -> None:
+            self._wait()
+            started.append(time.perf_counter())
+
+        def end(module: nn.Module, args: tuple, output: object) -> None:
+            self._wait()
+            self._times.append(1e3 * (time.perf_counter() - started.pop()))
+
+        self.module.register_forward_pre_hook(begin)
+        self.module.register_forward_hook(end)
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of every forward since the last call. Raises ValueError before `profile_model_time`."""
+        if self._times is None:
+            raise ValueError("model_times: nothing was measured; call profile_model_time() first")
+        times = self._times[:]
+        self._times.clear()
+        return times
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def compile(self, backend: str | Callable = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
+        """torch.compile for the module; under ZeRO for every unit that is gathered. A second call does nothing."""
+        if self._is_compiled:
+            return
+        if self._streaming is not None:
+            self._streaming.compile(backend=backend, compile_kwargs=compile_kwargs)
+        else:
+            self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def destroy(self) -> None:
+        """Gives memory and files back, and the modules their own forwards. Idempotent; under ZeRO every rank calls it, and the module's
+        parameters stay sharded for another engine. A module that was cut over ranks stays cut.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._streaming is not None:
+            self._streaming.destroy()
+            self.module.__dict__.pop("generate", None)
+        if self._injection is not None:
+            self._injection.undo()

@@ -1,0 +1,191 @@
+"""`init_inference`: from a script's model and configuration to an engine that answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings, read_source
+from ztk.deepspeed.engine import DeepSpeedEngine
+from ztk.deepspeed.experts import expert_topology
+from ztk.deepspeed.log import logger, show_messages
+from ztk.deepspeed.mpu import arranged, parts_of
+from ztk.deepspeed.pipe.module import PipelineModule
+from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
+from ztk.deepspeed.serving.engine import InferenceEngine
+from ztk.deepspeed.serving.kernels import inject_kernels
+from ztk.deepspeed.serving.policy import PolicyPlan, count_own_heads, plan_of_policy, policy_of
+from ztk.deepspeed.serving.streaming import generate_in_step, notes_of, settings_of, stream
+from ztk.deepspeed.serving.weights import load_weights
+from ztk.deepspeed.started import arrange, this_process
+from ztk.runtime import Comm, Process, Topology
+from ztk.runtime.part import Part
+from ztk.tensor import TensorPolicy, plan_of, shard_tensors
+from ztk.zero.born import born_of
+
+_cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models whose layers are cut for good -> over how many ranks
+
+
+def init_inference(model: nn.Module, config: object = None, **kwargs: object) -> InferenceEngine:
+    """DeepSpeed's `init_inference`. Every rank calls it alike.
+
+    model: a plain module; it is changed in place and is the engine's `module`. config: dict, path, or base64 of JSON; keyword arguments
+    are further keys of it.
+    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for a model it does not fit.
+    """
+    settings = DeepSpeedInferenceConfig(**_merged(config, kwargs))
+    process = _arranged(settings, process=this_process())
+    zero = settings_of(settings, replicas=process.mesh.replicas)
+    show_messages(None)
+    _check(model, sharded=zero is not None, has_checkpoint=settings.checkpoint is not None)
+    cut = _cut_of(model, config=settings, process=process)
+    if settings.checkpoint is not None:
+        load_weights(model, checkpoint=settings.checkpoint, base_dir=settings.base_dir)
+    injection = inject_kernels(model) if settings.replace_with_kernel_inject else None
+    parts = cut.apply(model, process=process) if cut is not None else None
+    streaming = _placed(model, config=settings, zero=zero, process=process, parts=parts)
+    if parts is not None:
+        _share_random_states(process.mesh.comm("tp"))
+    notes = settings.notes + notes_of(settings, settings=zero)
+    if injection is not None:
+        notes += (f"replace_with_kernel_inject: {injection}",)
+    if process.rank == 0:
+        for note in notes:
+            logger.info("init_inference: %s", note)
+    return InferenceEngine(
+        model, config=settings, process=process, injection=injection, streaming=streaming, notes=notes
+    )
+
+
+def _merged(config: object, given: Mapping[str, object]) -> dict[str, object]:
+    """Both sources as one. Raises DeepSpeedConfigError for a key that they give different values."""
+    of_config = {} if config is None else dict(config) if isinstance(config, Mapping) else read_source(config)
+    faults = [
+        f"{name}: is {of_config[name]!r:.60} in config and {value!r:.60} as an argument; keep one"
+        for name, value in given.items()
+        if name in of_config and of_config[name] != value
+    ]
+    if faults:
+        raise DeepSpeedConfigError(faults)
+    return of_config | dict(given)
+
+
+def _arranged(config: DeepSpeedInferenceConfig, *, process: Process) -> Process:
+    """The process in the mesh of as many ranks per model as the configuration says; ranks beyond them are replicas."""
+    if config.tensor_parallel.mpu is not None:
+        return arranged(process, config.tensor_parallel.mpu)
+    degree, world = config.tensor_parallel.tp_size, process.world_size
+    if world % degree:
+        raise DeepSpeedConfigError(
+            [
+                f"tensor_parallel.tp_size={degree} (mp_size): {world} ranks cannot be divided by {degree}; start {degree} ranks, by "
+                f"python -m ztk.deepspeed --num_gpus {degree} script.py, or use tp_size={_divisor(world, below=degree)}"
+            ]
+        )
+    return arrange(process, Topology(tensor=degree))
+
+
+def _divisor(number: int, *, below: int) -> int:
+    return max(size for size in range(1, below) if number % size == 0)
+
+
+def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
+    """Refuses what cannot answer as it is."""
+    if not isinstance(model, nn.Module) or isinstance(model, (DeepSpeedEngine, InferenceEngine)):
+        raise ValueError(
+            f"model={type(model).__name__}: must be a module without an engine around it; pass engine.module"
+        )
+    if isinstance(model, PipelineModule):
+        raise ValueError("model=PipelineModule: not offered, by DeepSpeed neither; initialize's engine has eval_batch")
+    if model in _cut:
+        raise ValueError(f"model: its layers are cut over {_cut[model]} ranks already; load it anew")
+    if expert_topology(model).expert > 1:
+        raise ValueError(
+            "model: has MoE layers with ep_size > 1; initialize(model=..., config=...) without an optimizer evaluates it"
+        )
+    born = any(born_of(parameter) is not None for parameter in model.parameters())
+    if born and not sharded:
+        raise ValueError('model: was built under zero.Init, its parameters are sharded; give zero={"stage": 3}')
+    if born and has_checkpoint:
+        raise ValueError("checkpoint: the model was built under zero.Init; load it by from_pretrained there")
+    if not has_checkpoint and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model: lies on the meta device and has no weights; give checkpoint=")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """How a model is cut over the tensor-parallel ranks. by_policy: None for the model's own plan."""
+
+    by_policy: PolicyPlan | None
+
+    def apply(self, model: nn.Module, *, process: Process) -> dict[str, Part]:
+        """A collective call."""
+        degree = process.mesh.comm("tp").size
+        policy = TensorPolicy(plan=self.by_policy.rules if self.by_policy is not None else None)
+        _cut[model] = degree
+        try:
+            parts = shard_tensors(model, mesh=process.mesh, policy=policy).parts
+        except ValueError as error:
+            raise ValueError(f"tensor_parallel.tp_size={degree}: {error}") from None
+        if self.by_policy is not None:
+            count_own_heads(model, plan=self.by_policy)
+        return parts
+
+
+def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Process) -> _Cut | None:
+    """None where every rank has all of the model. Raises ValueError for one that neither a policy nor a plan of its own cuts."""
+    if process.mesh.comm("tp").size == 1:
+        return None
+    if config.tensor_parallel.mpu is not None and not all(
+        p.is_whole for p in parts_of(model, process=process).values()
+    ):
+        raise ValueError("mpu: the model is cut over ranks already; initialize(model=..., mpu=...) evaluates it")
+    policy = config.injection_policy
+    if config.injection_policy_tuple is not None:
+        policy = policy_of(model, suffixes=config.injection_policy_tuple)
+    if policy is not None:
+        return _Cut(by_policy=plan_of_policy(model, policy=policy))
+    try:
+        plan_of(model)
+    except ValueError:
+        raise ValueError(
+            f"tensor_parallel.tp_size={process.mesh.comm('tp').size}: {type(model).__name__} brings no tp_plan; give injection_policy="
+            "{class of its layers: ends of names of the linear layers whose results are summed}, as {OPTDecoderLayer: "
+            "('self_attn.out_proj', 'fc2')}, or use tp_size=1"
+        ) from None
+    return _Cut(by_policy=None)
+
+
+def _placed(
+    model: nn.Module,
+    *,
+    config: DeepSpeedInferenceConfig,
+    zero: Settings | None,
+    process: Process,
+    parts: Mapping[str, Part] | None,
+) -> DeepSpeedEngine | None:
+    """The model in its dtype where it computes; its buffers keep theirs. Under ZeRO the engine that streams it."""
+    if zero is not None:
+        streaming = stream(model, settings=zero, process=process, parts=parts)
+        if hasattr(model, "generate") and process.world_size > 1:
+            generate_in_step(model)
+        return streaming
+    device = None if config.keep_module_on_host else process.device
+    for parameter in model.parameters():
+        dtype = config.dtype if parameter.is_floating_point() else None
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+    if device is not None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+    return None
+
+
+def _share_random_states(comm: Comm) -> None:
+    """Ranks that share a model draw the same tokens."""
+    torch.set_rng_state(comm.gather_objects(torch.get_rng_state())[0])
+    if comm.device.type == "cuda":
+        torch.cuda.set_rng_state(comm.gather_objects(torch.cuda.get_rng_state(comm.device))[0], comm.device)

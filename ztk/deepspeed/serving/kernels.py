@@ -1,0 +1,141 @@
+"""`replace_with_kernel_inject`: forwards of a model's modules by ztk's kernels, weights as they are.
+
+A module is replaced for what it computes, not for its name: a twin of it with small weights is tried on a sample beside the kernel.
+What rounds or scales otherwise (Gemma's 1 + weight) is left as it is.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ztk.deepspeed.serving.attention import restore_attention, use_attention
+from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_WIDTH, _INNER = 8, 12  # of twins
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # fp32 rounding in another order; the two forms of gelu differ by 1e-4
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(kw_only=True)
+class Injection:
+    """What was replaced. counts: "LlamaRMSNorm -> rms_norm" to the number of modules."""
+
+    model: nn.Module
+    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    attention: str | None = None  # how the model attended before
+
+    def undo(self) -> None:
+        """The modules' own forwards again, where nobody has wrapped ours since."""
+        for module, forward in self.forwards:
+            if module.__dict__.get("forward") is forward:
+                del module.forward
+        self.forwards.clear()
+        if self.attention is not None:
+            restore_attention(self.model, implementation=self.attention)
+            self.attention = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {what}" for what, count in self.counts.items())
+
+
+def inject_kernels(model: nn.Module) -> Injection:
+    """Replaces all that a kernel can compute. Raises ValueError for a model in which there is nothing."""
+    made = Injection(model=model)
+    tried: dict[tuple[type, str], Callable | None] = {}
+    for module in model.modules():
+        if "forward" in module.__dict__:  # somebody else's
+            continue
+        for recognise in (_root_mean_square, _layer_norm, _gated):
+            if (found := recognise(module, tried=tried)) is not None:
+                kernel, forward = found
+                module.forward = forward
+                made.forwards.append((module, forward))
+                made.counts[f"{type(module).__name__} -> {kernel}"] += 1
+                break
+    made.attention = use_attention(model)
+    if made.attention is not None:
+        made.counts["attention of whole prompts -> attention"] = model.config.get_text_config().num_hidden_layers
+    if not made.counts:
+        raise ValueError(
+            f"replace_with_kernel_inject=True: {type(model).__name__} has no module that a kernel of ztk could compute (RMS and layer "
+            "norms, gated MLPs with gate_proj, up_proj and down_proj, attention by transformers' interface): use "
+            "replace_with_kernel_inject=False"
+        )
+    return made
+
+
+def _root_mean_square(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if list(module._parameters) != ["weight"] or module._modules or not isinstance(eps, float):
+        return None
+    if module.weight is None or module.weight.dim() != 1:
+        return None
+    key = type(module), f"rms_norm {eps}"
+    if key not in tried:
+        twin = _twin(module, parameters={"weight": 1 + 0.3 * _numbers(_WIDTH)})
+        tried[key] = _first_equal(twin, {rms_norm: lambda x: rms_norm(x, twin.weight, eps=eps)})
+    if tried[key] is None:
+        return None
+    return "rms_norm", lambda x: rms_norm(x, module.weight, eps=eps)
+
+
+def _layer_norm(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
+    if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1 or module.weight is None:
+        return None
+    return "layer_norm", lambda x: layer_norm(x, module.weight, module.bias, eps=module.eps)
+
+
+def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
+    """down(act(gate(x)) * up(x)), act silu or gelu's tanh form."""
+    others = [child for name, child in module.named_children() if name not in _GATED]
+    if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in _GATED):
+        return None
+    if len(others) > 1 or any(True for child in others for _ in child.parameters()):
+        return None
+    key = type(module), f"gated {others}"
+    if key not in tried:
+        gate, up, down = _linear(_WIDTH, _INNER), _linear(_WIDTH, _INNER), _linear(_INNER, _WIDTH)
+        twin = _twin(module, modules=dict(zip(_GATED, (gate, up, down), strict=True)))
+        tried[key] = _first_equal(twin, {op: lambda x, op=op: down(op(gate(x), up(x))) for op in (swiglu, geglu)})
+    op = tried[key]
+    if op is None:
+        return None
+    return op.__name__, lambda x: module.down_proj(op(module.gate_proj(x), module.up_proj(x)))
+
+
+def _twin(module: nn.Module, *, parameters: dict[str, Tensor] | None = None, modules: dict | None = None) -> nn.Module:
+    """The module with other, small weights; its own, which may be on the meta device or sharded, are not touched."""
+    twin = copy.copy(module)
+    twin._parameters = {name: nn.Parameter(value) for name, value in (parameters or {}).items()}
+    twin._modules = module._modules | (modules or {})
+    return twin
+
+
+def _first_equal(twin: nn.Module, candidates: dict[Callable, Forward]) -> Callable | None:
+    x = 2 * _numbers(3, 5, _WIDTH)
+    with torch.no_grad():
+        try:
+            expected = type(twin).forward(twin, x)
+        except Exception:  # a forward that wants something else than x is none of ours
+            return None
+        for op, forward in candidates.items():
+            if isinstance(expected, Tensor) and torch.allclose(forward(x), expected, rtol=_RELATIVE, atol=_ABSOLUTE):
+                return op
+    return None
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    linear.weight.data, linear.bias.data = _numbers(outputs, inputs) / inputs**0.5, _numbers(outputs)
+    return linear
+
+
+def _numbers(*shape: int) -> Tensor:
+    """fp32, the same always; the program's random states are left alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))

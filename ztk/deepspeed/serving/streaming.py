@@ -1,0 +1,80 @@
+"""ZeRO-Inference: parameters sleep sharded, in main memory or on a disk, and each layer's are gathered while it runs."""
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ztk.deepspeed.build import Builder
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
+from ztk.deepspeed.engine import DeepSpeedEngine
+from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
+from ztk.runtime import Process
+from ztk.runtime.part import Part
+
+_SECTIONS = {
+    torch.float32: {},
+    torch.float16: {"fp16": {"enabled": True, "auto_cast": False}},
+    torch.bfloat16: {"bf16": {"enabled": True}},
+}
+
+
+def settings_of(config: DeepSpeedInferenceConfig, *, replicas: int) -> Settings | None:
+    """The section `zero` as a training configuration has it; None for stage 0, where nothing is sharded.
+
+    replicas: data-parallel ranks. Raises DeepSpeedConfigError with every fault of the section.
+    """
+    if not config.zero:
+        return None
+    zero = {name: value for name, value in config.zero.items() if name != "offload_optimizer"}  # there is none
+    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **_SECTIONS[config.dtype]}
+    if config.aio:
+        given["aio"] = dict(config.aio)
+    faults = []
+    if zero.get("stage", 0) in (1, 2):
+        faults.append(
+            f"zero.stage={zero['stage']}: shards what an optimizer needs, and here is none; use stage 3, which shards parameters"
+        )
+    try:
+        settings = parse_config(given, world_size=replicas)
+    except DeepSpeedConfigError as error:
+        faults += [fault.replace("zero_optimization", "zero") for fault in error.faults]
+    if faults:
+        raise DeepSpeedConfigError(faults)
+    return settings if settings.zero.stage == 3 else None
+
+
+def notes_of(config: DeepSpeedInferenceConfig, *, settings: Settings | None) -> tuple[str, ...]:
+    """What of the section has no effect."""
+    notes = [] if settings is None else [note.replace("zero_optimization", "zero") for note in settings.notes]
+    if "offload_optimizer" in config.zero:
+        notes.append("zero.offload_optimizer: there is no optimizer")
+    return tuple(notes)
+
+
+def stream(
+    model: nn.Module, *, settings: Settings, process: Process, parts: Mapping[str, Part] | None
+) -> DeepSpeedEngine:
+    """Takes the model's parameters over, frozen: nothing is kept for an optimizer. A collective call.
+
+    parts: of a model that is cut over tensor-parallel ranks.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    builder = Builder(model=model, settings=settings, process=process, trainable=frozenset(), parts=parts)
+    engine, _ = builder.build(None)
+    return DeepSpeedEngine(engine, builder=builder, optimizer=None, lr_scheduler=None, collate_fn=None)
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """`model.generate` runs on till every rank has its text: what one rank gathers, all must take part in."""
+    original = model.generate
+
+    @functools.wraps(original)
+    def generate(*args, **kwargs):
+        if kwargs.get("synced_gpus") is None:
+            kwargs["synced_gpus"] = True
+        return original(*args, **kwargs)
+
+    model.generate = generate
