@@ -176,6 +176,24 @@ def test_measured_costs_follow_the_work():
     assert sizes(plan(model, method="profile", num_stages=2, costs=costs)) == [3, 1]
 
 
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_layers_are_measured_where_the_run_computes(kind):
+    """The meta device stands for a GPU: layers and the batch go there, and what the script made stays as and where it was."""
+    seen = []
+    own = nn.BatchNorm1d(4)
+    model = PipelineModule(
+        [LayerSpec(nn.Linear, 4, 4), own, LayerSpec(nn.Linear, 4, 4)], loss_fn=nn.functional.mse_loss
+    )
+    own.register_forward_hook(lambda module, inputs, out: seen.extend([out.device.type, module.weight.device.type]))
+    before = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+    batch = MicroBatch.of((torch.randn(3, 4), torch.randn(3, 4)))
+    assert len(measure_costs(model, batch=batch, device=torch.device(kind))) == 3
+    assert set(seen) == {kind} and batch.args[0].device.type == "cpu"
+    after = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+    assert all(after[name] is value for name, value in before.items())
+    assert own.num_batches_tracked == 0
+
+
 def test_a_decoder_is_measured_on_the_meta_device():
     model, _ = decoder(DECODER)
     tokens = micro_batches(0, replica=0, replicas=1)[0]

@@ -4,6 +4,8 @@ One layer has memory at a time. Layers of the same kind with parameters of the s
 """
 
 import time
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,11 @@ REPEATS = 3  # the fastest counts: a pause of the machine only ever adds
 
 
 def measure_costs(model: LayeredModel, *, batch: MicroBatch, device: torch.device) -> list[float]:
-    """Seconds per layer on `device`, with made-up weights. Parameters and random state are left as they were."""
+    """Seconds per layer on `device`, with made-up weights where they have none. Parameters, buffers and random state are left as they
+    were."""
     costs, known = [], {}
+    place = partial(pytree.tree_map_only, Tensor, lambda tensor: tensor.to(device))
+    batch = replace(batch, args=place(batch.args), kwargs=place(batch.kwargs))
     carry: Carry = None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, layer in enumerate(model.layers):
@@ -63,25 +68,38 @@ def _wait_for(device: torch.device) -> None:
 
 
 class _Awake:
-    """Gives the parameters of modules on the meta device small random values on `device`, and takes them away again."""
+    """Puts copies of the parameters and buffers of modules on `device` in their place, of parameters on the meta device small random values,
+    and takes them away again."""
 
     def __init__(self, modules: list[nn.Module], *, device: torch.device) -> None:
-        self._owners = [(owner, name) for module in modules for owner in module.modules() for name in owner._parameters]
+        owners = [owner for module in modules for owner in module.modules()]
+        self._tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
         self._device = device
-        self._before: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._before: list[tuple[dict, str, Tensor]] = []
 
     def __enter__(self) -> None:
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for owner, name in self._owners:
-            parameter = owner._parameters[name]
-            if parameter is None or not parameter.is_meta:
-                continue
-            if parameter not in made:
-                values = torch.randn(parameter.shape, device=self._device) * 0.02
-                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            self._before.append((owner, name, parameter))
-            owner._parameters[name] = made[parameter]
+        made: dict[Tensor, Tensor] = {}
+        for table in self._tables:
+            for name, value in table.items():
+                if value is None or not self._needs_copy(value):
+                    continue
+                if value not in made:
+                    made[value] = self._copy(value)
+                self._before.append((table, name, value))
+                table[name] = made[value]
+
+    def _needs_copy(self, value: Tensor) -> bool:
+        """A forward may write to a buffer. One on the meta device is the model's to fill."""
+        return value.device != self._device if isinstance(value, nn.Parameter) else not value.is_meta
+
+    def _copy(self, value: Tensor) -> Tensor:
+        if not isinstance(value, nn.Parameter):
+            return value.to(self._device, copy=True)
+        values = (
+            torch.randn(value.shape, device=self._device) * 0.02 if value.is_meta else value.detach().to(self._device)
+        )
+        return nn.Parameter(values, requires_grad=value.requires_grad)
 
     def __exit__(self, *_) -> None:
-        for owner, name, parameter in self._before:
-            owner._parameters[name] = parameter
+        for table, name, value in self._before:
+            table[name] = value
