@@ -95,12 +95,12 @@ def test_a_users_plan(ranks):
         assert losses == pytest.approx(expected, rel=RELATIVE)
 
 
-def train_hugging_face(process: Process, *, name: str, cut: bool) -> list[float]:
+def train_hugging_face(process: Process, *, name: str, tied: bool, cut: bool) -> list[float]:
     import transformers
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    extra = {"head_dim": 8} if name == "Qwen3" else {}
+    extra = {"tie_word_embeddings": tied} | ({"head_dim": 8} if name in ("Qwen3", "Gemma2") else {})
     torch.manual_seed(1)
     config = getattr(transformers, f"{name}Config")(**sizes, **heads, **extra)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -108,7 +108,9 @@ def train_hugging_face(process: Process, *, name: str, cut: bool) -> list[float]
     engine = parallelize(model, process=arranged, optimizer=OptimizerPolicy(lr=1e-2), zero=ZeroPolicy(stage=3))
     losses = []
     for step in range(6):
-        tokens = torch.randint(1, 64, (2, 12), generator=generator("words", step))
+        tokens = torch.randint(
+            64, (2, 12), generator=generator("words", step)
+        )  # padding among them, which learns nothing
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
@@ -116,10 +118,13 @@ def train_hugging_face(process: Process, *, name: str, cut: bool) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3"])
-def test_hugging_face_models_by_their_own_plan(ranks, name):
-    expected = ranks(2).run(train_hugging_face, name=name, cut=False)[0]
-    for losses in ranks(2).run(train_hugging_face, name=name, cut=True):
+@pytest.mark.parametrize(
+    ("name", "tied"), [("Llama", False), ("Qwen3", False), ("Phi3", False), ("Llama", True), ("Gemma2", True)]
+)
+def test_hugging_face_models_by_their_own_plan(ranks, name, tied):
+    """Plans of tied models name the head alone; Gemma's embedding scales its rows."""
+    expected = ranks(2).run(train_hugging_face, name=name, tied=tied, cut=False)[0]
+    for losses in ranks(2).run(train_hugging_face, name=name, tied=tied, cut=True):
         assert losses == pytest.approx(expected, rel=RELATIVE)
 
 
@@ -144,10 +149,22 @@ def test_plans_that_do_not_fit_are_refused(patterns, message):
         TensorPlan.of(patterns).matches(Mlp())
 
 
+class Conv1D(nn.Module):
+    """As transformers has it in GPT-2."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+
+
 def build_without_plan(process: Process, *, plan: dict | None) -> str:
+    model = Mlp()
+    model.again = nn.Linear(16, 22)
+    model.again.weight = model.whole.weight
+    model.turned = Conv1D(5, 4)
     try:
         parallelize(
-            Mlp(), process=process.arrange(TENSOR2), optimizer=OptimizerPolicy(), tensor=TensorPolicy(plan=plan)
+            model, process=process.arrange(TENSOR2), optimizer=OptimizerPolicy(), tensor=TensorPolicy(plan=plan)
         )
     except ValueError as error:
         return str(error)
@@ -160,6 +177,8 @@ def build_without_plan(process: Process, *, plan: dict | None) -> str:
         (None, "Mlp brings no tensor-parallel plan; pass tensor_plan="),
         ({"layers.*": "column"}, "ModuleDict has no weight"),
         ({"layers": "row"}, "ModuleList has no weight"),
+        ({"again": "column"}, "tensor plan again=column: whole has the same weight"),
+        ({"turned": "column"}, "tensor plan turned=column: a Conv1D keeps its weight as [in, out]"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused_on_all_ranks(ranks, plan, message):

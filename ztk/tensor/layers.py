@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ztk.nn.linear import Linear, linear
 from ztk.runtime import Comm
@@ -123,15 +122,18 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
             f"tensor plan {name}=vocabulary: an embedding with max_norm or sparse gradients cannot be cut; leave it out of the plan"
         )
 
+    original = module.forward  # which may scale the rows
+
+    @functools.wraps(original)
     def forward(tokens: Tensor) -> Tensor:
         axis.begin(tokens.shape[1] if tokens.dim() > 1 else 1)
         here = (tokens >= words.start) & (tokens < words.stop)
         local = torch.where(here, tokens - words.start, 0)
-        rows = F.embedding(local, module.weight) * here.unsqueeze(-1)
-        return axis.leave(rows, label=name)
+        return axis.leave(original(local) * here.unsqueeze(-1), label=name)
 
     module.forward = forward
-    module.padding_idx = None
+    if module.padding_idx is not None:  # whose row gets no gradient, on the rank that has it
+        module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
     _set_size(module, name="num_embeddings", dim=0)
 
 

@@ -4,7 +4,7 @@ Phases: match the plan, cut and rewire each module it names, mark everything els
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ztk.tensor.policy import TensorPolicy
 from ztk.tensor.split import stretch
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"
+_WHOLE = (Style.partial, Style.loss)  # these cut no weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     staged = hasattr(model.forward, "num_stages")
     if policy.sequence_norms and not staged and not any(r.style is Style.vocabulary for r in matched.values()):
         raise ValueError("topology.sequence_norms=true: the model's tensor plan does not cut its embedding; use false")
+    matched |= _tied_embeddings(model, matched=matched)
     axis = TensorAxis(comm, sequence=policy.sequence_norms)
     canonical = {parameter: name for name, parameter in model.named_parameters()}
     cutter = _Cutter(axis=axis, canonical=canonical)
@@ -71,6 +73,32 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     return ShardedTensors(parts=parts, partial=frozenset(partial), comm=comm)
 
 
+def _tied_embeddings(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+    """Embeddings that the plan leaves out although it cuts the rows of their weight in another module, as plans of tied models do: they are
+    cut by words.
+
+    Raises ValueError for other modules that share a weight which is cut.
+    """
+    modules = dict(model.named_modules())
+    weights = {
+        name: getattr(modules[name], "weight", None) for name, rule in matched.items() if rule.style not in _WHOLE
+    }
+    cut = {weight: name for name, weight in weights.items() if weight is not None}
+    found = {}
+    for name, module in modules.items():
+        for leaf, parameter in module._parameters.items():
+            if name in matched or parameter not in cut:
+                continue
+            other = matched[cut[parameter]]
+            if not isinstance(module, nn.Embedding) or other.style in (Style.row, Style.row_split):
+                raise ValueError(
+                    f"tensor plan {cut[parameter]}={other.style.value}: {name} has the same {leaf}, which the plan would leave "
+                    f"whole there; name {name} in the plan, or leave both out"
+                )
+            found[name] = TensorRule(style=Style.vocabulary, grain=other.grain)
+    return found
+
+
 class _Cutter:
     def __init__(self, *, axis: TensorAxis, canonical: dict[nn.Parameter, str]) -> None:
         self.parts: dict[str, Part] = {}
@@ -88,6 +116,11 @@ class _Cutter:
         if not isinstance(getattr(module, "weight", None), nn.Parameter) or module.weight.dim() != 2:
             raise ValueError(
                 f"tensor plan {name}={style.value}: {type(module).__name__} has no weight with two dimensions"
+            )
+        if type(module).__name__ == "Conv1D":  # of transformers' GPT-2
+            raise ValueError(
+                f"tensor plan {name}={style.value}: a Conv1D keeps its weight as [in, out], and rows of it are no outputs; make it an "
+                "nn.Linear, or leave it out of the plan"
             )
         dim = 1 if style in (Style.row, Style.row_split) else 0
         size = module.weight.shape[dim]
