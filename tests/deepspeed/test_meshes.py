@@ -1,5 +1,6 @@
 """Engines whose ranks hold parts of the model: whole weights out of them and into them, batch sizes, and what is refused."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -201,7 +202,10 @@ def batches(process: Process, *, folder: str) -> dict:
     """Losses of a pipeline whose batch grows, and the open files around one more engine."""
     monitor = {"enabled": True, "output_path": folder, "job_name": "pipe"}
     settings = config("pp", stage=1, csv_monitor=monitor, steps_per_print=1)
-    losses, counts = [], []
+    losses, counts, lines = [], [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ztk.deepspeed").addHandler(handler)
     for _ in range(2):
         engine = deepspeed.initialize(model=made("pp"), config=settings)[0]
         x, y = data()
@@ -211,7 +215,9 @@ def batches(process: Process, *, folder: str) -> dict:
             losses.append(float(engine.train_batch(iter([(x[n : n + 1], y[n : n + 1]) for n in range(rows)]))))
         engine.destroy()
         counts.append(len(os.listdir("/proc/self/fd")))
-    return {"losses": losses, "files": counts}
+    logging.getLogger("ztk.deepspeed").removeHandler(handler)
+    speeds = [line.split(",")[0] for line in lines if "SamplesPerSec" in line]
+    return {"losses": losses, "files": counts, "speeds": speeds}
 
 
 def test_a_pipelines_batch_changes_and_its_losses_are_written(ranks, tmp_path):
@@ -231,6 +237,10 @@ def test_a_pipelines_batch_changes_and_its_losses_are_written(ranks, tmp_path):
     for found in runs:
         assert found["losses"] == pytest.approx(expected, rel=1e-5)  # fp32, four steps
         assert found["files"][0] == found["files"][1]
+    counted = [
+        f"epoch=0/micro_step={rows * ROWS}/global_step={step}" for step, rows in ((3, 5), (4, 6))
+    ]  # two steps warm up
+    assert [run["speeds"] for run in runs] == [2 * counted, []]
     (file,) = Path(tmp_path).glob("**/*train_loss*.csv")
     rows = [line.split(",")[1] for line in file.read_text().splitlines() if "train_loss" not in line]
     assert [float(value) for value in rows] == pytest.approx(expected * 2, rel=1e-5)  # of both engines

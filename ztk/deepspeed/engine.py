@@ -121,10 +121,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         with self._watcher.step():
             if is_boundary:
                 self._take_model_step(lr_kwargs or {})
-        if is_boundary:
-            self._watcher.after_step()
         self.micro_steps += 1
         self._since_step = 0 if is_boundary else self._since_step + 1
+        if is_boundary:
+            self._watcher.after_step()
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._announce()

@@ -173,7 +173,7 @@ class Watcher:
     def _report(self, step: int) -> None:
         facade = self._facade
         logger.info("step=%d, skipped=%d, lr=%s, mom=%s", step, facade.skipped_steps, facade.get_lr(), facade.get_mom())
-        speed = self._throughput.text(micro_steps=facade.micro_steps + 1, steps=step)
+        speed = self._throughput.text(micro_steps=facade.micro_steps, steps=step)
         if speed is not None:
             logger.info(speed)
         if self._prints_times:
