@@ -14,21 +14,34 @@ def hf_config():
 
 
 def loaded(*, source: str) -> dict:
-    """Bytes read from files, elements in memory, the whole values afterwards, and what was missing or left over."""
+    """Bytes read from files, in all and at most at once, those of whole parameters in memory, the values afterwards, and what was
+    missing or left over."""
     from transformers import AutoModelForCausalLM
 
     import ztk.deepspeed as deepspeed
     from ztk.hf import loading
+    from ztk.hf.slices import TensorSlice
 
+    sizes, count = [], TensorSlice._counted
+    TensorSlice._counted = lambda entry, values: sizes.append(values.nbytes) or count(entry, values)
     keep = hf_config()
-    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    finally:
+        TensorSlice._counted = count
     assert keep.is_zero3()
     in_memory = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
     values = {}
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
             values[name] = parameter.detach().clone()
-    return {"read": loading.read_bytes(model), "in_memory": in_memory, "values": values, "info": info}
+    return {
+        "read": loading.read_bytes(model),
+        "at_once": max(sizes),
+        "in_memory": in_memory,
+        "values": values,
+        "info": info,
+    }
 
 
 def same_values(found: dict, model: torch.nn.Module) -> int:
@@ -44,10 +57,12 @@ def test_every_rank_reads_its_slices(hf, model_folder):
 
     results = hf(loaded, source=model_folder)
     total = same_values(results[0]["values"], AutoModelForCausalLM.from_pretrained(model_folder))
+    largest = max(value.nbytes for value in results[0]["values"].values())
     row = 4 * 96  # a slice that ends inside a row reads it whole; the widest is the one of down_proj
     for found in results:
         assert not found["info"]["missing_keys"] and not found["info"]["unexpected_keys"]
         assert total / 2 <= found["read"] <= total / 2 + row * len(found["values"])
+        assert found["at_once"] <= largest / 2 + row
         assert found["in_memory"] < 0.01 * total
 
 
