@@ -13,7 +13,9 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def train(process: Process, *, section: dict, zero: dict | None = None) -> tuple[list[float], tuple[int, ...]]:
+def train(
+    process: Process, *, section: dict, zero: dict | None = None, asked: dict | None = None
+) -> tuple[list[float], tuple[int, ...]]:
     """Losses, and the shape of a layer on this rank. Every rank reads the same batch, so that data parallelism changes nothing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +26,10 @@ def train(process: Process, *, section: dict, zero: dict | None = None) -> tuple
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **(zero or {})},
         **section,
     }
-    engine, *_ = deepspeed.initialize(model=LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), config=config)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    if asked is not None:
+        model = deepspeed.tp_model_init(model=model, config=config, **asked)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     losses, tokens = [], torch.randint(1, 64, (2, 12), generator=generator("words", 0))
     for _ in range(6):
         loss = engine(input_ids=tokens, labels=tokens).loss
@@ -60,6 +65,35 @@ def test_ranks_share_layers_and_train_the_same(ranks, section):
     for losses, shape in ranks(2).run(train, section={"tensor_parallel": section, "train_batch_size": 2}):
         assert losses == pytest.approx(expected, rel=RELATIVE)
         assert shape == (whole[0] // 2, whole[1])
+
+
+@pytest.mark.parametrize("section", [{}, {"tensor_parallel": {"autotp_size": 2}}], ids=["alone", "and the section"])
+def test_tp_model_init_says_how_many_ranks_share_layers(ranks, section):
+    expected, whole = ranks(2).run(train, section={})[0]
+    asked = {"tp_size": 2, "dtype": torch.float32}
+    for losses, shape in ranks(2).run(train, section=section | {"train_batch_size": 2}, asked=asked):
+        assert losses == pytest.approx(expected, rel=RELATIVE)
+        assert shape == (whole[0] // 2, whole[1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "section", "message"),
+    [
+        ({"tp_size": 2}, {"autotp_size": 4}, r"\[4\] ranks here, and 2 in tp_model_init"),
+        (
+            {"tp_size": 1, "dtype": torch.bfloat16},
+            None,
+            "trains in torch.float32, and tp_model_init was given dtype=torch.bfloat16",
+        ),
+        ({"tp_size": 1, "tp_group": object()}, None, "tp_size says which ranks"),
+        ({"tp_size": 0}, None, "must be 1 or more"),
+    ],
+)
+def test_tp_model_init_and_the_configuration_must_agree(asked, section, message):
+    config = {"train_batch_size": 1} | ({} if section is None else {"tensor_parallel": section})
+    with pytest.raises(ValueError, match=message):
+        model = deepspeed.tp_model_init(torch.nn.Linear(2, 2), **{"dtype": torch.float32} | asked)
+        deepspeed.initialize(model=model, config=config)
 
 
 def test_second_shards_change_nothing_and_short_weights_little(ranks):

@@ -162,6 +162,19 @@ def llama_and_texts(*, process: Process) -> dict:
     return {}
 
 
+def inference(*, process: Process, loads: bool = True) -> dict:
+    """Section 10: the Llama of section 12.1 in the folder `llama`, loaded as `model` where the block does not do it itself."""
+    llama_and_texts(process=process)
+    if not loads:
+        return {"torch": torch}
+    import deepspeed
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = LlamaForCausalLM.from_pretrained("llama")
+    return {"torch": torch, "deepspeed": deepspeed, "model": model, "LlamaDecoderLayer": LlamaDecoderLayer}
+
+
 def _save_llama_and_texts() -> None:
     import json
     from pathlib import Path

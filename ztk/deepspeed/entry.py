@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ztk.deepspeed import owners
+from ztk.deepspeed.autotp import check_asked_dtype, with_asked_degree
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.deepspeed.engine import DeepSpeedEngine
@@ -57,7 +58,7 @@ def initialize(
     if model is None:
         raise ValueError("model is missing: initialize(model=...) takes the module to train")
     _check_free(model)
-    source = _source(args, config=config, config_params=config_params)
+    source = with_asked_degree(_source(args, config=config, config_params=config_params), model=model)
     process = this_process(distributed_port, dist_init_required=dist_init_required)
     _check_mesh(mesh_param, process=process)
     is_pipeline = isinstance(model, PipelineModule)
@@ -66,6 +67,7 @@ def initialize(
     elif mpu is not None:
         process = arranged(process, mpu)
     settings = parse_config(source, world_size=process.mesh.replicas)
+    check_asked_dtype(model, settings=settings)
     show_messages(settings.log_level)
     if process.rank == 0:
         for note in settings.notes:

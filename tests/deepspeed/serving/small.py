@@ -15,6 +15,13 @@ def llama(*, nudged: bool = True, **changes) -> nn.Module:
     return _made(LlamaForCausalLM, config, nudged=nudged)
 
 
+def unplanned() -> nn.Module:
+    """Without the plan that transformers brings: two queries to a key."""
+    model = llama()
+    model._tp_plan = {}
+    return model
+
+
 def opt() -> nn.Module:
     """Its attention remembers the number of heads; it brings no plan."""
     from transformers import OPTConfig, OPTForCausalLM

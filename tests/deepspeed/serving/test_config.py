@@ -142,6 +142,14 @@ def test_models_that_do_not_fit_are_refused(model, given, message):
         deepspeed.init_inference(model(), **given)
 
 
+def test_a_model_of_another_engine_is_refused():
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+    with pytest.raises(ValueError, match="belongs to another engine; call its destroy"):
+        deepspeed.init_inference(engine.module)
+    engine.destroy()
+    deepspeed.init_inference(engine.module)
+
+
 def test_a_prompt_that_is_too_long():
     engine = deepspeed.init_inference(small.llama(), dtype="fp32", max_tokens=8)
     with pytest.raises(ValueError, match="max_out_tokens=8: the prompt has 9 tokens"):

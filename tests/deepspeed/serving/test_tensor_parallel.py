@@ -19,7 +19,12 @@ def policy(name: str) -> dict:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
     from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
-    known = {"llama": {LlamaDecoderLayer: LLAMA}, "opt": {OPTDecoderLayer: OPT}, "bert": {BertLayer: BERT}}
+    known = {
+        "llama": {LlamaDecoderLayer: LLAMA},
+        "unplanned": {LlamaDecoderLayer: LLAMA},
+        "opt": {OPTDecoderLayer: OPT},
+        "bert": {BertLayer: BERT},
+    }
     return {"injection_policy": known[name]}
 
 
@@ -50,8 +55,9 @@ def expected(model: str) -> dict:
 CASES = {
     "by the model's plan": {"model": "llama", "options": {"tensor_parallel": {"tp_size": 2}}},
     "three heads in one weight": {"model": "neox", "options": {"mp_size": 2}},
-    "by a policy": {"model": "llama", "options": {"mp_size": 2}, "by_policy": True},
-    "by a policy's names": {"model": "llama", "options": {"mp_size": 2, "injection_policy_tuple": LLAMA}},
+    "by a policy that agrees": {"model": "llama", "options": {"mp_size": 2}, "by_policy": True},
+    "by a policy alone": {"model": "unplanned", "options": {"mp_size": 2}, "by_policy": True},
+    "by a policy's names": {"model": "unplanned", "options": {"mp_size": 2, "injection_policy_tuple": LLAMA}},
     "heads that are counted": {"model": "opt", "options": {"mp_size": 2}, "by_policy": True},
     "an encoder": {"model": "bert", "options": {"mp_size": 2}, "by_policy": True},
     "policy and kernels": {
@@ -76,15 +82,17 @@ def test_ranks_that_share_a_model_answer_as_one(ranks, case):
 
 
 def test_what_a_rank_holds(ranks):
-    """Half of every layer that is cut, with a policy, too: outside of its layers the model's plan holds."""
+    """Half of every layer that is cut; a policy knows nothing of the head."""
     whole = {name: tuple(p.shape) for name, p in small.llama().named_parameters()}
-    for by_policy in (False, True):
-        shapes = ranks(2).run(ask, model="llama", options={"mp_size": 2}, by_policy=by_policy)[0]["shapes"]
+    for model in ("llama", "unplanned"):
+        shapes = ranks(2).run(ask, model=model, options={"mp_size": 2}, by_policy=model == "unplanned")[0]["shapes"]
         for name, (first, *rest) in whole.items():
-            if name.endswith(("q_proj.weight", "k_proj.weight", "up_proj.weight", "lm_head.weight")):
+            if name.endswith(("q_proj.weight", "k_proj.weight", "up_proj.weight")):
                 assert shapes[name] == (first // 2, *rest), name
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 assert shapes[name] == (first, rest[0] // 2), name
+            elif name == "lm_head.weight":
+                assert shapes[name] == (first // 2 if model == "llama" else first, *rest)
             elif name.endswith("norm.weight"):
                 assert shapes[name] == (first,), name
 
@@ -123,11 +131,19 @@ def refused(process: Process, *, model: str, options: dict, kind: str | None = N
         ({"model": "opt", "options": {}}, "OPTForCausalLM brings no tp_plan; give injection_policy="),
         ({"model": "gpt2", "kind": "GPT2Block", "options": {"names": ("attn.c_proj",)}}, "is a Conv1D; only nn.Linear"),
         ({"model": "llama", "kind": "LlamaDecoderLayer", "options": {"names": ("o_projj",)}}, "named ...o_projj"),
+        (
+            {"model": "llama", "kind": "LlamaDecoderLayer", "options": {"names": ("self_attn.o_proj",)}},
+            "down_proj is summed over ranks, too: name it",
+        ),
+        (
+            {"model": "llama", "kind": "LlamaDecoderLayer", "options": {"names": (*LLAMA, "up_proj")}},
+            "up_proj is not summed over ranks in the model's own plan",
+        ),
         ({"model": "llama", "options": {"injection_policy_tuple": ("o_projj",)}}, "no layer of LlamaForCausalLM"),
         ({"model": "llama", "options": {"injection_policy": {nn.Conv2d: ("o_proj",)}}}, "has no Conv2d"),
         ({"model": "llama", "options": {}}, "cut over 2 ranks already; load it anew"),
     ],
-    ids=["no plan", "conv1d", "name", "names", "class", "twice"],
+    ids=["no plan", "conv1d", "name", "less than the plan", "more than the plan", "names", "class", "twice"],
 )
 def test_what_cannot_be_cut_is_refused(ranks, case, message):
     for found in ranks(2).run(refused, **case):

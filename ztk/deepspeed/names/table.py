@@ -27,6 +27,7 @@ _LEAF_MODULES = {
 
 TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.arguments": "add_config_arguments init_distributed",
+    "ztk.deepspeed.autotp": "tp_model_init",
     "ztk.deepspeed.config": "DeepSpeedConfigError",
     "ztk.deepspeed.engine": "DeepSpeedEngine",
     "ztk.deepspeed.helpers": "OnDevice",

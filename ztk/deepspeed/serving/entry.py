@@ -12,6 +12,7 @@ from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.experts import expert_topology
 from ztk.deepspeed.log import logger, show_messages
 from ztk.deepspeed.mpu import arranged, parts_of
+from ztk.deepspeed.owners import owner_of
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.engine import InferenceEngine
@@ -99,6 +100,10 @@ def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
         )
     if isinstance(model, PipelineModule):
         raise ValueError("model=PipelineModule: not offered, by DeepSpeed neither; initialize's engine has eval_batch")
+    if any(owner_of(parameter) is not None for parameter in model.parameters()):
+        raise ValueError(
+            "model: belongs to another engine; call its destroy() before, which leaves the weights in the model"
+        )
     if model in _cut:
         raise ValueError(f"model: its layers are cut over {_cut[model]} ranks already; load it anew")
     if expert_topology(model).expert > 1:

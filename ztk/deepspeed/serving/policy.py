@@ -1,7 +1,7 @@
 """`injection_policy`: from the names of layers whose results are summed over ranks to a plan of cuts.
 
 Inside a layer of the class that the policy names, its linear layers are cut: those it lists by rows, whose partial results are summed, all
-others by columns. Attention is cut between heads. Outside of these layers the model's own plan holds, where it brings one.
+others by columns. Attention is cut between heads. Where the model brings a plan of its own, that plan is followed, and the policy must agree.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,9 +37,8 @@ def policy_of(model: nn.Module, *, suffixes: tuple[str, ...]) -> Policy:
 def plan_of_policy(model: nn.Module, *, policy: Policy) -> PolicyPlan:
     """Raises ValueError for a class or a name that the model does not have, and for layers that cannot be cut so."""
     own, heads = _own_rules(model), Heads.of(getattr(model, "config", None))
-    rules: dict[str, TensorRule] = {}
+    rules: dict[str, TensorRule] = dict(own)
     attention: dict[str, None] = {}
-    inside: set[str] = set()
     for kind, suffixes in policy.items():
         layers = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
         if not layers:
@@ -49,14 +48,15 @@ def plan_of_policy(model: nn.Module, *, policy: Policy) -> PolicyPlan:
                 raise ValueError(
                     f"injection_policy[{kind.__name__}]: no {kind.__name__} has a module named ...{suffix}"
                 )
-        for name, layer in layers.items():
-            inside.update(f"{name}.{below}" for below, _ in layer.named_modules())
-            for below, rule in _rules(layer, suffixes=suffixes, heads=heads):
-                full = f"{name}.{below}"
-                rules[full] = rule if rule is not None else _declared(full, own=own)
-                if rules[full].style is Style.column and is_attention(below):
-                    attention[full.rpartition(".")[0]] = None
-    rules |= {name: rule for name, rule in own.items() if name not in inside}
+        for prefix, layer in layers.items():
+            names = {below: f"{prefix}.{below}".lstrip(".") for below, _ in layer.named_modules()}
+            if any(name in own for name in names.values()):
+                _check_agreement(names, own=own, rows=set(_ending(layer, suffixes=suffixes)))
+                continue
+            for below, rule in _rules(layer, suffixes=suffixes, heads=heads).items():
+                rules[names[below]] = rule
+                if rule.style is Style.column and is_attention(below):
+                    attention[names[below].rpartition(".")[0]] = None
     return PolicyPlan(rules=rules, attention=tuple(attention))
 
 
@@ -82,11 +82,9 @@ def count_own_heads(model: nn.Module, *, plan: PolicyPlan) -> None:
                 setattr(module, attribute, here)
 
 
-def _rules(
-    layer: nn.Module, *, suffixes: tuple[str, ...], heads: Heads | None
-) -> Iterator[tuple[str, TensorRule | None]]:
-    """(name in the layer, rule); None: one that only the model's own plan could know."""
-    rows = set(_ending(layer, suffixes=suffixes))
+def _rules(layer: nn.Module, *, suffixes: tuple[str, ...], heads: Heads | None) -> dict[str, TensorRule]:
+    """Name in the layer -> rule, for all of its linear layers."""
+    rows, rules = set(_ending(layer, suffixes=suffixes)), {}
     for name, module in layer.named_modules():
         if name in rows and not isinstance(module, nn.Linear):
             raise ValueError(
@@ -96,22 +94,29 @@ def _rules(
         if not isinstance(module, nn.Linear):
             continue
         in_heads = heads is not None and is_attention(name)
-        grain = heads.grain(name) if in_heads else 1
-        if name in rows:
-            yield name, TensorRule(style=Style.row, grain=grain)
-        elif in_heads and module.out_features not in (heads.query * heads.size, heads.key * heads.size):
-            yield name, None
-        else:
-            yield name, TensorRule(style=Style.column, grain=grain)
+        if in_heads and name not in rows:
+            _check_one_projection(module, name=name, heads=heads)
+        style = Style.row if name in rows else Style.column
+        rules[name] = TensorRule(style=style, grain=heads.grain(name) if in_heads else 1)
+    return rules
 
 
-def _declared(name: str, *, own: Mapping[str, TensorRule]) -> TensorRule:
-    if name in own:
-        return own[name]
-    raise ValueError(
-        f"injection_policy: {name} holds several projections in one weight, and how they lie there is not known; use a model that "
-        "brings a tp_plan for it, or tp_size=1"
-    )
+def _check_one_projection(module: nn.Linear, *, name: str, heads: Heads) -> None:
+    if module.out_features not in (heads.query * heads.size, heads.key * heads.size):
+        raise ValueError(
+            f"injection_policy: {name} holds several projections in one weight, and how they lie there is not known; use a model "
+            "that brings a tp_plan for it, or tp_size=1"
+        )
+
+
+def _check_agreement(names: Mapping[str, str], *, own: Mapping[str, TensorRule], rows: set[str]) -> None:
+    """A layer that the model's own plan cuts is cut so, by whole heads; the policy has to mean the same."""
+    summed = {below for below, name in names.items() if name in own and own[name].style in (Style.row, Style.row_split)}
+    for below in sorted(rows ^ summed):
+        mend = "is not summed over ranks" if below in rows else "is summed over ranks, too: name it"
+        raise ValueError(
+            f"injection_policy: {names[below]} {mend} in the model's own plan (tp_plan), which knows its layers"
+        )
 
 
 def _own_rules(model: nn.Module) -> dict[str, TensorRule]:
