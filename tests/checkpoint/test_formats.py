@@ -1,6 +1,8 @@
 """verify, show, export and import: what leaves comes back with the same bits."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -44,6 +46,15 @@ def test_verify_and_show(saved, capsys):
     assert (
         "stage=3" in out and "blocks.0.up.weight" in out and "head.weight" in out and "tied to embedding.weight" in out
     )
+
+
+def test_a_reader_that_has_enough_is_no_error(saved):
+    """As `show DIR | head -1`."""
+    command = [sys.executable, "-m", "ztk.checkpoint", "show", str(saved), "--parameters"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        shown.stdout.close()
+        assert shown.stderr.read() == b""
+    assert shown.returncode == 0
 
 
 def test_verify_names_the_fault(saved, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`python -m ztk.checkpoint verify|show|export|import DIR`. Exit codes: 0 fine, 1 a fault in a checkpoint, 2 wrong usage."""
 
 import argparse
+import os
 import sys
 
 from ztk.checkpoint.bits import DTYPES
@@ -26,7 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        code = options.command(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (CheckpointError, OSError) as error:
         print(describe_error(error), file=sys.stderr)
         return 1
