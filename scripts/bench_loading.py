@@ -1,0 +1,121 @@
+"""What each rank's memory grows by while `from_pretrained` reads a model at stage 3.
+
+    python scripts/bench_loading.py [--ranks 2] [--layers 10]
+
+A Llama with random weights in safetensors files, fp32, read by ranks that the runner starts: by ztk, where every rank reads its own slices,
+and by transformers' own way, where every rank reads all and rank 0 hands out. "peak" and "after" are the growth of a process's own
+memory during the call, and once it has returned and malloc has given back what is free; "files" are the most pages of mapped files
+beside it, which the system may drop at any time. What is kept is 1/n of the model on every rank.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+READERS = ("ztk", "transformers")
+STAGE_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def make_model(folder: Path, *, layers: int, width: int = 768) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder, max_shard_size="100MB")
+
+
+def on_rank(folder: Path, *, reader: str) -> None:
+    """Reads the small model first, which imports what the library imports late, then the large one."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.integrations import HfDeepSpeedConfig
+
+    keep = HfDeepSpeedConfig(STAGE_3)
+    if reader == "transformers":
+        PreTrainedModel._load_pretrained_model = staticmethod(PreTrainedModel._load_pretrained_model.__wrapped__)
+    AutoModelForCausalLM.from_pretrained(folder / "small")
+    gc.collect()
+    before, files_before = own_bytes(), status("RssFile")
+    with Sampler() as sampler:
+        start = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(folder / "large")
+        seconds = time.perf_counter() - start
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    found = {
+        "peak": sampler.own - before,
+        "files": sampler.files - files_before,
+        "after": own_bytes() - before,
+        "seconds": seconds,
+    }
+    (folder / f"{reader}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    assert keep.is_zero3() and model is not None
+
+
+class Sampler(threading.Thread):
+    """The most that was resident between entering and leaving, looked at every other millisecond."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.own = self.files = 0
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        while not self._ends.wait(0.002):
+            self.own, self.files = max(self.own, own_bytes()), max(self.files, status("RssFile"))
+
+    def __enter__(self) -> "Sampler":
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ends.set()
+        self.join()
+
+
+def own_bytes() -> int:
+    """Anonymous and shared memory of this process."""
+    return status("RssAnon") + status("RssShmem")
+
+
+def status(key: str) -> int:
+    """Bytes, of this process."""
+    (line,) = [row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{key}:")]
+    return 1024 * int(line.split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--read", nargs=2, help=argparse.SUPPRESS)  # on a rank: folder and reader
+    given = parser.parse_args()
+    if given.read:
+        on_rank(Path(given.read[0]), reader=given.read[1])
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "small", layers=1, width=64)
+        make_model(folder / "large", layers=given.layers)
+        nbytes = sum(path.stat().st_size for path in (folder / "large").glob("*.safetensors"))
+        print(f"{nbytes / 1e6:.0f} MB in files, {given.ranks} ranks; MB of each rank")
+        for reader in READERS:
+            runner = [sys.executable, "-m", "ztk.deepspeed", "--num_gpus", str(given.ranks)]
+            subprocess.run([*runner, __file__, "--read", name, reader], check=True)
+            rows = [json.loads((folder / f"{reader}-{rank}.json").read_text()) for rank in range(given.ranks)]
+            shown = {key: " ".join(f"{row[key] / 1e6:.0f}" for row in rows) for key in ("peak", "after", "files")}
+            seconds = max(row["seconds"] for row in rows)
+            print(
+                f"{reader:<14} peak {shown['peak']:<16} after {shown['after']:<16} files {shown['files']:<16} {seconds:.1f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()
