@@ -1,5 +1,7 @@
 """Every transport against arithmetic: sizes below, at and above a slot, three dtypes, in place and not."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +55,8 @@ def exercise(process, *, transport: str) -> None:
             comm.all_gather(full, label="test").wait()
             assert torch.equal(full, torch.cat([part(r, numel=n, dtype=dtype) for r in range(world)]))
 
+            exercise_buffer(comm, everyone=everyone, total=total)
+
             out = torch.full((n * world,), float("nan"), dtype=dtype)
             comm.all_to_all(everyone[rank], out=out, label="test").wait()
             assert torch.equal(out, torch.cat([everyone[r][own] for r in range(world)]))
@@ -70,6 +74,32 @@ def exercise(process, *, transport: str) -> None:
             assert torch.equal(message, everyone[world - 1])
     gathered = comm.gather_scalars(torch.tensor([rank, 0.5]), label="test")
     assert gathered.tolist() == [[r, 0.5] for r in range(world)]
+
+
+def exercise_buffer(comm: Comm, *, everyone: list[torch.Tensor], total: torch.Tensor) -> None:
+    """What `empty` makes, as often as one likes; its memory goes with it."""
+    full, rank = comm.empty(total.numel(), dtype=total.dtype, label="test"), comm.rank
+    own, shards = full.chunk(comm.size)[rank], total.chunk(comm.size)
+    for _ in range(2):
+        full.copy_(everyone[rank])
+        comm.all_reduce(full, label="test").wait()
+        assert torch.equal(full, total)
+
+        full.copy_(everyone[rank])
+        out = torch.full_like(own, float("nan"))
+        comm.reduce_scatter(full, out=out, label="test").wait()
+        assert torch.equal(out, shards[rank]) and torch.equal(full, everyone[rank])
+        comm.reduce_scatter(full, out=own, label="test").wait()
+        assert torch.equal(own, shards[rank])
+        comm.all_gather(full, label="test").wait()
+        assert torch.equal(full, total)
+    comm.all_gather(full[: 128 * comm.size], label="part").wait()  # not the whole buffer
+    del full, own, out
+    until = time.monotonic() + 10
+    while getattr(
+        comm._transport, "_shared", {}
+    ):  # the communicating thread drops its last call a moment after it is done
+        assert time.monotonic() < until
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
@@ -112,15 +142,54 @@ def test_handles(ranks):
     ranks(4).run(overlapping)
 
 
+def in_a_hurry(process) -> None:
+    """Each rank overwrites its buffer as soon as a collective returns, while the last rank still sums or copies, if it were let."""
+    comm, world, rank = process.comm, process.world_size, process.rank
+    full = comm.empty(1024 * world, dtype=torch.float32, label="test")
+    total = sum(part(r, numel=1024 * world, dtype=torch.float32) for r in range(world))
+    own = slice(rank * 1024, (rank + 1) * 1024)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            meeting = comm._transport._meeting
+            patch.setattr(meeting, "meet", followed_by_a_pause(meeting.meet))
+        for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+            full.copy_(total if kind == "all_gather" else part(rank, numel=1024 * world, dtype=torch.float32))
+            options = {"out": full[own]} if kind == "reduce_scatter" else {}
+            getattr(comm, kind)(full, label="test", **options).wait()
+            result = full.clone()
+            full.fill_(float("nan"))
+            comm.barrier()
+            assert torch.equal(result[own], total[own])
+            assert kind == "reduce_scatter" or torch.equal(result, total)
+
+
+def followed_by_a_pause(function):
+    """`function`, and then everybody else has time to go on."""
+
+    def wrapper(*args, **kwargs):
+        function(*args, **kwargs)
+        time.sleep(0.05)
+
+    return wrapper
+
+
+def test_nobody_writes_before_all_have_read(ranks):
+    ranks(2).run(in_a_hurry)
+    ranks(4).run(in_a_hurry)
+
+
 def disagreeing(process, *, how: str) -> None:
     comm = process.comm
-    if how == "size":
+    if how == "memory":  # the engine makes its buffers alike on all ranks
+        shared = comm.empty(256, dtype=torch.float32, label="x")
+        comm.all_gather(shared if process.rank else torch.zeros(256), label="x").wait()
+    elif how == "size":
         comm.all_gather(torch.zeros(256 * (1 + process.rank)), label="x").wait()
     else:
         comm.all_gather(torch.zeros(256), label=f"module {process.rank}").wait()
 
 
-@pytest.mark.parametrize("how", ["size", "label"])
+@pytest.mark.parametrize("how", ["size", "label", "memory"])
 def test_ranks_that_disagree_are_told(how):
     pool = RankPool(2)
     try:

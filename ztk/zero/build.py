@@ -191,7 +191,7 @@ class Builder:
 
     def _fill(self, bucket: Bucket, *, source: InitialValues) -> None:
         if not bucket.traits.shards_parameters:
-            bucket.full = torch.zeros(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
+            bucket.full = self._whole_buffer(bucket).zero_()
             self.ledger.add(tier=Tier.device, category="parameters", nbytes=bucket.full.nbytes)
             bucket.show_parameters()
         for piece in bucket.pieces:
@@ -202,6 +202,12 @@ class Builder:
             self.set_master(bucket, piece=piece, values=values)
         if not bucket.traits.shards_parameters:
             bucket.comm.all_gather(bucket.full, label=bucket.traits.name).wait()
+
+    def _whole_buffer(self, bucket: Bucket) -> Tensor:
+        """For parameters that are whole on every rank. Those that are gathered in every step lie where that costs least."""
+        if bucket.traits.trainable and self.policy.shards_optimizer:
+            return bucket.comm.empty(bucket.size, dtype=bucket.traits.dtype, label=bucket.traits.name)
+        return torch.empty(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
 
     def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         """Sets the master weights of a piece, fp32 [n], and the parameter that follows from them."""

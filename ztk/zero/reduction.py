@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,7 @@ class GradientReduction:
         self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
         self._policy, self._store, self._gathering = policy, store, gathering
         self._comm, self._dtype, self._pool, self._ledger, self._clock = comm, dtype, pool, ledger, clock
-        self._resident: dict[Bucket, Tensor] = {}  # stages 0 and 1: gradient buffers that stay
+        self._resident = dict(self._make_resident())  # stages 0 and 1: gradient buffers that stay
         self._accumulated: set[Bucket] = set()  # shards that hold gradients of earlier micro-batches
         self._in_flight: deque[_InFlight] = deque()
         self._putting: deque[tuple[list[Pending], Tensor]] = deque()  # shards on their way to host memory or NVMe
@@ -177,14 +177,17 @@ class GradientReduction:
 
     def _acquire(self, bucket: Bucket) -> Tensor:
         """A buffer for the bucket's local gradient: resident at stages 0 and 1, passing at 2 and 3."""
-        dtype = self.dtype_of(bucket)
         if bucket.traits.shards_gradients:
-            return self._pool.acquire(bucket.size, dtype=dtype)
-        if bucket not in self._resident:
-            buffer = torch.empty(bucket.size, dtype=dtype, device=self._comm.device)
-            self._ledger.add(tier=Tier.device, category="gradients", nbytes=buffer.nbytes)
-            self._resident[bucket] = buffer
+            return self._pool.acquire(bucket.size, dtype=self.dtype_of(bucket))
         return self._resident[bucket]
+
+    def _make_resident(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """At once and not when gradients come, which is not in the same order on all ranks."""
+        for bucket in self._buckets:
+            if not bucket.traits.shards_gradients:
+                buffer = bucket.comm.empty(bucket.size, dtype=self.dtype_of(bucket), label=bucket.traits.name)
+                self._ledger.add(tier=Tier.device, category="gradients", nbytes=buffer.nbytes)
+                yield bucket, buffer
 
     # Reduction
 

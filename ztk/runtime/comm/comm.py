@@ -98,6 +98,16 @@ class Comm:
         self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
         self._lanes: dict[str, SerialThread] = {}
 
+    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
+        """[numel] with undefined content, for a buffer that lives long: on the CPUs of one machine collectives on the whole of it copy
+        nothing around, because the other ranks see its memory. A collective call; waits.
+        """
+        made = None
+        if self._thread is not None:  # ranks meet for it, so it has its turn among the collectives
+            name = f"memory {label} {numel} x {str(dtype)[6:]}"
+            made = self._thread.submit(lambda: self._transport.empty(numel, dtype=dtype, label=name)).result()
+        return torch.empty(numel, dtype=dtype, device=self.device) if made is None else made
+
     def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
         """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given.
 
@@ -123,11 +133,7 @@ class Comm:
         own = full.chunk(self.size)[self.rank]
         self.counters.count("all_reduce", numel=2 * full.numel(), itemsize=full.itemsize)
 
-        def run(transport: Transport, name: str):
-            transport.reduce_scatter(full, out=own, label=name)  # a GPU stream keeps the two in order by itself
-            return transport.all_gather(full, label=name)
-
-        return self._submit(f"all_reduce {label}", full, run)
+        return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_reduce(full, own=own, label=name))
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Work:
         """Part r of `source` goes to rank r; `out` holds what came, in rank order."""

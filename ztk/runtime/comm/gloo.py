@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ztk.runtime.comm.errors import peer_errors
-from ztk.runtime.comm.transport import sum_in_rank_order
+from ztk.runtime.comm.transport import SeparateMemory, sum_in_rank_order
 
 
-class GlooTransport:
+class GlooTransport(SeparateMemory):
     """CPU tensors between machines (inside one machine `SharedMemoryTransport` is faster)."""
 
     blocking = True

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from ztk.runtime.comm.transport import SeparateMemory
 
-class NcclTransport:
+
+class NcclTransport(SeparateMemory):
     """Calls return at once; `wait()` on what they return orders the current stream behind them.
 
     An all-reduce is done as reduce-scatter and all-gather over the same slices as the sharded stages use, so that the order of

@@ -19,7 +19,6 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ztk.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
 from ztk.runtime.comm.lanes import SocketLanes
@@ -39,10 +38,8 @@ class NodeMeeting:
         token = [secrets.token_hex(8)]
         with peer_errors("connecting"):
             dist.broadcast_object_list(token, group_src=0, group=group)
-        own_fd = os.memfd_create("ztk-slab")
-        os.ftruncate(own_fd, slab_bytes)
         self._sockets = self._connect(f"\0ztk-{token[0]}-", group=group)
-        self.slabs = self._exchange(own_fd, slab_bytes=slab_bytes)
+        self.slabs = [torch.frombuffer(segment, dtype=torch.uint8) for segment in self._exchange(slab_bytes)]
 
     def _connect(self, name: str, *, group: dist.ProcessGroup) -> dict[int, socket.socket]:
         """A connection to every other rank. See [Note: Meeting for the first time]."""
@@ -96,7 +93,10 @@ class NodeMeeting:
             if len(said) == _RANK.size:  # else it died between its two calls; its other connection says so
                 heard[_RANK.unpack(said)[0]] = connection
 
-    def _exchange(self, own_fd: int, *, slab_bytes: int) -> list[Tensor]:
+    def _exchange(self, nbytes: int) -> list[mmap.mmap]:
+        """Zero-filled memory of each rank, in rank order, mapped here."""
+        own_fd = os.memfd_create("ztk-slab")
+        os.ftruncate(own_fd, nbytes)
         descriptors = {self.rank: own_fd}
         for peer, connection in self._sockets.items():
             try:
@@ -111,11 +111,16 @@ class NodeMeeting:
             if not found:
                 raise PeerLost(f"rank {peer} is gone (sharing memory): its connection closed")
             (descriptors[peer],) = found
-        slabs = []
+        segments = []
         for peer in range(self.size):
-            slabs.append(torch.frombuffer(mmap.mmap(descriptors[peer], slab_bytes), dtype=torch.uint8))
+            segments.append(mmap.mmap(descriptors[peer], nbytes))
             os.close(descriptors[peer])  # the mapping keeps the memory
-        return slabs
+        return segments
+
+    def share(self, nbytes: int, *, label: str) -> list[mmap.mmap]:
+        """A new segment of each rank, in rank order: zero-filled, seen by all. A collective call; raises as `meet` does."""
+        self.meet(label)
+        return self._exchange(nbytes)
 
     def lanes(self) -> SocketLanes:
         """Connections for messages between two ranks. A collective call."""

@@ -20,6 +20,10 @@ class Transport(Protocol):
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str): ...  # `out` may be the own slice of `full`
 
+    def all_reduce(self, full: Tensor, *, own: Tensor, label: str): ...  # in place; `own` is this rank's slice
+
+    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor | None: ...  # where all ranks see it
+
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str): ...  # equal parts; part r of `source` goes to r
 
     def all_to_all_uneven(  # `send[r]` elements of `source` go to rank r, `receive[r]` of `out` come from it
@@ -35,7 +39,18 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Alone:
+class SeparateMemory:
+    """What transports have in common whose ranks do not see each other's memory."""
+
+    def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
+        self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the two in order by itself
+        return self.all_gather(full, label=label)
+
+    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:
+        return None
+
+
+class Alone(SeparateMemory):
     """A world of one: everything is where it should be."""
 
     blocking = True
