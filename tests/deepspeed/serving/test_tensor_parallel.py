@@ -98,8 +98,9 @@ def test_what_a_rank_holds(ranks):
 
 
 def sample(process: Process) -> torch.Tensor:
-    torch.manual_seed(process.rank)  # states that differ before
-    engine = deepspeed.init_inference(small.llama(), dtype="fp32", mp_size=2)
+    model = small.llama()
+    torch.manual_seed(process.rank)
+    engine = deepspeed.init_inference(model, dtype="fp32", mp_size=2)
     return engine.generate(small.prompts(), max_new_tokens=12, do_sample=True)
 
 
