@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,7 +21,17 @@ class Owner:
     number: int
 
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """An Owner that keeps nothing alive: an engine that a script drops without `destroy` goes with its model."""
+
+    engine: "ReferenceType[Engine]"
+    bucket: int
+    name: str
+    number: int
+
+
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = itertools.count()
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by the number of their registration
 
@@ -29,16 +39,16 @@ _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by the num
 def register(engine: Engine) -> None:
     """Called by `initialize`."""
     _engines[next(_numbers)] = engine
-    for bucket in engine.zero.buckets:
+    for index, bucket in enumerate(engine.zero.buckets):
         for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
-            _owners[parameter] = Owner(engine=engine, bucket=bucket, name=placement.name, number=next(_numbers))
+            _places[parameter] = _Place(engine=ref(engine), bucket=index, name=placement.name, number=next(_numbers))
 
 
 def forget(engine: Engine) -> None:
     """The engine is closed: its parameters are nobody's."""
     for bucket in engine.zero.buckets:
         for parameter in bucket.parameters:
-            _owners.pop(parameter, None)
+            _places.pop(parameter, None)
     for number in [number for number, other in _engines.items() if other is engine]:
         del _engines[number]
 
@@ -50,4 +60,8 @@ def newest() -> Engine | None:
 
 def owner_of(parameter: torch.nn.Parameter) -> Owner | None:
     """None for a parameter of no engine."""
-    return _owners.get(parameter)
+    place = _places.get(parameter)
+    engine = place.engine() if place else None
+    if engine is None:
+        return None
+    return Owner(engine=engine, bucket=engine.zero.buckets[place.bucket], name=place.name, number=place.number)

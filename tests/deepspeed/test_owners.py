@@ -1,0 +1,31 @@
+"""Whose a parameter is, and for how long."""
+
+import gc
+import weakref
+
+import pytest
+
+from tests.deepspeed.scripts import build, config, loop
+from ztk import deepspeed
+from ztk.deepspeed.owners import owner_of
+from ztk.runtime import Process
+
+
+def dropped(process: Process, *, stage: int) -> list[bool]:
+    """Which of engine and model are still there after a script has let go of both without `destroy`."""
+
+    def trained() -> list[weakref.ref]:
+        model = build()
+        engine, *_ = deepspeed.initialize(model=model, config=config(stage=stage))
+        loop(process, engine, steps=1)
+        assert owner_of(next(model.parameters())).engine is engine.engine
+        return [weakref.ref(engine.engine), weakref.ref(model)]
+
+    left = trained()
+    gc.collect()
+    return [ref() is not None for ref in left]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_is_dropped_frees_its_memory(ranks, stage):
+    assert ranks(1).run(dropped, stage=stage)[0] == [False, False]
