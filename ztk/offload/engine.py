@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from torch import Tensor
 from ztk.offload.disk import DiskFile
 from ztk.offload.policy import PAGE_BYTES
 from ztk.runtime.io import Direction, IoCounters
+
+
+class Urgency(IntEnum):
+    """Whose blocks the disk moves first. Writes are last: they stop nobody before memory runs out, and then nothing else is queued."""
+
+    awaited = 0  # reads into the caller's memory, such as parameters that a forward needs
+    ahead = 1  # reads into the pool
+    write = 2
 
 
 class StoreClosed(RuntimeError):
@@ -30,6 +39,7 @@ class Transfer:
     offset: int  # in the file
     nbytes: int  # payload
     padded_bytes: int  # payload rounded up to pages: what the disk moves
+    urgency: Urgency
     memory: Tensor | None = None  # uint8 [>= nbytes], CPU or CUDA; None while a fetch waits for a buffer
     ready: torch.cuda.Event | None = None  # the caller's work on CUDA `memory` up to the call; copies start behind it
     on_done: Callable[[], None] | None = None  # called once with the lock held, also after an error
@@ -51,7 +61,9 @@ class IoEngine:
         lock = threading.RLock()  # reentrant: callbacks may submit
         self.changed = threading.Condition(lock)
         self._work = threading.Condition(lock)
-        self._queue: deque[tuple[Transfer, int]] = deque()  # (transfer, first byte of the block)
+        self._queues: dict[Urgency, deque[tuple[Transfer, int]]] = {
+            urgency: deque() for urgency in Urgency
+        }  # (transfer, first byte)
         self._unfinished: set[Transfer] = set()
         self._num_writes = 0  # unfinished ones
         self._write_error: Exception | None = None
@@ -103,7 +115,8 @@ class IoEngine:
         """Drop what is queued, let running calls end, stop the threads. Dropped transfers end with StoreClosed."""
         with self.changed:
             self._closing = True
-            self._queue.clear()
+            for queue in self._queues.values():
+                queue.clear()
             self._work.notify_all()
         for thread in self._threads:
             thread.join()
@@ -120,17 +133,17 @@ class IoEngine:
         if transfer.error is not None or not starts:
             self._finish(transfer)
             return
-        self._queue.extend((transfer, start) for start in starts)
+        self._queues[transfer.urgency].extend((transfer, start) for start in starts)
         self._work.notify(len(starts))
 
     def _run(self, staging: Tensor) -> None:
         while True:
             with self.changed:
-                while not self._queue and not self._closing:
+                while not any(self._queues.values()) and not self._closing:
                     self._work.wait()
                 if self._closing:
                     return
-                transfer, start = self._queue.popleft()
+                transfer, start = next(queue for queue in self._queues.values() if queue).popleft()
                 failed = transfer.error is not None
             error = None if failed else self._move_block(transfer, start=start, staging=staging)
             with self.changed:

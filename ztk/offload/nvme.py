@@ -15,6 +15,7 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 # fetch while no buffer is on its way back could only be helped by the waiting caller: it raises PoolExhausted instead.
 # `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of their thread.
 
+import ctypes
 import errno
 import os
 import uuid
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ztk.offload.disk import DiskFile
-from ztk.offload.engine import IoEngine, Transfer
+from ztk.offload.engine import IoEngine, Transfer, Urgency
 from ztk.offload.policy import MIN_BUFFER_COUNT, PAGE_BYTES, OffloadPolicy
 from ztk.offload.pool import BufferPool, Lease
 from ztk.offload.probe import filesystem_of, probe_folder
@@ -161,7 +162,7 @@ class NvmeStore:
             )
         with self._changed:
             if slot.fetched is None:
-                transfer = self._transfer(slot, direction=Direction.read, memory=None)
+                transfer = self._transfer(slot, urgency=Urgency.ahead, memory=None)
                 slot.fetched = _Fetch(store=self, slot=slot, transfer=transfer)
                 self._queued.append(slot.fetched)
                 self._serve_queued()
@@ -176,8 +177,9 @@ class NvmeStore:
         """Read a slot of any size into `out` (contiguous, on any device), which must not be used before `wait()`."""
         check_fits(out, spec=slot.spec, argument="out")
         with self._changed:
-            transfer = self._transfer(slot, direction=Direction.read, memory=flat_bytes(out))
-            self._submit_read(slot, transfer)
+            transfer = self._transfer(slot, urgency=Urgency.awaited, memory=flat_bytes(out))
+            if not self._read_what_is_written(slot, transfer):
+                self._submit_read(slot, transfer)
         return _Transfer(store=self, transfer=transfer, value=out)
 
     def put(self, slot: NvmeSlot, *, value: Tensor) -> "_Transfer":
@@ -186,12 +188,12 @@ class NvmeStore:
         with self._changed:
             fetched = slot.fetched
             if fetched is not None and fetched.holds(value):
-                transfer = self._transfer(slot, direction=Direction.write, memory=fetched.memory)
+                transfer = self._transfer(slot, urgency=Urgency.write, memory=fetched.memory)
                 transfer.on_done = self._returns(fetched.buffer)
                 slot.fetched = None
             else:
                 self.release(slot)
-                transfer = self._transfer(slot, direction=Direction.write, memory=flat_bytes(value))
+                transfer = self._transfer(slot, urgency=Urgency.write, memory=flat_bytes(value))
             before = [*slot.reads, *([slot.write] if slot.write is not None else [])]
             slot.write, slot.reads = transfer, []
             self._engine.submit(transfer, after=before)
@@ -250,14 +252,24 @@ class NvmeStore:
     def _is_stuck(self, transfer: Transfer) -> bool:
         return self._num_returning == 0 and any(fetched.transfer is transfer for fetched in self._queued)
 
-    def _transfer(self, slot: NvmeSlot, *, direction: Direction, memory: Tensor | None) -> Transfer:
+    def _transfer(self, slot: NvmeSlot, *, urgency: Urgency, memory: Tensor | None) -> Transfer:
         return Transfer(
-            direction=direction,
+            direction=Direction.write if urgency is Urgency.write else Direction.read,
+            urgency=urgency,
             offset=slot.offset,
             nbytes=slot.spec.nbytes,
             padded_bytes=slot.padded_bytes,
             memory=memory,
         )
+
+    def _read_what_is_written(self, slot: NvmeSlot, transfer: Transfer) -> bool:
+        """A slot whose write has not ended is still in memory: it is copied from there, and the disk is not asked."""
+        source, out = None if slot.write is None else slot.write.memory, transfer.memory
+        if source is None or source.is_cuda or out.is_cuda:
+            return False
+        ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending
+        transfer.memory, transfer.done = None, True
+        return True
 
     def _submit_read(self, slot: NvmeSlot, transfer: Transfer) -> None:
         slot.reads = [read for read in slot.reads if not read.done]

@@ -16,8 +16,8 @@ class BufferPool:
     Booked under one category as long as they exist, in use or not.
     """
 
-    def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str) -> None:
-        self._device, self._ledger, self._category = device, ledger, category
+    def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str, tier: Tier = Tier.device) -> None:
+        self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
         self._used: dict[int, Tensor] = {}  # address -> uint8
 
@@ -30,11 +30,15 @@ class BufferPool:
             self._free = [buffer for buffer in self._free if buffer is not fitting]
         else:
             if self._free:  # the largest of those that are too small makes room for one that is not
-                self._ledger.remove(tier=Tier.device, category=self._category, nbytes=self._free.pop().numel())
+                self._ledger.remove(tier=self._tier, category=self._category, nbytes=self._free.pop().numel())
             fitting = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._ledger.add(tier=Tier.device, category=self._category, nbytes=nbytes)
+            self._ledger.add(tier=self._tier, category=self._category, nbytes=nbytes)
         self._used[fitting.data_ptr()] = fitting
         return fitting[:nbytes].view(dtype)
+
+    def lends(self, buffer: Tensor | None) -> bool:
+        """`buffer` is one of those in use."""
+        return buffer is not None and buffer.data_ptr() in self._used
 
     def release(self, buffer: Tensor) -> None:
         """The caller no longer uses `buffer`."""
@@ -44,6 +48,6 @@ class BufferPool:
     def drop_free(self) -> None:
         """Gives the memory of what is not in use back."""
         self._ledger.remove(
-            tier=Tier.device, category=self._category, nbytes=sum(buffer.numel() for buffer in self._free)
+            tier=self._tier, category=self._category, nbytes=sum(buffer.numel() for buffer in self._free)
         )
         self._free.clear()

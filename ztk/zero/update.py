@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ztk.kernels import Control
@@ -26,16 +25,20 @@ from ztk.optim import FlatOptimizer
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.serial import SerialThread
 from ztk.zero.bucket import Bucket
+from ztk.zero.buffers import BufferPool
 from ztk.zero.piece import Piece
 from ztk.zero.store import Pending, Store
 
 # [Note: States ahead]
-# A third of what a step moves over the disk is reading states, and the disk is nearly idle in the backward. So with every bucket that is
-# reduced one more piece's states are fetched, as far as the pool reaches; one by one, so that the backward's own reads do not queue
-# behind them. The update finds them there.
+# A third of what a step moves over the disk is reading states, and the disk is nearly idle in the backward. So when a bucket is
+# reduced, as many pieces' states are fetched as the pool has room for. The update finds them there.
+#
+# [Note: Writes behind]
+# The next forward waits for updated parameters, not for what is written back: so the update goes on while writes queue up, and the backward
+# has time for what is left of them. A store reads before it writes, and its memory bounds both.
 
-PUTS_IN_FLIGHT = 2  # pieces that may be on their way back while later ones are updated
-MOST_FETCHED = 4  # pieces, the one that is updated among them: the disk has the next at hand when one is read
+PUTS_IN_FLIGHT = 8  # pieces that may be on their way back while later ones are updated
+MOST_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next at hand when one is read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,14 @@ class _Fetched:
     gradient: Pending | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Away:
+    """An updated piece on its way back. borrowed: the parameter's new values, in a passing buffer."""
+
+    puts: tuple[Pending, ...]
+    borrowed: Tensor | None
+
+
 class ShardUpdate:
     """Runs the optimizer over all pieces that this rank updates."""
 
@@ -66,9 +77,10 @@ class ShardUpdate:
         *,
         optimizer: FlatOptimizer,
         stores: Stores,
+        passing: BufferPool,  # in the memory of the optimizer states
         clock: PhaseClock,
     ) -> None:
-        self._optimizer, self._stores = optimizer, stores
+        self._optimizer, self._stores, self._passing = optimizer, stores, passing
         self._clock = clock
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
@@ -79,13 +91,15 @@ class ShardUpdate:
         self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
         self._fetches_ahead = stores.optimizer.tier is Tier.nvme
         self._ahead: dict[Piece, Pending] = {}
+        self._is_fetching = False  # the update that runs behind the forward has not fetched everything yet
 
-    def fetch_one_ahead(self) -> None:
-        """See [Note: States ahead]. Nothing if the last update still runs."""
-        if not self._fetches_ahead or len(self._ahead) == len(self._pieces):
+    def fetch_ahead(self) -> None:
+        """See [Note: States ahead]. Nothing while the last update still fetches."""
+        if not self._fetches_ahead or self._is_fetching:
             return
-        piece = self._pieces[len(self._ahead)]
-        if (self._running is None or self._running.done()) and self._stores.optimizer.has_room(piece.states):
+        for piece in self._pieces[len(self._ahead) :]:
+            if not self._stores.optimizer.has_room(piece.states):
+                return
             self._ahead[piece] = self._stores.optimizer.fetch(piece.states)
 
     def drop_ahead(self) -> None:
@@ -113,6 +127,7 @@ class ShardUpdate:
         for bucket in self._behind:
             bucket.updated = Future()
         # Its seconds are hidden behind the forward: on a clock of its own they do not count as the step's.
+        self._is_fetching = True
         self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
 
     def finish(self) -> None:
@@ -158,6 +173,7 @@ class ShardUpdate:
                 updated = bucket.updated  # None: done and already waited for
                 if updated is not None and not updated.done():
                     updated.set_exception(error)
+            self._is_fetching = False
             raise
 
     def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
@@ -165,7 +181,7 @@ class ShardUpdate:
         for current in self._fetch_ahead(buckets):
             puts.append(self._update(current, control=control, clock=clock))
             if len(puts) > PUTS_IN_FLIGHT:
-                _wait(puts.popleft(), clock=clock)
+                self._wait(puts.popleft(), clock=clock)
             if current.piece is current.bucket.pieces[-1]:
                 if self._needs_gather(current.bucket):
                     gathers.append(
@@ -173,8 +189,9 @@ class ShardUpdate:
                     )
                 if current.bucket.updated is not None:
                     current.bucket.updated.set_result(None)
-        for put in puts:
-            _wait(put, clock=clock)
+        self._is_fetching = False
+        for away in puts:
+            self._wait(away, clock=clock)
         with clock.phase("communication"):
             for gather in gathers:
                 gather.wait()
@@ -202,7 +219,7 @@ class ShardUpdate:
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
         return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
 
-    def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> tuple[Pending, ...]:
+    def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> _Away:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
             states = fetched.states.wait()
@@ -232,8 +249,7 @@ class ShardUpdate:
         resident = self._resident_parameter(bucket, piece=piece)
         if resident is not None and resident.device == states.device:
             return states[0], moments, resident
-        out = torch.empty(piece.stop - piece.start, dtype=bucket.traits.dtype, device=states.device)
-        return states[0], moments, out
+        return states[0], moments, self._passing.acquire(piece.stop - piece.start, dtype=bucket.traits.dtype)
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
         """The parameter's own memory, if it can be written in place."""
@@ -243,20 +259,19 @@ class ShardUpdate:
             return None
         return self._stores.parameters.fetch(piece.parameter).wait()
 
-    def _put(self, bucket: Bucket, *, piece: Piece, states: Tensor, out: Tensor | None) -> tuple[Pending, ...]:
+    def _put(self, bucket: Bucket, *, piece: Piece, states: Tensor, out: Tensor | None) -> _Away:
         puts = [self._stores.optimizer.put(piece.states, value=states)]
         if piece.gradient is not None:
             self._stores.gradients.release(piece.gradient)
-        if out is None:
-            return tuple(puts)
-        if bucket.traits.shards_parameters:
+        if out is not None and bucket.traits.shards_parameters:
             puts.append(self._stores.parameters.put(piece.parameter, value=out))
-        elif out.device != bucket.full.device:
+        elif out is not None and out.device != bucket.full.device:
             piece.of(bucket.full).copy_(out)
-        return tuple(puts)
+        return _Away(puts=tuple(puts), borrowed=out if self._passing.lends(out) else None)
 
-
-def _wait(puts: tuple[Pending, ...], *, clock: PhaseClock) -> None:
-    with clock.phase("io"):
-        for put in puts:
-            put.wait()
+    def _wait(self, away: _Away, *, clock: PhaseClock) -> None:
+        with clock.phase("io"):
+            for put in away.puts:
+                put.wait()
+        if away.borrowed is not None:
+            self._passing.release(away.borrowed)

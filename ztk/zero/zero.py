@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
-from ztk.runtime import MemoryLedger, Mesh, PhaseClock
+from ztk.runtime import MemoryLedger, Mesh, PhaseClock, Tier
 from ztk.runtime.part import InitialValues, Part
 from ztk.zero.born import BornParameter, Nursery
 from ztk.zero.bucket import Bucket, ParameterState
@@ -77,7 +77,14 @@ class Zero:
         self.parts = parts or {}
         gathered = BufferPool(device=mesh.world.device, ledger=ledger, category="gathered")
         passing = BufferPool(device=mesh.world.device, ledger=ledger, category="gradients in flight")
-        self._pools = gathered, passing
+        on_cpu = mesh.world.device.type == "cpu"
+        updated = BufferPool(
+            device=torch.device("cpu"),
+            ledger=ledger,
+            category="parameters on their way",
+            tier=Tier.device if on_cpu else Tier.host,
+        )
+        self._pools = gathered, passing, updated
         self._builder = Builder(
             policy=policy,
             dtype=precision.dtype,
@@ -115,9 +122,10 @@ class Zero:
             in_order_of_use,
             optimizer=optimizer,
             stores=stores,
+            passing=updated,
             clock=clock,
         )
-        self.reduction.on_boundary_launch = self._update.fetch_one_ahead
+        self.reduction.on_boundary_launch = self._update.fetch_ahead
         self._trained = trained
         self.num_parameters = self._count_parameters()  # of the whole model, frozen ones included, padding not
 
@@ -183,6 +191,7 @@ class Zero:
     def free_buffers(self) -> None:
         """Gives the memory of buffers that are not in use back: what is gathered and not held, and what gradients pass through."""
         self.gathering.release_all()
+        self._update.finish()  # its thread uses a pool
         for pool in self._pools:
             pool.drop_free()
 
