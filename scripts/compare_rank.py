@@ -52,14 +52,11 @@ class Language(nn.Module):
 
 
 def config(stage: int) -> dict:
-    """gradient_clipping at its default, 1.0."""
-    zero: dict = {"stage": stage, "reduce_bucket_size": 200_000}
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0
+    """Every default is DeepSpeed's, which favours neither: gradient_clipping is 1.0, for one."""
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}},
     }
