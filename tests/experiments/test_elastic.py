@@ -70,6 +70,21 @@ def test_four_ranks_lose_one_and_go_on_as_three(straight, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("ranks*")) == ["ranks", "ranks-of-4"]
 
 
+def test_a_pipeline_goes_on_with_as_many_ranks_as_its_stages_allow(straight, tmp_path):
+    options = (
+        "zero=stage1",
+        "topology=pp2",
+        "launch.ranks=4",
+        "train.accumulation_steps=2",
+        "launch.elastic=true",
+        "train.steps=8",
+    )
+    fault = {"rank": 1, "where": "optimizer", "count": 4, "how": "kill"}
+    told = run(*options, f"hydra.run.dir={tmp_path}", cwd=tmp_path, fault=fault)
+    assert "rank 1 was killed by SIGKILL" in told and "goes on with 2 of 4 ranks" in told
+    assert losses_of(tmp_path) == pytest.approx(losses_of(straight), rel=TOLERANCE)
+
+
 def test_torchrun_goes_on_with_more_ranks_and_starts_them_again(straight, tmp_path):
     """The folder is of one rank and lacks its last checkpoints; then a rank is lost on the way."""
     folder = Path(shutil.copytree(straight, tmp_path / "run"))
