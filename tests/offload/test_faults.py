@@ -172,11 +172,12 @@ from ztk.runtime.io import IoCounters
 from ztk.runtime.memory import MemoryLedger
 policy = OffloadPolicy(optimizer="nvme", nvme_path=sys.argv[1], buffer_bytes=1 << 20)
 store = NvmeStore(policy, rank=0, ledger=MemoryLedger(), counters=IoCounters())
-slot = store.allocate(name="a", shape=(1 << 22,), dtype=torch.float32, category="optimizer")
-store.put(slot, value=torch.ones(1 << 22)).wait()
+slots = [store.allocate(name=str(i), shape=(1 << 22,), dtype=torch.float32, category="optimizer") for i in range(8)]
+store.put(slots[0], value=torch.ones(1 << 22)).wait()
 print("ready", flush=True)
-if sys.argv[2] == "exit":
-    store.put(slot, value=torch.zeros(1 << 22))
+if sys.argv[2] == "exit":  # threads are in the middle of copying to their staging blocks
+    for slot in slots:
+        store.put(slot, value=torch.zeros(1 << 22))
     sys.exit(0)
 time.sleep(60)
 """

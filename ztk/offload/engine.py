@@ -4,8 +4,10 @@ Python threads are enough: preadv, pwritev, memmove and CUDA synchronisation rel
 per call a disk of 10 GB/s needs 1200 calls a second.
 """
 
+import atexit
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ from torch import Tensor
 from ztk.offload.disk import DiskFile
 from ztk.offload.policy import PAGE_BYTES
 from ztk.runtime.io import Direction, IoCounters
+
+EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for running calls
 
 
 class Urgency(IntEnum):
@@ -74,6 +78,8 @@ class IoEngine:
         ]
         for thread in self._threads:
             thread.start()
+        # A thread that is inside torch when the interpreter ends aborts the process ("terminate called without an active exception").
+        atexit.register(self._end_with_process)
 
     # Transfers #
 
@@ -113,17 +119,28 @@ class IoEngine:
 
     def close(self) -> None:
         """Drop what is queued, let running calls end, stop the threads. Dropped transfers end with StoreClosed."""
-        with self.changed:
-            self._closing = True
-            for queue in self._queues.values():
-                queue.clear()
-            self._work.notify_all()
+        atexit.unregister(self._end_with_process)
+        self._drop_queued()
         for thread in self._threads:
             thread.join()
         with self.changed:
             for transfer in self._unfinished:
                 self.abandon(transfer, reason="the store was closed before this transfer ended")
             self._unfinished.clear()
+
+    def _drop_queued(self) -> None:
+        with self.changed:
+            self._closing = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._work.notify_all()
+
+    def _end_with_process(self) -> None:
+        """A disk that hangs does not keep the process."""
+        self._drop_queued()
+        deadline = time.monotonic() + EXIT_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # Threads #
 
