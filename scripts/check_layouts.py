@@ -4,9 +4,9 @@
     python scripts/check_layouts.py --layouts tp2 pp2 --precisions fp32  a part of them
 
 A cell is the largest relative difference of a loss over 20 steps to the one-rank run of the same model. fp32 is held to 1e-5. A 16-bit cell is
-held to three times the error that one-rank runs have themselves, the largest distance of one of them to the same run in fp32 (with experts
-there is such a run for every way in which a layout cuts the batch): two runs that are both as exact as those differ by at most twice it,
-and a few runs do not show the largest error. Exit code 1 if a cell misses, or if the bits of a layout differ between stages or tiers.
+held to three times the error that the one-rank run has itself, which is its distance to the one-rank run in fp32: two runs that are both
+as exact as that one differ by at most twice it, and the error is known from one run only. Exit code 1 if a cell misses, or if the bits of
+a layout differ between stages or tiers.
 """
 
 import argparse
@@ -28,14 +28,12 @@ from tests.topology.matrix import (
     STAGES,
     TIERS,
     Cell,
-    cut_of,
     deviation,
     run_alone,
     run_cell,
 )
 
 OWN_ERRORS = 3  # see the module's text
-WITH_EXPERTS = [layout for layout, (_, topology) in LAYOUTS.items() if topology.expert > 1]
 
 
 def main() -> int:
@@ -47,19 +45,15 @@ def main() -> int:
     def one_rank(layout: str | None, dtype: str) -> Cell:
         return alone.run(run_alone, layout=layout, dtype=dtype)[0]
 
-    def own_error(dtype: str, *, experts: bool) -> float:
-        same_model = {cut_of(layout): layout for layout in WITH_EXPERTS}.values() if experts else [None]
-        return max(deviation(one_rank(cut, dtype), reference=one_rank(cut, "fp32")) for cut in same_model)
-
     pools: dict[int, RankPool] = {}
     rows, cells, columns = [], [], strategies(arguments)
     for layout in arguments.layouts:
         world, topology = LAYOUTS[layout]
         pool = pools.setdefault(world, RankPool(world))
         for dtype in arguments.precisions:
-            experts = topology.expert > 1
-            reference = one_rank(layout if experts else None, dtype)
-            bound = RELATIVE_FP32 if dtype == "fp32" else OWN_ERRORS * own_error(dtype, experts=experts)
+            cut_alike = layout if topology.expert > 1 else None
+            exact, reference = (one_rank(cut_alike, name) for name in ("fp32", dtype))
+            bound = RELATIVE_FP32 if dtype == "fp32" else OWN_ERRORS * deviation(reference, reference=exact)
             row = [run(pool, layout=layout, dtype=dtype, stage=s, tier=t, reference=reference) for s, t in columns]
             for cell in row:
                 cell |= {"bound": bound, "within": cell["error"] is None and cell["deviation"] <= bound}

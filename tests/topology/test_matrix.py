@@ -16,7 +16,7 @@ from tests.topology.matrix import (
     run_cell,
 )
 
-STEPS = 4
+STEPS = 6
 STRATEGIES = [(stage, tier) for stage in STAGES for tier in TIERS]
 
 
