@@ -47,16 +47,18 @@ class Cell:
     digest: str
 
 
-def run_cell(process: Process, *, layout: str, stage: int, tier: str, dtype: str, steps: int = 20) -> Cell:
-    """One cell of the matrix, on this rank."""
+def run_cell(
+    process: Process, *, layout: str, stage: int, tier: str, dtype: str, seed: int = 3, steps: int = 20
+) -> Cell:
+    """One cell of the matrix, on this rank. seed: of the first weights."""
     _, topology = LAYOUTS[layout]
-    strategy = Strategy(topology=topology, stage=stage, offload=tier, dtype=dtype)
+    strategy = Strategy(topology=topology, stage=stage, offload=tier, dtype=dtype, seed=seed)
     return _run(arranged(process, topology=topology), strategy=strategy, experts=topology.expert > 1, steps=steps)
 
 
-def run_alone(process: Process, *, layout: str | None = None, dtype: str, steps: int = 20) -> Cell:
+def run_alone(process: Process, *, layout: str | None = None, dtype: str, seed: int = 3, steps: int = 20) -> Cell:
     """The one-rank run that cells are compared with. layout: has experts, and this run its micro-batches; None: no experts."""
-    strategy = Strategy(dtype=dtype)
+    strategy = Strategy(dtype=dtype, seed=seed)
     if layout is None:
         return _run(alone(process), strategy=strategy, experts=False, steps=steps)
     return _run(alone(process), strategy=strategy, experts=True, steps=steps, cut=cut_of(layout))

@@ -37,6 +37,7 @@ class Strategy:
     offload: str = "none"
     dtype: str = "fp32"
     loss_scale: float = 2.0**17  # of fp16, at first: so large that some steps are skipped
+    seed: int = 3  # of the first weights
     zero: dict = field(default_factory=dict)  # of `ZeroPolicy`
     options: dict = field(default_factory=dict)  # of `parallelize`
 
@@ -105,7 +106,7 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
             threads=2,
             block_bytes=1 << 14,
         ),
-        initial_values=partial(initial_values, model, seed=3),
+        initial_values=partial(initial_values, model, seed=strategy.seed),
         **strategy.options,
     )
 
