@@ -25,6 +25,7 @@ from ztk.pipeline.stages import layered, mark_copies, share_values, split
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import MemoryLedger, PhaseClock, Process
+from ztk.runtime.host_memory import keep_freed_memory
 from ztk.runtime.io import IoCounters
 from ztk.runtime.part import InitialValues, Part, values_of_parts
 from ztk.sequence import cut_sequences
@@ -67,6 +68,8 @@ def parallelize(
     """
     precision, zero, offload = precision or PrecisionPolicy(), zero or ZeroPolicy(), offload or OffloadPolicy()
     mesh = process.mesh
+    if process.device.type == "cpu":
+        keep_freed_memory()
     if offload.parameters is not OffloadTarget.none and not zero.shards_parameters:
         raise ValueError(
             f"offload.parameters={offload.parameters} needs zero=stage3 (have stage {zero.stage}); "

@@ -1,0 +1,41 @@
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import resource, sys, torch
+from ztk.runtime.host_memory import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for step in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    activations = [torch.ones(1 << 21) for _ in range(16)]  # 8 MiB each
+    del activations
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = 16 * (8 << 20) // 4096
+
+
+def faults(mode: str, **environment: str) -> int:
+    """Page faults of the second of two steps that take and free 16 blocks of 8 MiB."""
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, mode],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(ran.stdout.split()[-1])
+
+
+def test_memory_that_a_step_freed_is_there_for_the_next():
+    assert faults("keep") < PAGES / 4  # a block or two lie elsewhere than in the first step
+
+
+def test_without_it_a_step_pays_for_its_pages_again():
+    assert faults("leave") > PAGES / 2
+
+
+def test_what_the_user_set_is_left_alone():
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > PAGES / 2

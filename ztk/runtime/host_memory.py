@@ -1,0 +1,28 @@
+"""How this process takes memory from the system when it computes on the CPU."""
+
+import ctypes
+import functools
+import os
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_TRIM_THRESHOLD = 2**31 - 1
+_LARGEST_MMAP_THRESHOLD = 4 << 20 << 3  # bytes, HEAP_MAX_SIZE / 2 on 64 bits; glibc refuses more
+_USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """What is freed stays in the process for the next tensor, instead of going back to the system page by page.
+
+    A training step frees its activations in the backward and wants as many again in the next forward. glibc returns the top of its heap
+    when about twice the largest block that was ever freed lies there unused, 6 MB for a model of 30M parameters, and each page that
+    comes back is a page fault and 4 KiB of zeros: 9 to 25 thousand a step of that model, 45 of 1150 ms. Resident memory's peak does not
+    change. Blocks above 32 MB stay with the system. Settings that the user's environment makes are left alone, and where the C library
+    has no `mallopt` nothing happens: only speed depends on it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ for name in _USERS_OWN):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD)
