@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ztk.offload import NvmeStore, OffloadPolicy, PoolExhausted, StoreClosed
+from ztk.offload.engine import Urgency
 from ztk.offload.policy import PAGE_BYTES as PAGE
 from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import Tier
@@ -74,6 +75,28 @@ def test_reads_go_before_writes_that_wait(make_store, faults) -> None:
     states.wait(), parameters.wait()
     assert [way for way, _ in faults.log] == ["write", "read", "read", "write", "write"]
     assert [offset // PAGE for way, offset in faults.log if way == "read"] == [4, 3]
+
+
+def test_a_write_that_somebody_waits_for_goes_before_reads_ahead(make_store, faults) -> None:
+    store = make_store(threads=1)
+    slots = _slots(store, 5)
+    faults.hold_writes.clear()
+    store.put(slots[0], value=torch.ones(1024))
+    while any(store._engine._queues.values()):  # until the thread has taken it
+        time.sleep(0.001)
+    store.put(slots[1], value=torch.ones(1024))
+    gradient = store.put(slots[2], value=torch.ones(1024))
+    states = store.fetch(slots[3])
+    waiting = threading.Thread(target=gradient.wait)
+    waiting.start()
+    for _ in range(1000):  # until it waits
+        if store._engine._queues[Urgency.awaited]:
+            break
+        time.sleep(0.001)
+    faults.hold_writes.set()
+    store.flush()
+    states.wait(), waiting.join()
+    assert faults.log == [("write", 0), ("write", 2 * PAGE), ("read", 3 * PAGE), ("write", PAGE)]
 
 
 def test_read_update_and_write_overlap(make_store, faults) -> None:

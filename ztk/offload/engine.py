@@ -24,9 +24,11 @@ EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for runnin
 
 
 class Urgency(IntEnum):
-    """Whose blocks the disk moves first. Writes are last: they stop nobody before memory runs out, and then nothing else is queued."""
+    """Whose blocks the disk moves first. Writes are last, as long as nobody waits for them."""
 
-    awaited = 0  # reads into the caller's memory, such as parameters that a forward needs
+    awaited = (
+        0  # reads into the caller's memory, such as parameters that a forward needs, and writes that a caller waits for
+    )
     ahead = 1  # reads into the pool
     write = 2
 
@@ -100,6 +102,20 @@ class IoEngine:
                     _inherit_error(transfer, source=other)
             if transfer.num_before == 0:
                 self._start(transfer)
+
+    def hasten(self, transfer: Transfer) -> None:
+        """Somebody waits for a write: its blocks go before reads ahead of time. Called with the lock held.
+
+        Without it a pool with room for many reads ahead kept a backward waiting for the writes of its gradients, 99 of 540 ms a step.
+        """
+        if transfer.urgency is not Urgency.write:
+            return
+        transfer.urgency = Urgency.awaited  # also for blocks that are not queued yet
+        waiting, queue = [], self._queues[Urgency.write]
+        for _ in range(len(queue)):
+            block = queue.popleft()
+            (waiting if block[0] is transfer else queue).append(block)
+        self._queues[Urgency.awaited].extend(waiting)
 
     def flush(self) -> None:
         """Wait for all writes submitted so far; raises the first error any write of this engine had."""

@@ -239,6 +239,7 @@ class NvmeStore:
     def wait_for(self, transfer: Transfer) -> None:
         """Block until `transfer` has ended and raise its error. Raises PoolExhausted where that would be never."""
         with self._changed:
+            self._engine.hasten(transfer)
             while not transfer.done:
                 if self._is_stuck(transfer):
                     raise PoolExhausted(
