@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import weakref
 from pathlib import Path
 
 from torch import Tensor
@@ -42,6 +43,8 @@ class DiskFile:
         self.direct = direct
         self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         os.unlink(path)  # See [Note: Unlinked offload files]
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # a thread may still be writing then
 
     def preallocate(self, *, offset: int, nbytes: int) -> None:
         """Reserve space that reads as zeros; OSError (ENOSPC) if the disk does not have it."""
@@ -72,7 +75,8 @@ class DiskFile:
                 raise self._error("syncing", nbytes=0, offset=0, cause=error) from error
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Gives the space back. Idempotent; happens by itself when nobody has the file any more."""
+        self._close()
 
     def _move(self, memory: Tensor, *, offset: int, some, action: str) -> None:
         nbytes = memory.numel()

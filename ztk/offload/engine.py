@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -80,8 +81,7 @@ class IoEngine:
         ]
         for thread in self._threads:
             thread.start()
-        # A thread that is inside torch when the interpreter ends aborts the process ("terminate called without an active exception").
-        atexit.register(self._end_with_process)
+        _running.add(self)
 
     # Transfers #
 
@@ -135,8 +135,8 @@ class IoEngine:
 
     def close(self) -> None:
         """Drop what is queued, let running calls end, stop the threads. Dropped transfers end with StoreClosed."""
-        atexit.unregister(self._end_with_process)
-        self._drop_queued()
+        _running.discard(self)
+        self.stop()
         for thread in self._threads:
             thread.join()
         with self.changed:
@@ -144,16 +144,17 @@ class IoEngine:
                 self.abandon(transfer, reason="the store was closed before this transfer ended")
             self._unfinished.clear()
 
-    def _drop_queued(self) -> None:
+    def stop(self) -> None:
+        """Drop what is queued; the threads end when their running calls have. Waits for nothing."""
         with self.changed:
             self._closing = True
             for queue in self._queues.values():
                 queue.clear()
             self._work.notify_all()
 
-    def _end_with_process(self) -> None:
+    def end_with_process(self) -> None:
         """A disk that hangs does not keep the process."""
-        self._drop_queued()
+        self.stop()
         deadline = time.monotonic() + EXIT_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -245,3 +246,13 @@ def _copy(source: Tensor, *, out: Tensor, ready: torch.cuda.Event | None) -> Non
         with torch.cuda.stream(stream):
             out.copy_(source, non_blocking=True)
         stream.synchronize()
+
+
+_running: "weakref.WeakSet[IoEngine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that is inside torch when the interpreter ends aborts the process ("terminate called without an active exception")."""
+    for engine in list(_running):
+        engine.end_with_process()

@@ -19,6 +19,7 @@ import ctypes
 import errno
 import os
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,6 +110,9 @@ class NvmeStore:
         self._queued: deque[_Fetch] = deque()  # fetches without a buffer
         self._num_returning = 0  # buffers that come back without the caller's doing
         self._closed = False
+        # A store that is dropped without `close`, with its engine in a notebook, keeps neither threads nor memory nor disk space.
+        self._drop = weakref.finalize(self, _drop, self._engine, self._pool)
+        self._drop.atexit = False
 
     # Space #
 
@@ -223,6 +227,7 @@ class NvmeStore:
         if self._closed:
             return
         self._closed = True
+        self._drop.detach()
         with self._changed:
             for fetched in self._queued:
                 self._engine.abandon(fetched.transfer, reason="the store was closed before this slot was read")
@@ -340,6 +345,12 @@ class _Fetch:
     def holds(self, value: Tensor) -> bool:
         """Whether `value` is the fetched tensor (or a reshape of it)."""
         return self.transfer.done and value.device.type == "cpu" and value.data_ptr() == self.memory.data_ptr()
+
+
+def _drop(engine: IoEngine, pool: BufferPool) -> None:
+    """The file is closed when the last thread has let go of it."""
+    engine.stop()
+    pool.close()
 
 
 def _gib(nbytes: int) -> str:

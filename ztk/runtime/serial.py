@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -9,13 +10,15 @@ from concurrent.futures import Future
 class SerialThread:
     """Like an executor with one worker, but the thread is a daemon.
 
-    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit.
+    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. It ends
+    after the calls that were submitted when nobody has this object any more.
     """
 
     def __init__(self, *, name: str) -> None:
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, call: Callable) -> Future:
         """Runs `call()` after all calls submitted before it."""
@@ -28,11 +31,12 @@ class SerialThread:
         self._calls.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, future = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # belongs to whoever waits for the result
-                future.set_exception(error)
-            del item, call, future
+
+def _serve(calls: queue.SimpleQueue) -> None:
+    while (item := calls.get()) is not None:
+        call, future = item
+        try:
+            future.set_result(call())
+        except BaseException as error:  # belongs to whoever waits for the result
+            future.set_exception(error)
+        del item, call, future

@@ -1,6 +1,7 @@
 """Gradients: from autograd into flat buffers, from all ranks into shards, while the backward is still running."""
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -74,9 +75,9 @@ class GradientReduction:
         self._reduced: set[Bucket] = set()  # stages 0 and 1: this step's gradients are reduced already
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._on_gradient, bucket=bucket, index=index)
+                functools.partial(_pass_on, reduction=weakref.ref(self), bucket=number, index=index)
             )
-            for bucket in buckets
+            for number, bucket in enumerate(buckets)
             for index, parameter in enumerate(bucket.parameters)
         ]
 
@@ -326,3 +327,11 @@ class GradientReduction:
         self._reduced.clear()
         for bucket in self._order:
             bucket.restart_gradient()
+
+
+def _pass_on(parameter: Tensor, *, reduction: "weakref.ref[GradientReduction]", bucket: int, index: int) -> None:
+    """A parameter's hook. autograd keeps hooks where Python's garbage collector does not look: one that held buckets, and with them
+    parameters, would keep a model alive for ever after its engine was dropped."""
+    alive = reduction()
+    if alive is not None:
+        alive._on_gradient(parameter, bucket=alive._buckets[bucket], index=index)
