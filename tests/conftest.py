@@ -7,8 +7,12 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+import torch
 
 from tests.ranks import RankPool
+
+# As in the ranks, whose bits some tests compare with what this process computes; the kernels' interpreter is numpy in one thread, too.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ import torch
 
 from ztk.kernels import set_backend
 
-torch.set_num_threads(1)  # the interpreter is numpy in one thread; more threads only fight over the cores
-
 
 @pytest.fixture(autouse=True)
 def restore_backend():
