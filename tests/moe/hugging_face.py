@@ -15,8 +15,8 @@ COMMON = {
     "hidden_size": 32,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32,
 }

@@ -23,6 +23,15 @@ def test_models_of_the_hub_train_as_on_one_rank(ranks, kind, stage):
             assert shape == ((2, *whole[name][1:]) if ".experts." in name else whole[name]), name
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_attention_is_cut_by_the_models_own_plan_beside_the_experts(ranks, kind):
+    (alone, whole, _) = ranks(1).run(train, topology=Topology(), kind=kind)[0]
+    for losses, shapes, _ in ranks(4).run(train, topology=Topology(expert=2, tensor=2), kind=kind, stage=3):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
+        heads, experts = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj"
+        assert (shapes[heads][0], shapes[experts][0]) == (whole[heads][0] // 2, whole[experts][0] // 2)
+
+
 def test_a_pattern_says_which_layers_are_spread(ranks):
     _, shapes, calls = ranks(2).run(train, topology=EP2, kind="mixtral", steps=2, experts=r"layers\.1\.")[0]
     assert shapes["model.layers.0.mlp.experts.down_proj"][0] == 4
