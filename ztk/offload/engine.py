@@ -27,9 +27,7 @@ EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for runnin
 class Urgency(IntEnum):
     """Whose blocks the disk moves first. Writes are last, as long as nobody waits for them."""
 
-    awaited = (
-        0  # reads into the caller's memory, such as parameters that a forward needs, and writes that a caller waits for
-    )
+    awaited = 0  # reads into the caller's memory (parameters that a forward needs), writes that a caller waits for
     ahead = 1  # reads into the pool
     write = 2
 
