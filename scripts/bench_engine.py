@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,7 +75,8 @@ class Nursery:
         return json.loads(answer)
 
     def close(self) -> None:
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it may have failed, and said so
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -244,7 +246,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=450, help="no measurement starts after this time")
     parser.add_argument("--candidates", nargs="+", help="default: all")
-    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that can import deepspeed")
+    parser.add_argument(
+        "--deepspeed-python", metavar="PATH", help="an interpreter that can import deepspeed, triton and einops"
+    )
     parser.add_argument("--nvme-path", metavar="FOLDER", help="where offload files go (default: the temporary folder)")
     options = parser.parse_args()
     everybody = [*TORCH, *ZTK, *ZTK_OFFLOAD, *(DEEPSPEED if options.deepspeed_python else [])]
