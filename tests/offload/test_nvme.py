@@ -21,6 +21,14 @@ def _slots(store, count, *, numel=1024):
     ]
 
 
+def _catch_in_a_write(store, *, slot, faults) -> None:
+    """The store's one thread writes `slot` until `faults.hold_writes` is set."""
+    faults.hold_writes.clear()
+    store.put(slot, value=torch.ones(1024))
+    while any(store._engine._queues.values()):  # until the thread has taken it
+        time.sleep(0.001)
+
+
 def test_a_fetch_waits_for_the_put_before_it(make_store, faults) -> None:
     store = make_store()
     (slot,) = _slots(store, 1, numel=4096)
@@ -63,10 +71,7 @@ def test_reads_go_before_writes_that_wait(make_store, faults) -> None:
     """One thread, caught in a write: behind it parameters come first, then states, then the other writes."""
     store = make_store(threads=1)
     slots = _slots(store, 5)
-    faults.hold_writes.clear()
-    store.put(slots[0], value=torch.ones(1024))
-    while any(store._engine._queues.values()):  # until the thread has taken it
-        time.sleep(0.001)
+    _catch_in_a_write(store, slot=slots[0], faults=faults)
     for slot in slots[1:3]:
         store.put(slot, value=torch.ones(1024))
     states, parameters = store.fetch(slots[3]), store.fetch_into(slots[4], out=torch.zeros(1024))
@@ -80,10 +85,7 @@ def test_reads_go_before_writes_that_wait(make_store, faults) -> None:
 def test_a_write_that_somebody_waits_for_goes_before_reads_ahead(make_store, faults) -> None:
     store = make_store(threads=1)
     slots = _slots(store, 5)
-    faults.hold_writes.clear()
-    store.put(slots[0], value=torch.ones(1024))
-    while any(store._engine._queues.values()):  # until the thread has taken it
-        time.sleep(0.001)
+    _catch_in_a_write(store, slot=slots[0], faults=faults)
     store.put(slots[1], value=torch.ones(1024))
     gradient = store.put(slots[2], value=torch.ones(1024))
     states = store.fetch(slots[3])
