@@ -1,11 +1,17 @@
 """The matrix of layouts, memory strategies and precisions: what a cell runs, and what it is held to."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from tests.checkpoint.runs import canonical
 from tests.topology.runs import BATCH, CONFIG, Strategy, alone, arranged, batch, make_engine
+from ztk.checkpoint import load, save
+from ztk.engine import Engine
 from ztk.runtime import Process, Topology
 
 LAYOUTS = {
@@ -28,6 +34,7 @@ LAYOUTS = {
     "tp2_pp2_sp2": (8, Topology(tensor=2, pipeline=2, sequence=2)),
 }
 STAGES, TIERS, PRECISIONS = (0, 1, 2, 3), ("none", "cpu", "nvme"), ("fp32", "bf16", "fp16")
+BETA = 0.9  # of AdamW's first moment
 MICRO_BATCHES = 2  # of a pipeline; elsewhere one, for which stages promise equal bits
 # A sum split over ranks is rounded in another order, by a few units of 6e-8 a step, which 20 steps of training amplify.
 RELATIVE_FP32 = 1e-5
@@ -47,21 +54,80 @@ class Cell:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """Steps that each began in a state of another run. losses: of the whole batch; gradients [elements of the model], as the optimizer
+    saw them, clipped; on rank 0, elsewhere None."""
+
+    losses: list[float]
+    gradients: list[Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distance:
+    """Relative, as norms over all steps."""
+
+    loss: float
+    gradient: float
+
+    def within(self, own: "Distance") -> bool:
+        """Of two walks, in 16 bit, of which one has the error `own`: the other may be as exact as that one, by the triangle inequality."""
+        return self.loss <= 2 * own.loss and self.gradient <= 2 * own.gradient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """A model under a strategy, and its part of each batch. cut: into (replicas, micro-batches), whose parts this one rank has all;
+    None: it has its own."""
+
+    engine: Engine
+    cut: tuple[int, int] | None
+
+    def step(self, number: int) -> float:
+        """One optimizer step; the loss of the whole batch."""
+        mesh = self.engine.process.mesh
+        replicas, micro_batches = self.cut or (mesh.replicas, self.engine.accumulation_steps)
+        parts = [[part.chunk(micro_batches) for part in whole.chunk(replicas)] for whole in batch(number)]
+        if self.cut:
+            parts = [[torch.cat(same) for same in zip(*part, strict=True)] for part in parts]
+        else:
+            parts = [part[mesh.replica] for part in parts]
+        loss = self.engine.train_batch(list(zip(*parts, strict=True)))
+        return float(self.engine.comm.gather_scalars(loss.detach().double().view(1), label="loss").mean())
+
+
 def run_cell(
     process: Process, *, layout: str, stage: int, tier: str, dtype: str, seed: int = 3, steps: int = 20
 ) -> Cell:
     """One cell of the matrix, on this rank. seed: of the first weights."""
-    _, topology = LAYOUTS[layout]
-    strategy = Strategy(topology=topology, stage=stage, offload=tier, dtype=dtype, seed=seed)
-    return _run(arranged(process, topology=topology), strategy=strategy, experts=topology.expert > 1, steps=steps)
+    return _train(_in_layout(process, layout=layout, stage=stage, tier=tier, dtype=dtype, seed=seed), steps=steps)
 
 
 def run_alone(process: Process, *, layout: str | None = None, dtype: str, seed: int = 3, steps: int = 20) -> Cell:
     """The one-rank run that cells are compared with. layout: has experts, and this run its micro-batches; None: no experts."""
-    strategy = Strategy(dtype=dtype, seed=seed)
-    if layout is None:
-        return _run(alone(process), strategy=strategy, experts=False, steps=steps)
-    return _run(alone(process), strategy=strategy, experts=True, steps=steps, cut=cut_of(layout))
+    return _train(_on_one_rank(process, layout=layout, dtype=dtype, seed=seed), steps=steps)
+
+
+def walk_alone(process: Process, *, layout: str | None = None, dtype: str, folder: str, steps: int = 20) -> Walk:
+    """`run_alone`, that leaves the state at the start of each step in `folder`."""
+    run = _on_one_rank(process, layout=layout, dtype=dtype)
+    return _walk(run, steps=steps, begin=lambda number: save(run.engine, folder=folder, keep=None))
+
+
+def follow(process: Process, *, layout: str, stage: int, tier: str, dtype: str, folder: str, steps: int = 20) -> Walk:
+    """The layout's steps from the states in `folder`."""
+    run = _in_layout(process, layout=layout, stage=stage, tier=tier, dtype=dtype)
+    return _walk(run, steps=steps, begin=lambda number: load(run.engine, path=_state(folder, number=number)))
+
+
+def follow_alone(process: Process, *, layout: str | None = None, dtype: str, folder: str, steps: int = 20) -> Walk:
+    """One rank's steps in `dtype` from the states in `folder`."""
+    run = _on_one_rank(process, layout=layout, dtype=dtype)
+    return _walk(run, steps=steps, begin=lambda number: load(run.engine, path=_state(folder, number=number)))
+
+
+def _state(folder: str, *, number: int) -> Path:
+    return Path(folder) / f"step-{number:06d}"
 
 
 def cut_of(layout: str) -> tuple[int, int]:
@@ -71,32 +137,71 @@ def cut_of(layout: str) -> tuple[int, int]:
     return replicas, MICRO_BATCHES if topology.pipeline > 1 else 1
 
 
+def _in_layout(process: Process, *, layout: str, stage: int, tier: str, dtype: str, seed: int = 3) -> _Run:
+    _, topology = LAYOUTS[layout]
+    strategy = Strategy(topology=topology, stage=stage, offload=tier, dtype=dtype, seed=seed)
+    place = arranged(process, topology=topology)
+    return _run(place, strategy=strategy, experts=topology.expert > 1, micro_batches=cut_of(layout)[1])
+
+
+def _on_one_rank(process: Process, *, layout: str | None, dtype: str, seed: int = 3) -> _Run:
+    cut = None if layout is None else cut_of(layout)
+    strategy, micro_batches = Strategy(dtype=dtype, seed=seed), cut[1] if cut else 1
+    return _run(alone(process), strategy=strategy, experts=cut is not None, micro_batches=micro_batches, cut=cut)
+
+
 def _run(
-    process: Process, *, strategy: Strategy, experts: bool, steps: int, cut: tuple[int, int] | None = None
-) -> Cell:
-    """cut: into (replicas, micro-batches), whose parts this one rank has all; None: it has its own."""
-    mesh = process.mesh
-    replicas, micro_batches = cut or (mesh.replicas, MICRO_BATCHES if strategy.topology.pipeline > 1 else 1)
+    process: Process, *, strategy: Strategy, experts: bool, micro_batches: int, cut: tuple[int, int] | None = None
+) -> _Run:
     # A scale at which no step is skipped: gradients are summed before they are divided, so a layout would skip others.
     strategy = replace(strategy, loss_scale=2.0**10, options={"accumulation_steps": micro_batches})
-    engine = make_engine(process, strategy=strategy, config=EXPERTS if experts else CONFIG)
+    return _Run(engine=make_engine(process, strategy=strategy, config=EXPERTS if experts else CONFIG), cut=cut)
+
+
+def _train(run: _Run, *, steps: int) -> Cell:
     losses, norms = [], []
-    for step in range(steps):
-        parts = [[part.chunk(micro_batches) for part in whole.chunk(replicas)] for whole in batch(step)]
-        own = [[torch.cat(same) for same in zip(*part, strict=True)] if cut else part[mesh.replica] for part in parts]
-        loss = engine.train_batch(list(zip(*own, strict=True)))
-        losses.append(float(engine.comm.gather_scalars(loss.detach().double().view(1), label="loss").mean()))
-        norms.append(engine.read_metrics().grad_norm)
+    for number in range(steps):
+        losses.append(run.step(number))
+        norms.append(run.engine.read_metrics().grad_norm)
     bits = hashlib.sha256(torch.tensor(losses, dtype=torch.float64).numpy().tobytes())
-    for _, value in engine.zero.whole_parameters():
+    for _, value in run.engine.zero.whole_parameters():
         bits.update(value.float().contiguous().numpy().tobytes())
-    engine.close()
+    run.engine.close()
     return Cell(losses=losses, grad_norms=norms, digest=bits.hexdigest())
+
+
+def _walk(run: _Run, *, steps: int, begin: Callable[[int], object]) -> Walk:
+    """begin(step): before each step."""
+    losses, gradients = [], []
+    for number in range(steps):
+        begin(number)
+        before = _first_moments(run.engine)
+        losses.append(run.step(number))
+        gradients.append((_first_moments(run.engine) - BETA * before) / (1 - BETA))
+    rank = run.engine.process.rank
+    run.engine.close()
+    return Walk(losses=losses, gradients=gradients if rank == 0 else None)
+
+
+def _first_moments(engine: Engine) -> Tensor:
+    """Of the whole model, parameters by name."""
+    states = canonical(engine)
+    return torch.cat([states[key] for key in sorted(states) if key[0] == "exp_avg"])
 
 
 def deviation(cell: Cell, *, reference: Cell) -> float:
     """The largest relative difference of a step's loss."""
     return max(abs(a - b) / abs(b) for a, b in zip(cell.losses, reference.losses, strict=True))
+
+
+def distance(walk: Walk, *, reference: Walk) -> Distance:
+    """Between two walks from the same states."""
+    losses, of = (torch.tensor(each.losses, dtype=torch.float64) for each in (walk, reference))
+    gradients, of_gradients = (torch.cat(each.gradients).double() for each in (walk, reference))
+    return Distance(
+        loss=float((losses - of).norm() / of.norm()),
+        gradient=float((gradients - of_gradients).norm() / of_gradients.norm()),
+    )
 
 
 assert BATCH % (2 * MICRO_BATCHES) == 0
