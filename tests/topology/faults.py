@@ -1,0 +1,55 @@
+"""Mistakes that a layout could make and train well with all the same: the matrix must see them."""
+
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tests.topology import matrix
+from ztk.engine import Engine
+from ztk.runtime import Process
+from ztk.tensor import collectives
+from ztk.zero.bucket import Bucket
+
+
+def follow_with_fault(process: Process, *, fault: str, layout: str, **where) -> matrix.Walk:
+    """`matrix.follow` with one of FAULTS."""
+    with FAULTS[fault](process):
+        return matrix.follow(process, layout=layout, **where)
+
+
+def _one_replica_weighs_more(process: Process) -> AbstractContextManager:
+    """By 5 %: micro-batches divided by the wrong count."""
+    factor, scale = 1.05 if process.rank == 0 else 0.95, Engine.scale
+    return patch.object(Engine, "scale", lambda engine, loss: scale(engine, loss * factor))
+
+
+def _gradients_in_8_bits(process: Process) -> AbstractContextManager:
+    """Before they are summed over ranks."""
+    accept = Bucket.accept_gradient
+
+    def rounded(bucket: Bucket, index: int, **options) -> None:
+        gradient = bucket.parameters[index].grad
+        largest = gradient.abs().amax().clamp_min(1e-30) / 127
+        gradient.copy_((gradient / largest).round() * largest)
+        accept(bucket, index, **options)
+
+    return patch.object(Bucket, "accept_gradient", rounded)
+
+
+def _activations_in_8_bits(process: Process) -> AbstractContextManager:
+    """Partial results, where tensor parallelism sums them."""
+    summed = collectives.summed
+
+    def rounded(x: Tensor, **options) -> Tensor:
+        return summed(x.to(torch.float8_e4m3fn).to(x.dtype), **options)
+
+    return patch.object(collectives, "summed", rounded)
+
+
+FAULTS = {
+    "one replica weighs more": _one_replica_weighs_more,
+    "gradients in 8 bits": _gradients_in_8_bits,
+    "activations in 8 bits": _activations_in_8_bits,
+}
