@@ -141,16 +141,16 @@ def _in_layout(process: Process, *, layout: str, stage: int, tier: str, dtype: s
     _, topology = LAYOUTS[layout]
     strategy = Strategy(topology=topology, stage=stage, offload=tier, dtype=dtype, seed=seed)
     place = arranged(process, topology=topology)
-    return _run(place, strategy=strategy, experts=topology.expert > 1, micro_batches=cut_of(layout)[1])
+    return _build(place, strategy=strategy, experts=topology.expert > 1, micro_batches=cut_of(layout)[1])
 
 
 def _on_one_rank(process: Process, *, layout: str | None, dtype: str, seed: int = 3) -> _Run:
     cut = None if layout is None else cut_of(layout)
     strategy, micro_batches = Strategy(dtype=dtype, seed=seed), cut[1] if cut else 1
-    return _run(alone(process), strategy=strategy, experts=cut is not None, micro_batches=micro_batches, cut=cut)
+    return _build(alone(process), strategy=strategy, experts=cut is not None, micro_batches=micro_batches, cut=cut)
 
 
-def _run(
+def _build(
     process: Process, *, strategy: Strategy, experts: bool, micro_batches: int, cut: tuple[int, int] | None = None
 ) -> _Run:
     # A scale at which no step is skipped: gradients are summed before they are divided, so a layout would skip others.
