@@ -5,9 +5,10 @@
 
 A cell of the table is the largest relative difference of a loss over 20 steps to the one-rank run of the same model. fp32 is held to 1e-5.
 
-In 16 bit such a difference is mostly chance: every rounded weight and every token that chooses another expert sends a run another way. From
-first weights that differ by 1e-4 of themselves one rank alone ends 0.3 to 1.5 % away from its run in fp32 (bf16, with experts). So a
-16-bit row is held to three other things:
+A 16-bit cell is held to three times the error that the one-rank run has itself, which is its distance to the one-rank run in fp32: two runs
+that are both as exact as that one differ by at most twice it, and the error is known from one run only. That is partly chance: every rounded
+weight and every token that chooses another expert sends a run another way. Of one-rank runs in bf16 with experts, from weights that differ
+by 1e-5 of themselves, 13 of 600 pairs miss this bound, with 1e-4 43 of 600, with 1e-6 none of 272. So a 16-bit row is held to more:
 
 * A step that begins in the state of the one-rank run, for each of its 20 steps: loss and gradient differ from that rank's by at most twice
   the error that these have themselves, which is their distance to fp32 from the same state. Two that are both as exact as that one
@@ -17,7 +18,7 @@ first weights that differ by 1e-4 of themselves one rank alone ends 0.3 to 1.5 %
   deviation of about 0.4, the difference of two means of 8 thus one of 0.2, and log 2 is 3.5 times that: by chance 1 row in 4000.
 * Both hold for the row's first stage and tier, and all others have its bits.
 
-Exit code 1 if a cell fails or misses, if a row in 16 bit is less exact than one rank, or if its bits differ between stages or tiers.
+Exit code 1 if a cell misses, if a row in 16 bit is less exact than one rank, or if its bits differ between stages or tiers.
 """
 
 import argparse
@@ -54,7 +55,9 @@ from tests.topology.matrix import (
 )
 
 SEEDS = range(3, 11)  # of first weights; the cells have the first
-LESS_EXACT = 2  # see the module's text
+# See the module's text.
+OWN_ERRORS = 3
+LESS_EXACT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,7 @@ class Row:
 
     layout: str
     dtype: str
+    bound: float
     cells: list[dict]
     exactness: Exactness | None = None
 
@@ -102,13 +106,12 @@ class OneRank:
     def __init__(self) -> None:
         self._pool = RankPool(1)
         self._folders = tempfile.TemporaryDirectory()
+        self.run, self.walk = functools.cache(self._run), functools.cache(self._walk)
 
-    @functools.cache  # noqa: B019 - lives as long as the script
-    def run(self, *, experts_of: str | None, dtype: str, seed: int) -> Cell:
+    def _run(self, *, experts_of: str | None, dtype: str, seed: int) -> Cell:
         return self._pool.run(run_alone, layout=experts_of, dtype=dtype, seed=seed)[0]
 
-    @functools.cache  # noqa: B019
-    def walk(self, *, experts_of: str | None, dtype: str) -> tuple[str, Walk, Walk]:
+    def _walk(self, *, experts_of: str | None, dtype: str) -> tuple[str, Walk, Walk]:
         """The folder of its states, its steps, and the same steps in fp32."""
         folder = tempfile.mkdtemp(dir=self._folders.name)
         own = self._pool.run(walk_alone, layout=experts_of, dtype=dtype, folder=folder)[0]
@@ -165,24 +168,38 @@ def strategies(arguments: argparse.Namespace) -> list[tuple[int, str]]:
 def run_row(pool: RankPool, *, one_rank: OneRank, layout: str, dtype: str, columns: list[tuple[int, str]]) -> Row:
     experts_of = layout if LAYOUTS[layout][1].expert > 1 else None
     reference = one_rank.run(experts_of=experts_of, dtype=dtype, seed=SEEDS[0])
-    cells = [run(pool, layout=layout, dtype=dtype, stage=s, tier=t, reference=reference) for s, t in columns]
+    bound = RELATIVE_FP32
+    if dtype != "fp32":
+        exact = one_rank.run(experts_of=experts_of, dtype="fp32", seed=SEEDS[0])
+        bound = OWN_ERRORS * deviation(reference, reference=exact)
+    cells = [
+        run(pool, layout=layout, dtype=dtype, stage=stage, tier=tier, reference=reference, bound=bound)
+        for stage, tier in columns
+    ]
     exactness = None
     if dtype != "fp32" and not cells[0]["error"]:
-        (stage, tier) = columns[0]
+        stage, tier = columns[0]
         first = {"layout": layout, "dtype": dtype, "stage": stage, "tier": tier}
         exactness = compare(pool, one_rank=one_rank, experts_of=experts_of, cell=first)
-    return Row(layout=layout, dtype=dtype, cells=cells, exactness=exactness)
+    return Row(layout=layout, dtype=dtype, bound=bound, cells=cells, exactness=exactness)
 
 
-def run(pool: RankPool, *, layout: str, dtype: str, stage: int, tier: str, reference: Cell) -> dict:
-    cell = {"layout": layout, "dtype": dtype, "stage": stage, "tier": tier, "error": None, "deviation": None}
+def run(pool: RankPool, *, layout: str, dtype: str, stage: int, tier: str, reference: Cell, bound: float) -> dict:
+    cell = {
+        "layout": layout,
+        "dtype": dtype,
+        "stage": stage,
+        "tier": tier,
+        "bound": bound,
+        "error": None,
+        "deviation": None,
+    }
     try:
         outcomes = pool.run(run_cell, layout=layout, stage=stage, tier=tier, dtype=dtype, seed=SEEDS[0])
     except RankFailed as failure:
         return cell | {"error": str(failure).strip().splitlines()[-1], "digests": [], "within": False}
     worst = max(deviation(outcome, reference=reference) for outcome in outcomes)
-    within = dtype != "fp32" or worst <= RELATIVE_FP32
-    return cell | {"deviation": worst, "digests": [outcome.digest for outcome in outcomes], "within": within}
+    return cell | {"deviation": worst, "digests": [outcome.digest for outcome in outcomes], "within": worst <= bound}
 
 
 def compare(pool: RankPool, *, one_rank: OneRank, experts_of: str | None, cell: dict) -> Exactness:
@@ -214,7 +231,7 @@ def line(row: Row) -> str:
     worst = max((cell["deviation"] for cell in row.cells if cell["deviation"] is not None), default=float("nan"))
     failed = sum(cell["error"] is not None for cell in row.cells)
     bits = "one digest" if row.one_digest else "DIGESTS DIFFER"
-    return f"{row.layout:12} {row.dtype}: runs {worst:.1e} apart{steps(row)}, {bits}, {failed} failed"
+    return f"{row.layout:12} {row.dtype}: at most {worst:.1e} of {row.bound:.1e}{steps(row)}, {bits}, {failed} failed"
 
 
 def steps(row: Row) -> str:
@@ -233,12 +250,12 @@ def table(rows: list[Row], *, columns: list[tuple[int, str]]) -> Table:
         title="largest relative difference of a loss to one rank, 20 steps; in 16 bit parts of one rank's error"
     )
     strategies = [f"{stage} {tier}" for stage, tier in columns]
-    for title in ("layout", "precision", *strategies, "step's loss", "gradient", "run", "bits"):
+    for title in ("layout", "precision", "bound", *strategies, "step's loss", "gradient", "run", "bits"):
         made.add_column(title)
     for row in rows:
         ratios = [f"{ratio:.2f}" for ratio in row.exactness.ratios] if row.exactness else [""] * 3
         verdict = ("equal" if row.one_digest else "DIFFER") + ("" if row.as_exact else ", LESS EXACT")
-        made.add_row(row.layout, row.dtype, *map(shown, row.cells), *ratios, verdict)
+        made.add_row(row.layout, row.dtype, f"{row.bound:.0e}", *map(shown, row.cells), *ratios, verdict)
     return made
 
 
