@@ -180,7 +180,10 @@ def run_row(pool: RankPool, *, one_rank: OneRank, layout: str, dtype: str, colum
     if dtype != "fp32" and not cells[0]["error"]:
         stage, tier = columns[0]
         first = {"layout": layout, "dtype": dtype, "stage": stage, "tier": tier}
-        exactness = compare(pool, one_rank=one_rank, experts_of=experts_of, cell=first)
+        try:
+            exactness = compare(pool, one_rank=one_rank, experts_of=experts_of, cell=first)
+        except RankFailed as failure:
+            cells[0] |= {"error": reason(failure), "within": False}
     return Row(layout=layout, dtype=dtype, bound=bound, cells=cells, exactness=exactness)
 
 
@@ -197,9 +200,13 @@ def run(pool: RankPool, *, layout: str, dtype: str, stage: int, tier: str, refer
     try:
         outcomes = pool.run(run_cell, layout=layout, stage=stage, tier=tier, dtype=dtype, seed=SEEDS[0])
     except RankFailed as failure:
-        return cell | {"error": str(failure).strip().splitlines()[-1], "digests": [], "within": False}
+        return cell | {"error": reason(failure), "digests": [], "within": False}
     worst = max(deviation(outcome, reference=reference) for outcome in outcomes)
     return cell | {"deviation": worst, "digests": [outcome.digest for outcome in outcomes], "within": worst <= bound}
+
+
+def reason(failure: RankFailed) -> str:
+    return str(failure).strip().splitlines()[-1]
 
 
 def compare(pool: RankPool, *, one_rank: OneRank, experts_of: str | None, cell: dict) -> Exactness:

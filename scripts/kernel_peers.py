@@ -79,6 +79,10 @@ def _grouped_mm(x, weight, *, offsets, order=None, position=None):
     return torch._grouped_mm(rows, weight, offs=offsets[1:])
 
 
+def _grouped_mm_twice(x, weight, weight2, **where):
+    return _grouped_mm(x, weight, **where), _grouped_mm(x, weight2, **where)
+
+
 def torch_peers() -> dict[str, dict[str, Peer]]:
     """Fused forms in torch, by op and name."""
     backend = torch.nn.attention.SDPBackend
@@ -95,6 +99,7 @@ def torch_peers() -> dict[str, dict[str, Peer]]:
     }
     if hasattr(torch, "_grouped_mm"):
         peers["grouped_matmul"] = {"torch._grouped_mm": _grouped_mm}
+        peers["grouped_matmul_pair"] = {"torch._grouped_mm twice": _grouped_mm_twice}
     return peers
 
 

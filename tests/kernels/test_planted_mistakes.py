@@ -7,10 +7,21 @@ import pytest
 import torch
 
 from tests.kernels.test_ops import check_against_reference
-from ztk.kernels import _library, adamw, attention, cross_entropy, rms_norm, rope, set_backend, swiglu
+from ztk.kernels import (
+    OpSpec,
+    _library,
+    adamw,
+    attention,
+    cross_entropy,
+    grouped_matmul_pair,
+    rms_norm,
+    rope,
+    set_backend,
+    swiglu,
+)
 
 MISTAKES = [
-    # module, what it says, what it is made to say, shape that shows it
+    # op, what its module says, what it is made to say, shape that shows it
     pytest.param(swiglu, "m_n = o_n < N\n", "m_n = o_n < N - 1\n", (3, 41), id="swiglu: unwritten tail"),
     pytest.param(swiglu, "(1.0 + b_gate * (1.0 - b_sigmoid))", "1.0", (3, 41), id="swiglu: missing gradient term"),
     pytest.param(rms_norm, " - b_hat * b_mean[:, None]", "", (3, 41), id="rms_norm: missing gradient term"),
@@ -27,6 +38,12 @@ MISTAKES = [
     ),
     pytest.param(
         attention, "i_n >= last_whole", "i_n > last_whole", (1, 35, 2, 24), id="attention: diagonal block not masked"
+    ),
+    pytest.param(
+        grouped_matmul_pair, "x2_ptr + o_x", "x_ptr + o_x", (21, 3, 17, 33), id="grouped pair: one gradient twice"
+    ),
+    pytest.param(
+        grouped_matmul_pair, "(b_acc, x2_ptr", "(b_acc * 0.0, x2_ptr", (21, 3, 17, 33), id="grouped pair: not added"
     ),
     pytest.param(adamw, "1.0 - lr * weight_decay", "1.0", (528,), id="adamw: no weight decay"),
     pytest.param(adamw, "(1.0 - beta2) * b_g * b_g", "(1.0 - beta2) * b_g", (528,), id="adamw: gradient not squared"),
@@ -49,17 +66,19 @@ def load_copy(function, *, old: str, new: str, tmp_path, monkeypatch):
     return module
 
 
-def check_all_variants(module, shape):
-    for variant in module.SPEC.variants:
-        check_against_reference(module.SPEC, shape, variant, torch.float32)
+def check_all_variants(module, *, function, shape):
+    specs = [value for value in vars(module).values() if isinstance(value, OpSpec)]
+    (spec,) = (spec for spec in specs if spec.op.__name__ == function.__name__)
+    for variant in spec.variants:
+        check_against_reference(spec, shape, variant, torch.float32)
 
 
 @pytest.mark.parametrize("function, old, new, shape", MISTAKES)
 def test_mistake_is_caught(function, old, new, shape, tmp_path, monkeypatch, poisoned):
     set_backend("triton")
     right = load_copy(function, old=old, new=old, tmp_path=tmp_path, monkeypatch=monkeypatch)
-    check_all_variants(right, shape)
+    check_all_variants(right, function=function, shape=shape)
     (tmp_path / "w").mkdir()
     wrong = load_copy(function, old=old, new=new, tmp_path=tmp_path / "w", monkeypatch=monkeypatch)
     with pytest.raises(AssertionError):
-        check_all_variants(wrong, shape)
+        check_all_variants(wrong, function=function, shape=shape)

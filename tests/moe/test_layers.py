@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from tests.moe.runs import CONFIG, Expert
+from ztk.kernels import moe_route
 from ztk.moe import MoE, expert_figures
+from ztk.moe.rows import gather_rows
 from ztk.nn import DecoderConfig
 from ztk.nn.mlp import SwiGLU
 from ztk.nn.moe import SparseMLP
@@ -64,6 +66,20 @@ def test_with_equal_routing_it_equals_the_dense_computation():
     with torch.no_grad():
         mean.router.weight.zero_()
     torch.testing.assert_close(mean(x).flatten(0, 1).double(), loop(mean, x.flatten(0, 1)), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_token_has_the_same_gradient_wherever_its_slots_are_added_up(dtype):
+    """Here, behind the products, or on its own rank, behind the journey: in 16 bit each slot's gradient is rounded once, and so is the sum."""
+    layer = sparse().to(dtype)
+    x = torch.randn(40, CONFIG.dim).to(dtype).requires_grad_()
+    routing = moe_route(layer.router(x), top_k=layer.top_k)
+    d_rows = torch.randn(80, CONFIG.dim).to(dtype)
+    where = {"order": routing.order, "position": routing.position}
+    here = layer.experts(x, offsets=routing.offsets, **where)
+    there = layer.experts(gather_rows(x, **where), offsets=routing.offsets)
+    (d_here,), (d_there,) = (torch.autograd.grad(rows, x, d_rows) for rows in (here, there))
+    assert torch.equal(here, there) and torch.equal(d_here, d_there)
 
 
 def test_router_losses_reach_the_router_whatever_the_loss_is():

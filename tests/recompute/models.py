@@ -1,6 +1,7 @@
 """A residual network with dropout, and a probe of the memory that a forward leaves behind."""
 
 import weakref
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,18 @@ def train(model: nn.Module, *, steps: int = 3) -> list[float]:
                 parameter -= 0.1 * parameter.grad
             parameter.grad = None
     return found
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of each operator inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of[func] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class LiveBytes(TorchDispatchMode):

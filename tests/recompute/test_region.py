@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recompute.models import LAYERS, ROWS, WIDTH, Block, LiveBytes, build, rows, train
+from tests.recompute.models import LAYERS, ROWS, WIDTH, Block, Calls, LiveBytes, build, rows, train
+from ztk.kernels import operator
+from ztk.nn import Decoder, DecoderConfig
 from ztk.recompute import RecomputePolicy, Regions, recompute_blocks
 from ztk.runtime import MemoryLedger, Tier
 
@@ -49,6 +51,22 @@ def test_a_forward_leaves_what_arithmetic_says(name, blocks):
     loss.backward()
     del loss
     assert live.now == 0
+
+
+def test_selectively_the_products_of_experts_are_kept():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 8, "dim": WIDTH, "layers": 2, "heads": 2, "kv_heads": 2, "hidden_dim": 32, "max_seq_len": 8}
+    config = DecoderConfig(**sizes, experts=4)
+    model = Decoder(config)
+    recompute_blocks(model, policy=POLICIES["selective"])
+    with Calls() as forward:
+        loss = model(torch.arange(8).view(1, 8)).sum()
+    with Calls() as backward:
+        loss.backward()
+    product, gradient = operator("grouped_matmul"), operator("grouped_matmul_weight")
+    assert forward.of[product] == 3 * config.layers
+    assert backward.of[gradient] == 3 * config.layers
+    assert backward.of[product] == 2 * config.layers, "for gradients alone: gate's and up's common one, and down's"
 
 
 @pytest.mark.parametrize(

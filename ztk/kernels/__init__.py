@@ -35,7 +35,7 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
-from ztk.kernels._library import Backend, get_backend, set_backend
+from ztk.kernels._library import Backend, get_backend, operator, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.adamw import adamw
 from ztk.kernels.adamw_8bit import adamw_8bit
@@ -46,7 +46,7 @@ from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.cross_entropy import cross_entropy
 from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.geglu import geglu
-from ztk.kernels.grouped_gemm import grouped_matmul
+from ztk.kernels.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.linear_cross_entropy import linear_cross_entropy
 from ztk.kernels.lion import lion
@@ -85,6 +85,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _attention.VARLEN_SPEC,
     _moe_routing.SPEC,
     _grouped_gemm.SPEC,
+    _grouped_gemm.PAIR_SPEC,
     _linear_cross_entropy.SPEC,
     _moe_combine.SPEC,
 )
@@ -118,12 +119,14 @@ __all__ = [
     "geglu",
     "get_backend",
     "grouped_matmul",
+    "grouped_matmul_pair",
     "layer_norm",
     "linear_cross_entropy",
     "lion",
     "moe_combine",
     "moe_route",
     "moe_slots",
+    "operator",
     "quantize",
     "quantized_bytes",
     "rms_norm",

@@ -74,6 +74,11 @@ def register(schema: str, *, triton: Callable, cpu: Callable, fake: Callable) ->
     LIBRARY.impl(name, _cpu_entry(name, triton=triton, cpu=cpu), "CPU")
     LIBRARY.impl(name, _cuda_entry(triton), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    return operator(name)
+
+
+def operator(name: str) -> Callable:
+    """`ztk::name` as torch's dispatch modes see it. Raises AttributeError for a name that was not registered."""
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

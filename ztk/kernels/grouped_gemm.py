@@ -11,10 +11,14 @@ Backward, without atomics:
     d_weight[e] = sum over its slots of x^T d_out: one program per tile walks the expert's slots in order
 FLOPs: 2 S D N forward, 4 S D N backward.
 
+Two weights of one x (gate and up) share d_slots = d_out @ weight^T + d_out2 @ weight2^T: one kernel sums both in float32 and
+rounds once. Apart they would write and combine slots twice and add the results, 2 S D + 4 T D elements more, and round
+before they add: a token's gradient then depends on where its slots are added up, here or on another rank.
+
 Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -50,12 +54,27 @@ class LaunchConfig:
 
 
 @triton.jit
+def _accumulate(b_acc, p_x, p_w, m_s, m_n, D, stride_d, BLOCK_K: tl.constexpr):
+    """b_acc + x @ weight over D columns; p_x, p_w: pointers of the first BLOCK_K of them"""
+    o_k = tl.arange(0, BLOCK_K)
+    for i_k in range(0, D, BLOCK_K):
+        m_k = i_k + o_k < D
+        b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
+        b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+        b_acc = dot(b_x, b_w, b_acc)
+        p_x += BLOCK_K
+        p_w += BLOCK_K * stride_d
+    return b_acc
+
+
+@triton.jit
 def _grouped_fwd(
-    x_ptr, weight_ptr, out_ptr, order_ptr, offsets_ptr, S, N, D, stride_x, stride_e, stride_d, stride_n,
+    x_ptr, weight_ptr, x2_ptr, weight2_ptr, out_ptr, order_ptr, offsets_ptr, S, N, D,
+    stride_x, stride_e, stride_d, stride_n,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = x[order[s] // TOP_K] @ weight[e] for one tile of slots of one expert"""
+    """out[s] = x[order[s] // TOP_K] @ weight[e] for one tile of slots of one expert; plus x2 @ weight2, of the same layout"""
     i_p = tl.program_id(0).to(tl.int64)
     num_n = tl.cdiv(N, BLOCK_N)
     i_tile = i_p // num_n  # neighbours share their rows of x, and with them the second-level cache
@@ -81,16 +100,12 @@ def _grouped_fwd(
         b_row = o_s
         if order_ptr is not None:
             b_row = tl.load(order_ptr + o_s, mask=m_s, other=0) // TOP_K
-        p_x = x_ptr + b_row.to(tl.int64)[:, None] * stride_x + o_k[None, :]
-        p_w = weight_ptr + i_e.to(tl.int64) * stride_e + o_k[:, None] * stride_d + o_n[None, :] * stride_n
+        o_x = b_row.to(tl.int64)[:, None] * stride_x + o_k[None, :]
+        o_w = i_e.to(tl.int64) * stride_e + o_k[:, None] * stride_d + o_n[None, :] * stride_n
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for i_k in range(0, D, BLOCK_K):
-            m_k = i_k + o_k < D
-            b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
-            b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
-            b_acc = dot(b_x, b_w, b_acc)
-            p_x += BLOCK_K
-            p_w += BLOCK_K * stride_d
+        b_acc = _accumulate(b_acc, x_ptr + o_x, weight_ptr + o_w, m_s, m_n, D, stride_d, BLOCK_K=BLOCK_K)
+        if x2_ptr is not None:
+            b_acc = _accumulate(b_acc, x2_ptr + o_x, weight2_ptr + o_w, m_s, m_n, D, stride_d, BLOCK_K=BLOCK_K)
         p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_out, cast(b_acc, out_ptr.dtype.element_ty), mask=m_s[:, None] & m_n[None, :])
 
@@ -128,7 +143,14 @@ def _grouped_bwd_weight(
 
 
 def _launch_fwd(
-    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool
+    x: Tensor,
+    weight: Tensor,
+    x2: Tensor | None,
+    weight2: Tensor | None,
+    offsets: Tensor,
+    order: Tensor | None,
+    top_k: int,
+    transposed: bool,
 ) -> Tensor:
     E, D, N = weight.shape if not transposed else (weight.shape[0], weight.shape[2], weight.shape[1])
     S = x.shape[0] if order is None else order.numel()
@@ -139,7 +161,7 @@ def _launch_fwd(
         config = LaunchConfig.for_product(itemsize=x.element_size(), machine=machine(x.device))
         tiles = triton.cdiv(S, config.block_m) + E
         _grouped_fwd[(tiles * triton.cdiv(N, config.block_n),)](
-            x, weight, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
+            x, weight, x2, weight2, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
             E=E, BLOCK_E=triton.next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
@@ -172,7 +194,18 @@ def _rows(x: Tensor, *, order: Tensor | None, top_k: int, slots: slice) -> Tenso
     return x[slots] if order is None else x.index_select(0, order[slots] // top_k)
 
 
-def _cpu_fwd(x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool) -> Tensor:
+def _cpu_fwd(
+    x: Tensor,
+    weight: Tensor,
+    x2: Tensor | None,
+    weight2: Tensor | None,
+    offsets: Tensor,
+    order: Tensor | None,
+    top_k: int,
+    transposed: bool,
+) -> Tensor:
+    if x2 is not None:  # one longer sum, because `addmm` would round the first to 16 bit before it adds the second
+        x, weight = torch.cat([x, x2], dim=1), torch.cat([weight, weight2], dim=2 if transposed else 1)
     weight = weight.mT if transposed else weight
     out = torch.empty(x.shape[0] if order is None else order.numel(), weight.shape[2], dtype=x.dtype)
     out[int(offsets[-1]) :] = 0
@@ -191,10 +224,11 @@ def _cpu_bwd_weight(
 
 
 _product = register(
-    "grouped_matmul(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int top_k, bool transposed) -> Tensor",
+    "grouped_matmul(Tensor x, Tensor weight, Tensor? x2, Tensor? weight2, Tensor offsets, Tensor? order, int top_k, "
+    "bool transposed) -> Tensor",
     triton=_launch_fwd,
     cpu=_cpu_fwd,
-    fake=lambda x, weight, offsets, order, top_k, transposed: x.new_empty(
+    fake=lambda x, weight, x2, weight2, offsets, order, top_k, transposed: x.new_empty(
         x.shape[0] if order is None else order.numel(), weight.shape[1 if transposed else 2]
     ),
 )
@@ -210,22 +244,25 @@ _weight_gradient = register(
 
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, offsets, order, position):
-        ctx.save_for_backward(x, weight, offsets, order, position)
+    def forward(ctx, x, weight, weight2, offsets, order, position):
+        ctx.save_for_backward(x, weight, weight2, offsets, order, position)
         ctx.top_k = 1 if position is None else position.shape[1]
-        return _product(x, weight, offsets, order, ctx.top_k, False)
+        out = _product(x, weight, None, None, offsets, order, ctx.top_k, False)
+        return out, None if weight2 is None else _product(x, weight2, None, None, offsets, order, ctx.top_k, False)
 
     @staticmethod
-    def backward(ctx, d_out):
-        x, weight, offsets, order, position = ctx.saved_tensors
-        d_out = d_out.contiguous()
-        d_x = d_weight = None
+    def backward(ctx, d_out, d_out2):
+        x, weight, weight2, offsets, order, position = ctx.saved_tensors
+        d_out, d_out2 = d_out.contiguous(), None if d_out2 is None else d_out2.contiguous()
+        d_x = d_weight = d_weight2 = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(d_out, weight, offsets, None, 1, True)
+            d_x = _product(d_out, weight, d_out2, weight2, offsets, None, 1, True)
             d_x = d_x if position is None else combine(d_x, None, position)
         if ctx.needs_input_grad[1]:
             d_weight = _weight_gradient(x, d_out, offsets, order, ctx.top_k, weight.dtype)
-        return d_x, d_weight, None, None, None
+        if ctx.needs_input_grad[2]:
+            d_weight2 = _weight_gradient(x, d_out2, offsets, order, ctx.top_k, weight2.dtype)
+        return d_x, d_weight, d_weight2, None, None, None
 
 
 def grouped_matmul(
@@ -237,6 +274,34 @@ def grouped_matmul(
     `order` [S] and `position` [T, k] of a `Routing`, x is [T, D] and slot s reads row order[s] // k. Returns [S, N] by slot;
     rows behind the last slot, offsets[E], are zero, and so is their gradient.
     """
+    _check(x, weight, offsets=offsets, order=order, position=position)
+    if use_reference():
+        return grouped_matmul_reference(x, weight, offsets=offsets, order=order, position=position)
+    return _GroupedMatmul.apply(x.contiguous(), weight.contiguous(), None, offsets, order, position)[0]
+
+
+def grouped_matmul_pair(
+    x: Tensor,
+    weight: Tensor,
+    weight2: Tensor,
+    *,
+    offsets: Tensor,
+    order: Tensor | None = None,
+    position: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`grouped_matmul` with each of two weights of one shape; x's gradient is summed over both before it is rounded."""
+    if weight2.shape != weight.shape or weight2.dtype != weight.dtype:
+        raise ValueError(
+            f"grouped_matmul_pair: weights must be alike, not {tuple(weight.shape)} {weight.dtype} and "
+            f"{tuple(weight2.shape)} {weight2.dtype}"
+        )
+    _check(x, weight, offsets=offsets, order=order, position=position)
+    if use_reference():
+        return _pair_reference(x, weight, weight2, offsets=offsets, order=order, position=position)
+    return _GroupedMatmul.apply(x.contiguous(), weight.contiguous(), weight2.contiguous(), offsets, order, position)
+
+
+def _check(x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None, position: Tensor | None) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"grouped_matmul: x {tuple(x.shape)} {x.dtype} must be [rows, D] and weight {tuple(weight.shape)} "
@@ -249,9 +314,6 @@ def grouped_matmul(
             f"grouped_matmul: offsets {tuple(offsets.shape)} must be [{weight.shape[0] + 1}], and order and position come "
             "together"
         )
-    if use_reference():
-        return grouped_matmul_reference(x, weight, offsets=offsets, order=order, position=position)
-    return _GroupedMatmul.apply(x.contiguous(), weight.contiguous(), offsets, order, position)
 
 
 def grouped_matmul_reference(
@@ -263,6 +325,18 @@ def grouped_matmul_reference(
     *parts, rest = rows.to(dtype).split([*offsets.diff().tolist(), rows.shape[0] - int(offsets[-1])])
     outs = [part @ w for part, w in zip(parts, weight.to(dtype), strict=True)]
     return torch.cat([*outs, rest.new_zeros(rest.shape[0], weight.shape[2])]).to(x.dtype)
+
+
+def _pair_reference(x: Tensor, weight: Tensor, weight2: Tensor, **where: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both products in float32, rounded once; so is x's gradient."""
+    wide = x.to(compute_dtype(x))
+    outs = (grouped_matmul_reference(wide, each.to(wide.dtype), **where) for each in (weight, weight2))
+    first, second = (out.to(x.dtype) for out in outs)
+    return first, second
+
+
+def _eager_pair(x: Tensor, weight: Tensor, weight2: Tensor, **where: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _eager_product(x, weight, **where), _eager_product(x, weight2, **where)
 
 
 def _eager_product(
@@ -283,9 +357,14 @@ def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
     return {"x": x, "weight": (torch.randn(E, D, N, device=device) * D**-0.5).to(dtype), **routing}
 
 
+def _make_pair_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
+    inputs = _make_inputs(shape, dtype=dtype, device=device, gather=gather)
+    return inputs | {"weight2": torch.randn_like(inputs["weight"].float()).mul_(shape[2] ** -0.5).to(dtype)}
+
+
 _TYPES = {
     "order_ptr": "*i32", "offsets_ptr": "*i32",
-    "S": "i32", "N": "i32", "D": "i32", "stride_x": "i64", "stride_e": "i64", "stride_d": "i64",
+    "S": "i32", "N": "i32", "D": "i32", "stride_x": "i64", "stride_e": "i64", "stride_d": "i64", "stride_n": "i64",
 }  # fmt: skip
 
 
@@ -301,7 +380,8 @@ def _case(kernel, *, variant: str, constexprs: dict[str, object], **options) -> 
     )
 
 
-def _product_aot() -> tuple[AotCase, ...]:
+def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
+    """One product and the gradient of its weight; of a pair, the gradient that both weights have in common."""
     cases = []
     for kind, target in TARGET_OF.items():
         config = LaunchConfig.for_product(itemsize=2, machine=kind)
@@ -311,9 +391,14 @@ def _product_aot() -> tuple[AotCase, ...]:
             "matrix_instructions": True, "vector_store_bytes": 8 if kind is Machine.cdna else 16,
             "vector_reason": "mfma leaves four neighbours to a lane" if kind is Machine.cdna else "",
         }  # fmt: skip
-        experts = {"E": 128, "BLOCK_E": 128}
+        product = blocks | {"E": 128, "BLOCK_E": 128}
+        if pair:
+            both = product | {"TOP_K": 1, "order_ptr": None, "stride_d": 1}
+            cases.append(_case(_grouped_fwd, variant="d_out @ w^T, twice", constexprs=both, **options))
+            continue
+        one = product | {"x2_ptr": None, "weight2_ptr": None, "stride_n": 1}
         cases += (
-            _case(_grouped_fwd, variant="x @ w", constexprs=blocks | experts | {"stride_n": 1}, **options),
+            _case(_grouped_fwd, variant="x @ w", constexprs=one, **options),
             _case(_grouped_bwd_weight, variant="x^T @ d_out", constexprs=blocks, **options),
         )
     return tuple(cases)
@@ -333,6 +418,20 @@ SPEC = OpSpec(
         (shape[0] * (shape[2] + 2 * shape[3]) + shape[1] * shape[2] * shape[3]) * itemsize
     ),
     num_flops=lambda shape: 4 * shape[0] * shape[2] * shape[3],  # two choices per token
-    aot=_product_aot(),
+    aot=_product_aot(pair=False),
     tolerance_ulps=3.0,
+)
+PAIR_SPEC = replace(
+    SPEC,
+    name="grouped_matmul_pair",
+    op=grouped_matmul_pair,
+    reference=_pair_reference,
+    eager=_eager_pair,
+    make_inputs=_make_pair_inputs,
+    differentiable=("x", "weight", "weight2"),
+    num_bytes=lambda shape, itemsize: (
+        (shape[0] * (shape[2] + 4 * shape[3]) + 2 * shape[1] * shape[2] * shape[3]) * itemsize
+    ),
+    num_flops=lambda shape: 8 * shape[0] * shape[2] * shape[3],
+    aot=_product_aot(pair=True),
 )

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ztk.kernels import Routing, grouped_matmul, moe_combine, moe_route, swiglu
+from ztk.kernels import Routing, grouped_matmul, grouped_matmul_pair, moe_combine, moe_route, swiglu
 from ztk.nn.balance import ExpertLoad, RouterLosses
 from ztk.nn.config import DecoderConfig
 from ztk.nn.mlp import SwiGLU
@@ -68,9 +68,8 @@ class StackedExperts(nn.Module):
     ) -> Tensor:
         """x [T, C] read through `order` and `position`, or sorted by expert without; offsets int32 [E + 1] -> [S, C] by slot."""
         x, (gate, up, down) = _cast_for_autocast(x, weights=(self.gate, self.up, self.down))
-        where = {"offsets": offsets, "order": order, "position": position}
-        hidden = swiglu(grouped_matmul(x, gate, **where), grouped_matmul(x, up, **where))
-        return grouped_matmul(hidden, down, offsets=offsets)
+        gated, raised = grouped_matmul_pair(x, gate, up, offsets=offsets, order=order, position=position)
+        return grouped_matmul(swiglu(gated, raised), down, offsets=offsets)
 
 
 class SparseMLP(nn.Module):

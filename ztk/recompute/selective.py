@@ -5,6 +5,8 @@ import functools
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ztk.kernels import operator
+
 _KEPT = {
     "aten": (
         *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"),
@@ -13,17 +15,19 @@ _KEPT = {
         *("_flash_attention_forward", "_efficient_attention_forward"),
     ),
     "mkldnn": ("_linear_pointwise",),
-    "ztk": ("attention", "grouped_gemm"),
 }
+_KEPT_OF_ZTK = ("attention", "grouped_matmul")
 
 
 @functools.cache
-def kept_operators() -> frozenset:
-    """The operators whose results are kept, as far as this torch has them."""
+def kept_operators() -> set:
+    """The operators whose results are kept; of torch's, as far as this torch has them."""
     packets = [
         getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _KEPT.items() for name in names
     ]
-    return frozenset(packet.default for packet in packets if packet is not None and "default" in packet.overloads())
+    return {operator(name) for name in _KEPT_OF_ZTK} | {
+        packet.default for packet in packets if packet is not None and "default" in packet.overloads()
+    }
 
 
 def contexts():
