@@ -2,6 +2,7 @@
 
     python scripts/bench_offload.py                     2 ranks, 30m model, bf16
     python scripts/bench_offload.py --batch 16          more compute per byte
+    python scripts/bench_offload.py --ranks 1           with a core to spare for the disk, on 2 cores
 
 Per round, interleaved: the same model with its shards on the device (its step is the compute time) and on NVMe. Disk time is the time
 during which at least one transfer was running, as the I/O counters saw it. Target: the step takes at most 1.15 times the larger of the two.
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2, help="one thread each")
     parser.add_argument("--folder", default=".")
     parser.add_argument("--buffers", type=int, default=9, help="of the pool; more of them read more states ahead")
     options = parser.parse_args()
@@ -101,10 +103,12 @@ def main() -> int:
         hidden_dim=11 * dim // 4,
         max_seq_len=SEQ_LEN,
     )
-    table = Table(title=f"seconds per step and rank, {model.parameter_count() / 1e6:.0f} M parameters, bf16, 2 ranks")
+    table = Table(
+        title=f"seconds per step and rank, {model.parameter_count() / 1e6:.0f} M parameters, bf16, {options.ranks} ranks"
+    )
     for column in ("batch", "compute", "disk", "nvme step", "step / max", "GB/s read+write", "CPU none", "CPU nvme"):
         table.add_column(column, justify="right")
-    pool = RankPool(2)
+    pool = RankPool(options.ranks)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for batch in options.batch:
             rounds: dict[str, list[Timing]] = {"none": [], "nvme": []}

@@ -1,5 +1,6 @@
 """What only the disk tier promises: order, overlap, a bounded pool, exact counts."""
 
+import functools
 import mmap
 import resource
 import threading
@@ -15,10 +16,9 @@ from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import Tier
 
 
-def _slots(store, count, *, numel=1024):
-    return [
-        store.allocate(name=f"s{i}", shape=(numel,), dtype=torch.float32, category="optimizer") for i in range(count)
-    ]
+def _slots(store, count, *, numel=1024, keep=False):
+    allocate = functools.partial(store.allocate, shape=(numel,), dtype=torch.float32, category="optimizer", keep=keep)
+    return [allocate(name=f"s{i}") for i in range(count)]
 
 
 def _catch_in_a_write(store, *, slot, faults) -> None:
@@ -54,6 +54,60 @@ def test_what_is_being_written_is_read_from_memory(make_store, faults, counters)
     assert counters.read_bytes == 0
     assert bool((store.fetch_into(slot, out=torch.zeros(4096)).wait() == 2).all())
     assert counters.read_bytes == 4 * PAGE
+
+
+def test_what_is_kept_never_reaches_the_disk(make_store, faults, counters) -> None:
+    """Half of what the three buffers leave, here two slots; the third is written as ever."""
+    store = make_store(buffer_count=3 + 4)
+    slots = _slots(store, 3, numel=4096, keep=True)
+    for value, slot in enumerate(slots):
+        store.put(slot, value=torch.full((4096,), float(value)))
+    for value, slot in enumerate(slots):
+        assert bool((store.fetch_into(slot, out=torch.empty(4096)).wait() == value).all())
+        assert bool((store.fetch(slot).wait() == value).all())
+        store.release(slot)
+        assert bool((store.fetch(slot).wait() == value).all()), "a release forgets nothing"
+        store.put(slot, value=store.fetch(slot).wait().add_(1))
+        assert bool((store.fetch(slot).wait() == value + 1).all())
+    store.flush()
+    assert {offset // (4 * PAGE) for _, offset in faults.log} == {2}
+    assert counters.write_bytes == 2 * 4 * PAGE
+
+
+def test_what_is_forgotten_makes_room_when_its_transfers_have_ended(make_store, faults) -> None:
+    store = make_store(buffer_count=3 + 2, threads=1)
+    (kept,), (other,) = (_slots(store, 1, numel=4096, keep=keep) for keep in (True, False))
+    faults.hold_writes.clear()
+    store.put(other, value=torch.ones(4096))  # the one thread is caught
+    copy = store.put(kept, value=torch.ones(4096))
+    store.forget(kept)
+    assert not store._pool.has_room(2 * 4 * PAGE), "the copy still has to be made"
+    faults.hold_writes.set()
+    copy.wait()
+    assert store._pool.has_room(2 * 4 * PAGE)
+    store.flush()
+    assert {offset // (4 * PAGE) for _, offset in faults.log} == {1}
+    store.put(kept, value=torch.full((4096,), 2.0))
+    assert bool((store.fetch(kept).wait() == 2).all()), "and again"
+
+
+def test_what_is_read_ahead_leaves_room_for_what_is_kept(make_store) -> None:
+    """Of four slots' room two are left to kept ones, if there are so many."""
+    store = make_store(buffer_count=3 + 4)
+    states, (gradient,) = _slots(store, 4, numel=4096), _slots(store, 1, numel=4096, keep=True)
+
+    def ahead() -> int:
+        return sum(store.has_room(slot) and len(store.fetch(slot).wait()) == 4096 for slot in states)
+
+    assert ahead() == 3
+    store.put(gradient, value=torch.ones(4096))
+    assert ahead() == 3, "those that are here"
+    store.forget(gradient)
+    assert ahead() == 3, "for the next one"
+    for slot in states:
+        store.release(slot)
+    _slots(store, 5, numel=4096, keep=True)
+    assert ahead() == 2
 
 
 def test_a_put_waits_for_reads_and_puts_before_it(make_store, faults) -> None:

@@ -13,14 +13,16 @@ from ztk.runtime.memory import Tier
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
 
 
-@pytest.fixture(params=["host", "nvme", "nvme_buffered"])
+@pytest.fixture(params=["host", "nvme", "nvme_buffered", "nvme_keeping"])
 def store(request, make_store, ledger):
     if request.param == "host":
         store = HostStore(OffloadPolicy(optimizer="cpu"), ledger=ledger)
         yield store
         store.close()
     else:
-        yield make_store(direct_io=request.param == "nvme")
+        yield make_store(
+            direct_io=request.param != "nvme_buffered", buffer_count=9 if request.param == "nvme_keeping" else 3
+        )
 
 
 def test_a_new_slot_reads_as_zeros(store) -> None:
@@ -54,12 +56,13 @@ def test_random_interleavings_equal_a_model(store, seed) -> None:
     slots, expected, fetched = [], [], {}
     for i in range(12):
         numel, dtype = choose.choice([1, 7, 512, 1024, 1500, 2048]), choose.choice(DTYPES)
-        slots.append(store.allocate(name=f"s{i}", shape=(numel,), dtype=dtype, category="optimizer"))
+        keep = choose.random() < 0.5
+        slots.append(store.allocate(name=f"s{i}", shape=(numel,), dtype=dtype, category="optimizer", keep=keep))
         expected.append(torch.zeros(numel, dtype=dtype))
     reads = []
     for _ in range(150):
         i = choose.randrange(len(slots))
-        action = choose.choice(["fetch", "update", "replace", "release", "read", "flush"])
+        action = choose.choice(["fetch", "update", "replace", "forget", "release", "read", "flush"])
         if action == "fetch" and len(fetched) < 3:
             fetched[i] = store.fetch(slots[i])
         elif action == "update" and fetched:
@@ -70,6 +73,10 @@ def test_random_interleavings_equal_a_model(store, seed) -> None:
             expected[i] = tensor.clone()
             store.put(slots[i], value=tensor)
         elif action == "replace" and i not in fetched:
+            expected[i] = torch.randint(0, 100, expected[i].shape).to(expected[i].dtype)
+            store.put(slots[i], value=expected[i])
+        elif action == "forget" and i not in fetched:
+            store.forget(slots[i])
             expected[i] = torch.randint(0, 100, expected[i].shape).to(expected[i].dtype)
             store.put(slots[i], value=expected[i])
         elif action == "release" and fetched:

@@ -4,6 +4,7 @@ P is the number of elements of all buckets, padding included. ZeRO paper, sectio
 """
 
 import tempfile
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -118,26 +119,38 @@ def test_gradients_in_flight_do_not_grow_with_depth(ranks):
     assert shallow == deep
 
 
-def pool_bytes(process, *, width: int) -> tuple[int, int]:
-    """Host bytes of a model whose offload pool may be large, and what its shards need at once."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnDisk:
+    """pool: host bytes. written: over the steps. gradients: bytes of their slots."""
+
+    pool: int
+    written: int
+    gradients: int
+
+
+def on_disk(process, *, width: int, buffer_count: int, steps: int = 1) -> OnDisk:
+    """Four linear layers whose states and parameters sleep on NVMe."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
-    engine = parallelize(
-        model,
-        process=process,
-        optimizer=OptimizerPolicy(),
-        zero=ZeroPolicy(stage=3),
-        offload=OffloadPolicy(
-            optimizer="nvme", parameters="nvme", nvme_path=tempfile.mkdtemp(), buffer_count=5, threads=1
-        ),
+    policy = OffloadPolicy(
+        optimizer="nvme", parameters="nvme", nvme_path=tempfile.mkdtemp(), buffer_count=buffer_count, threads=1
     )
-    loss = engine(torch.ones(2, width)).square().mean()
-    engine.backward(loss)
-    engine.step()
+    engine = parallelize(model, process=process, optimizer=OptimizerPolicy(), zero=ZeroPolicy(stage=3), offload=policy)
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, width)).square().mean())
+        engine.step()
+    gradients = engine.memory.by_category(Tier.nvme)["gradients"]
     engine.close()
-    return engine.memory.peak(Tier.host), 12 * width * width // 2
+    return OnDisk(pool=engine.memory.peak(Tier.host), written=engine.io.write_bytes, gradients=gradients)
 
 
 def test_a_small_model_does_not_reserve_a_large_pool(ranks):
     """Five buffers and one block, each as large as a unit's shard with its states and some padding; 32 MiB each otherwise."""
-    host, shard = ranks(2).run(pool_bytes, width=256)[0]
-    assert 6 * shard <= host <= 6 * (shard + 12 * 4096 + PAGE)
+    shard = 12 * 256 * 256 // 2
+    pool = ranks(2).run(on_disk, width=256, buffer_count=5)[0].pool
+    assert 6 * shard <= pool <= 6 * (shard + 12 * 4096 + PAGE)
+
+
+def test_gradients_are_written_only_where_the_pool_has_no_room(ranks):
+    """Three buffers are a pipeline's; half of three more holds the four layers' gradients, which are a third of a layer's states each."""
+    lean, kept = (ranks(2).run(on_disk, width=256, buffer_count=count, steps=3)[0] for count in (3, 3 + 3))
+    assert lean.written - kept.written == 3 * lean.gradients > 0

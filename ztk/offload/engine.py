@@ -25,9 +25,9 @@ EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for runnin
 
 
 class Urgency(IntEnum):
-    """Whose blocks the disk moves first. Writes are last, as long as nobody waits for them."""
+    """Whose blocks are moved first. Writes are last, as long as nobody waits for them."""
 
-    awaited = 0  # reads into the caller's memory (parameters that a forward needs), writes that a caller waits for
+    awaited = 0  # reads into the caller's memory (parameters that a forward needs), writes that a caller waits for or that are copies
     ahead = 1  # reads into the pool
     write = 2
 
@@ -46,6 +46,7 @@ class Transfer:
     padded_bytes: int  # payload rounded up to pages: what the disk moves
     urgency: Urgency
     memory: Tensor | None = None  # uint8 [>= nbytes], CPU or CUDA; None while a fetch waits for a buffer
+    kept: Tensor | None = None  # uint8 [padded_bytes] of host memory that stands for the slot's place in the file
     ready: torch.cuda.Event | None = None  # the caller's work on CUDA `memory` up to the call; copies start behind it
     on_done: Callable[[], None] | None = None  # called once with the lock held, also after an error
 
@@ -187,7 +188,7 @@ class IoEngine:
 
     def _finish(self, transfer: Transfer) -> None:
         transfer.done = True
-        transfer.memory = None
+        transfer.memory = transfer.kept = None
         self._unfinished.discard(transfer)
         if transfer.direction is Direction.write:
             self._num_writes -= 1
@@ -211,7 +212,11 @@ class IoEngine:
         buffer = staging[:nbytes] if staged else piece
         offset = transfer.offset + start
         try:
-            if transfer.direction is Direction.read:
+            if transfer.kept is not None:
+                ends = piece, transfer.kept[start : start + piece.numel()]
+                source, out = ends if transfer.direction is Direction.write else reversed(ends)
+                _copy(source, out=out, ready=transfer.ready)
+            elif transfer.direction is Direction.read:
                 with self._counters.moving(Direction.read, nbytes=nbytes, payload_bytes=payload):
                     self._disk.read(buffer, offset=offset)
                 if staged:
@@ -233,7 +238,7 @@ def _inherit_error(transfer: Transfer, *, source: Transfer) -> None:
 
 
 def _copy(source: Tensor, *, out: Tensor, ready: torch.cuda.Event | None) -> None:
-    """Copy equal numbers of bytes between staging memory and the caller's; complete on return."""
+    """Copy equal numbers of bytes between the pool's memory and the caller's; complete on return."""
     if ready is None:  # not copy_: it would start a team of OpenMP threads in each I/O thread
         ctypes.memmove(out.data_ptr(), source.data_ptr(), source.numel())
         return

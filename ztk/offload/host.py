@@ -45,8 +45,10 @@ class HostStore:
         self._ledger = ledger
         self._slots: list[HostSlot] = []
 
-    def allocate(self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> HostSlot:
-        """A zero-filled slot."""
+    def allocate(
+        self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
+    ) -> HostSlot:
+        """A zero-filled slot. keep: it is in memory anyway."""
         spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
         region = AlignedRegion(nbytes=spec.nbytes, pin=self._pin)
         tensor = region.bytes.view(dtype).view(spec.shape)
@@ -79,6 +81,9 @@ class HostStore:
 
     def release(self, slot: HostSlot) -> None:
         """Nothing to do: fetched memory is the slot itself."""
+
+    def forget(self, slot: HostSlot) -> None:
+        """Nothing to do: memory is the slot's for good."""
 
     def flush(self) -> None:
         """Wait for copies from the device."""

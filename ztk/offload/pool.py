@@ -66,23 +66,29 @@ class BufferPool:
         self._free = [range(num_whole * buffer_bytes, split)] if rest_bytes else []  # ascending, never adjoining
         self._taken: set[Lease] = set()
 
-    def has_room(self, nbytes: int) -> bool:
-        """The rest has a stretch for it, so that no whole buffer would be taken."""
-        return any(len(stretch) >= nbytes for stretch in self._free)
+    def has_room(self, nbytes: int, *, leaving: int = 0) -> bool:
+        """The rest has a stretch for it, so that no whole buffer would be taken, and `leaving` bytes more."""
+        sizes = [len(stretch) for stretch in self._free]
+        return max(sizes, default=0) >= nbytes and sum(sizes) - nbytes >= leaving
 
     def take(self, nbytes: int) -> Lease | None:
         """Memory for `nbytes` (a multiple of a page), or None. The shortest stretch that does, else a whole buffer."""
-        fits = [stretch for stretch in self._free if len(stretch) >= nbytes]
-        if fits:
-            stretch = min(fits, key=len)
-            self._free.remove(stretch)
-            lease = Lease(start=stretch.start, stop=stretch.start + nbytes, whole=False)
-            if len(stretch) > nbytes:
-                self._insert(range(lease.stop, stretch.stop))
-        elif self._whole:
+        lease = self.take_stretch(nbytes)
+        if lease is None and self._whole:
             lease = self._whole.pop()  # the most recently used one: its pages are warm
-        else:
+            self._taken.add(lease)
+        return lease
+
+    def take_stretch(self, nbytes: int) -> Lease | None:
+        """Memory for `nbytes` (a multiple of a page) of the rest, or None."""
+        fits = [stretch for stretch in self._free if len(stretch) >= nbytes]
+        if not fits:
             return None
+        stretch = min(fits, key=len)
+        self._free.remove(stretch)
+        lease = Lease(start=stretch.start, stop=stretch.start + nbytes, whole=False)
+        if len(stretch) > nbytes:
+            self._insert(range(lease.stop, stretch.stop))
         self._taken.add(lease)
         return lease
 

@@ -148,7 +148,11 @@ class Builder:
                     )
                     if traits.shards_gradients:
                         gradient = self.stores.gradients.allocate(
-                            name=name, shape=(size,), dtype=self.reduce_dtype or traits.dtype, category="gradients"
+                            name=name,
+                            shape=(size,),
+                            dtype=self.reduce_dtype or traits.dtype,
+                            category="gradients",
+                            keep=True,
                         )
                 if traits.shards_parameters:
                     parameter = self.stores.parameters.allocate(

@@ -32,7 +32,9 @@ class Store(Protocol):
 
     tier: Tier
 
-    def allocate(self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Slot: ...
+    def allocate(
+        self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
+    ) -> Slot: ...  # keep: what is put stays in memory until `forget`, where there is room
 
     def fetch(self, slot: Slot) -> Pending: ...
 
@@ -43,6 +45,8 @@ class Store(Protocol):
     def put(self, slot: Slot, *, value: Tensor) -> Pending: ...
 
     def release(self, slot: Slot) -> None: ...
+
+    def forget(self, slot: Slot) -> None: ...  # nobody will read what was put; undefined until the next `put`
 
     def flush(self) -> None: ...
 
@@ -78,7 +82,9 @@ class DeviceStore:
         self._device = device
         self._ledger = ledger
 
-    def allocate(self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> DeviceSlot:
+    def allocate(
+        self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
+    ) -> DeviceSlot:
         tensor = torch.zeros(shape, dtype=dtype, device=self._device)
         self._ledger.add(tier=self.tier, category=category, nbytes=tensor.nbytes)
         return DeviceSlot(name=name, shape=shape, dtype=dtype, tensor=tensor)
@@ -98,6 +104,9 @@ class DeviceStore:
         return Done()
 
     def release(self, slot: DeviceSlot) -> None:
+        pass
+
+    def forget(self, slot: DeviceSlot) -> None:
         pass
 
     def flush(self) -> None:

@@ -262,7 +262,7 @@ class ShardUpdate:
     def _put(self, bucket: Bucket, *, piece: Piece, states: Tensor, out: Tensor | None) -> _Away:
         puts = [self._stores.optimizer.put(piece.states, value=states)]
         if piece.gradient is not None:
-            self._stores.gradients.release(piece.gradient)
+            self._stores.gradients.forget(piece.gradient)
         if out is not None and bucket.traits.shards_parameters:
             puts.append(self._stores.parameters.put(piece.parameter, value=out))
         elif out is not None and out.device != bucket.full.device:
