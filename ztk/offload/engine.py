@@ -213,8 +213,8 @@ class IoEngine:
         offset = transfer.offset + start
         try:
             if transfer.kept is not None:
-                ends = piece, transfer.kept[start : start + piece.numel()]
-                source, out = ends if transfer.direction is Direction.write else reversed(ends)
+                kept = transfer.kept[start : start + piece.numel()]
+                source, out = (piece, kept) if transfer.direction is Direction.write else (kept, piece)
                 _copy(source, out=out, ready=transfer.ready)
             elif transfer.direction is Direction.read:
                 with self._counters.moving(Direction.read, nbytes=nbytes, payload_bytes=payload):

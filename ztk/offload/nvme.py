@@ -316,7 +316,8 @@ class NvmeStore:
         if slot.kept is not None:
             transfer.kept = self._pool.memory(slot.kept)
             source = transfer.kept if source is None else source
-        if source is None or source.is_cuda or out.is_cuda:
+        failed = slot.write is not None and slot.write.error is not None
+        if source is None or source.is_cuda or out.is_cuda or failed:
             return False
         ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending
         transfer.memory, transfer.done = None, True
