@@ -143,15 +143,10 @@ def _grouped_bwd_weight(
 
 
 def _launch_fwd(
-    x: Tensor,
-    weight: Tensor,
-    x2: Tensor | None,
-    weight2: Tensor | None,
-    offsets: Tensor,
-    order: Tensor | None,
-    top_k: int,
-    transposed: bool,
+    xs: list[Tensor], weights: list[Tensor], offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool
 ) -> Tensor:
+    """xs[0] @ weights[0], plus xs[1] @ weights[1] if there are two of each."""
+    (x, x2), (weight, weight2) = ((*pair, None)[:2] for pair in (xs, weights))
     E, D, N = weight.shape if not transposed else (weight.shape[0], weight.shape[2], weight.shape[1])
     S = x.shape[0] if order is None else order.numel()
     out = torch.empty(S, N, dtype=x.dtype, device=x.device)
@@ -195,17 +190,11 @@ def _rows(x: Tensor, *, order: Tensor | None, top_k: int, slots: slice) -> Tenso
 
 
 def _cpu_fwd(
-    x: Tensor,
-    weight: Tensor,
-    x2: Tensor | None,
-    weight2: Tensor | None,
-    offsets: Tensor,
-    order: Tensor | None,
-    top_k: int,
-    transposed: bool,
+    xs: list[Tensor], weights: list[Tensor], offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool
 ) -> Tensor:
-    if x2 is not None:  # one longer sum, because `addmm` would round the first to 16 bit before it adds the second
-        x, weight = torch.cat([x, x2], dim=1), torch.cat([weight, weight2], dim=2 if transposed else 1)
+    x, weight = xs[0], weights[0]
+    if len(xs) > 1:  # one longer sum, because `addmm` would round the first to 16 bit before it adds the second
+        x, weight = torch.cat(xs, dim=1), torch.cat(weights, dim=2 if transposed else 1)
     weight = weight.mT if transposed else weight
     out = torch.empty(x.shape[0] if order is None else order.numel(), weight.shape[2], dtype=x.dtype)
     out[int(offsets[-1]) :] = 0
@@ -224,12 +213,11 @@ def _cpu_bwd_weight(
 
 
 _product = register(
-    "grouped_matmul(Tensor x, Tensor weight, Tensor? x2, Tensor? weight2, Tensor offsets, Tensor? order, int top_k, "
-    "bool transposed) -> Tensor",
+    "grouped_matmul(Tensor[] xs, Tensor[] weights, Tensor offsets, Tensor? order, int top_k, bool transposed) -> Tensor",
     triton=_launch_fwd,
     cpu=_cpu_fwd,
-    fake=lambda x, weight, x2, weight2, offsets, order, top_k, transposed: x.new_empty(
-        x.shape[0] if order is None else order.numel(), weight.shape[1 if transposed else 2]
+    fake=lambda xs, weights, offsets, order, top_k, transposed: xs[0].new_empty(
+        xs[0].shape[0] if order is None else order.numel(), weights[0].shape[1 if transposed else 2]
     ),
 )
 _weight_gradient = register(
@@ -243,26 +231,27 @@ _weight_gradient = register(
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, weight2, offsets, order, position):
-        ctx.save_for_backward(x, weight, weight2, offsets, order, position)
-        ctx.top_k = 1 if position is None else position.shape[1]
-        out = _product(x, weight, None, None, offsets, order, ctx.top_k, False)
-        return out, None if weight2 is None else _product(x, weight2, None, None, offsets, order, ctx.top_k, False)
+    """One product of x per weight."""
 
     @staticmethod
-    def backward(ctx, d_out, d_out2):
-        x, weight, weight2, offsets, order, position = ctx.saved_tensors
-        d_out, d_out2 = d_out.contiguous(), None if d_out2 is None else d_out2.contiguous()
-        d_x = d_weight = d_weight2 = None
+    def forward(ctx, x, offsets, order, position, *weights):
+        ctx.save_for_backward(x, offsets, order, position, *weights)
+        ctx.top_k = 1 if position is None else position.shape[1]
+        return tuple(_product([x], [weight], offsets, order, ctx.top_k, False) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *d_outs):
+        x, offsets, order, position, *weights = ctx.saved_tensors
+        d_outs = [d_out.contiguous() for d_out in d_outs]
+        d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(d_out, weight, d_out2, weight2, offsets, None, 1, True)
+            d_x = _product(d_outs, weights, offsets, None, 1, True)
             d_x = d_x if position is None else combine(d_x, None, position)
-        if ctx.needs_input_grad[1]:
-            d_weight = _weight_gradient(x, d_out, offsets, order, ctx.top_k, weight.dtype)
-        if ctx.needs_input_grad[2]:
-            d_weight2 = _weight_gradient(x, d_out2, offsets, order, ctx.top_k, weight2.dtype)
-        return d_x, d_weight, d_weight2, None, None, None
+        d_weights = [
+            _weight_gradient(x, d_out, offsets, order, ctx.top_k, weight.dtype) if needed else None
+            for d_out, weight, needed in zip(d_outs, weights, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return d_x, None, None, None, *d_weights
 
 
 def grouped_matmul(
@@ -277,7 +266,7 @@ def grouped_matmul(
     _check(x, weight, offsets=offsets, order=order, position=position)
     if use_reference():
         return grouped_matmul_reference(x, weight, offsets=offsets, order=order, position=position)
-    return _GroupedMatmul.apply(x.contiguous(), weight.contiguous(), None, offsets, order, position)[0]
+    return _GroupedMatmul.apply(x.contiguous(), offsets, order, position, weight.contiguous())[0]
 
 
 def grouped_matmul_pair(
@@ -298,7 +287,7 @@ def grouped_matmul_pair(
     _check(x, weight, offsets=offsets, order=order, position=position)
     if use_reference():
         return _pair_reference(x, weight, weight2, offsets=offsets, order=order, position=position)
-    return _GroupedMatmul.apply(x.contiguous(), weight.contiguous(), weight2.contiguous(), offsets, order, position)
+    return _GroupedMatmul.apply(x.contiguous(), offsets, order, position, weight.contiguous(), weight2.contiguous())
 
 
 def _check(x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None, position: Tensor | None) -> None:
