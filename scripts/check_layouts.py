@@ -8,7 +8,8 @@ A cell of the table is the largest relative difference of a loss over 20 steps t
 A 16-bit cell is held to three times the error that the one-rank run has itself, which is its distance to the one-rank run in fp32: two runs
 that are both as exact as that one differ by at most twice it, and the error is known from one run only. That is partly chance: every rounded
 weight and every token that chooses another expert sends a run another way. Of one-rank runs in bf16 with experts, from weights that differ
-by 1e-5 of themselves, 13 of 600 pairs miss this bound, with 1e-4 43 of 600, with 1e-6 none of 272. So a 16-bit row is held to more:
+by 1e-5 of themselves, 13 of 600 pairs miss this bound, with 1e-4 43 of 600, with 1e-6 none of 272 (commit 762d551); over 12 first weights
+pp2_ep2 in bf16 is 0.3 to 2.5 times its one-rank run's error from that run (592ab7a; before it 0.5 to 3.1). So a 16-bit row is held to more:
 
 * A step that begins in the state of the one-rank run, for each of its 20 steps: loss and gradient differ from that rank's by at most twice
   the error that these have themselves, which is their distance to fp32 from the same state. Two that are both as exact as that one
