@@ -147,18 +147,19 @@ def gate(spec: OpSpec, *, dtype: torch.dtype, device: str) -> str:
 
 
 def call(function: Callable, spec: OpSpec, inputs: dict, *, backward: bool) -> Callable[[], object]:
-    """One call to time; with backward, gradients of all differentiable inputs from a fixed d_out."""
+    """One call to time; with backward, gradients of all differentiable inputs from fixed gradients of all outputs."""
     if not backward:
         return lambda: function(**inputs)
     leaves = [inputs[n] for n in spec.differentiable if isinstance(inputs[n], Tensor)]
-    out = next(o for o in tensors(function(**inputs)) if o.requires_grad)
-    d_out = torch.ones_like(out) if out.dim() == 0 else torch.randn(out.shape, device=out.device).to(out.dtype)
 
-    def run():
-        fresh = next(o for o in tensors(function(**inputs)) if o.requires_grad)
-        return torch.autograd.grad(fresh, leaves, d_out, allow_unused=True)
+    def outputs() -> list[Tensor]:
+        return [out for out in tensors(function(**inputs)) if out.requires_grad]
 
-    return run
+    d_outs = [
+        torch.ones_like(out) if out.dim() == 0 else torch.randn(out.shape, device=out.device).to(out.dtype)
+        for out in outputs()
+    ]
+    return lambda: torch.autograd.grad(outputs(), leaves, d_outs, allow_unused=True)
 
 
 def bench_op(spec: OpSpec, *, clock: Clock, limits: Limits, peers: dict, stamp: dict, deadline: float) -> list[Row]:

@@ -76,9 +76,8 @@ def test_what_is_kept_never_reaches_the_disk(make_store, faults, counters) -> No
 
 def test_what_is_forgotten_makes_room_when_its_transfers_have_ended(make_store, faults) -> None:
     store = make_store(buffer_count=3 + 2, threads=1)
-    (kept,), (other,) = (_slots(store, 1, numel=4096, keep=keep) for keep in (True, False))
-    faults.hold_writes.clear()
-    store.put(other, value=torch.ones(4096))  # the one thread is caught
+    (kept,), (other,) = _slots(store, 1, numel=4096, keep=True), _slots(store, 1)
+    _catch_in_a_write(store, slot=other, faults=faults)
     copy = store.put(kept, value=torch.ones(4096))
     store.forget(kept)
     assert not store._pool.has_room(2 * 4 * PAGE), "the copy still has to be made"
@@ -100,7 +99,7 @@ def test_what_is_read_ahead_leaves_room_for_what_is_kept(make_store) -> None:
         return sum(store.has_room(slot) and len(store.fetch(slot).wait()) == 4096 for slot in states)
 
     assert ahead() == 3
-    store.put(gradient, value=torch.ones(4096))
+    store.put(gradient, value=torch.ones(4096)).wait()
     assert ahead() == 3, "those that are here"
     store.forget(gradient)
     assert ahead() == 3, "for the next one"

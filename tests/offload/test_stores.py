@@ -75,7 +75,10 @@ def test_random_interleavings_equal_a_model(store, seed) -> None:
         elif action == "replace" and i not in fetched:
             expected[i] = torch.randint(0, 100, expected[i].shape).to(expected[i].dtype)
             store.put(slots[i], value=expected[i])
-        elif action == "forget" and i not in fetched:
+        elif action == "forget":
+            if choose.random() < 0.5 and i in fetched:
+                fetched[i].wait()
+            fetched.pop(i, None)
             store.forget(slots[i])
             expected[i] = torch.randint(0, 100, expected[i].shape).to(expected[i].dtype)
             store.put(slots[i], value=expected[i])

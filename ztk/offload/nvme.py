@@ -183,7 +183,7 @@ class NvmeStore:
                 transfer = self._transfer(slot, direction=Direction.read, urgency=Urgency.ahead)
                 slot.fetched = _Fetch(store=self, slot=slot, transfer=transfer)
                 if slot.kept is not None:
-                    transfer.padded_bytes = 0  # there is nothing to move, but the last put may still be on its way
+                    transfer.padded_bytes = 0  # there is nothing to move
                     self._start_fetch(slot.fetched, lease=slot.kept)
                 else:
                     self._queued.append(slot.fetched)
@@ -221,7 +221,7 @@ class NvmeStore:
             else:
                 self.release(slot)
                 transfer.memory = flat_bytes(value)
-                if slot.keep and slot.kept is None and slot.padded_bytes <= self._room_to_keep:
+                if slot.keep and slot.kept is None and 0 < slot.padded_bytes <= self._room_to_keep:
                     slot.kept = self._pool.take_stretch(slot.padded_bytes)
                     self._kept += 0 if slot.kept is None else slot.padded_bytes
                 if slot.kept is not None:
@@ -244,7 +244,7 @@ class NvmeStore:
             self._submit_write(slot, last)
 
     def release(self, slot: NvmeSlot) -> None:
-        """Give fetched memory back unwritten; nothing happens if the slot is not fetched."""
+        """Give fetched memory back unwritten, which must not have been changed; nothing happens if the slot is not fetched."""
         with self._changed:
             fetched, slot.fetched = slot.fetched, None
             if fetched is None or slot.kept is not None:
@@ -330,8 +330,11 @@ class NvmeStore:
 
     def _submit_read(self, slot: NvmeSlot, transfer: Transfer) -> None:
         slot.reads = [read for read in slot.reads if not read.done]
+        before = [slot.write] if slot.write is not None else []
+        if slot.kept is not None:  # a fetch hands out what earlier reads may still copy from
+            before += slot.reads
         slot.reads.append(transfer)
-        self._engine.submit(transfer, after=[slot.write] if slot.write is not None else [])
+        self._engine.submit(transfer, after=before)
 
     def _serve_queued(self) -> None:
         while self._queued and (lease := self._pool.take(self._queued[0].slot.padded_bytes)) is not None:
