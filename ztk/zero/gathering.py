@@ -23,6 +23,7 @@ from ztk.runtime.differentiable import through
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.trace import UseTrace
+from ztk.zero.unseen import unseen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -92,6 +93,7 @@ class Gathering:
         self.borrow(bucket)
         self._prefetch()
 
+    @unseen
     def borrow(self, bucket: Bucket) -> None:
         """Gathers `bucket` outside of the model's own passes: nothing is recorded, nothing prefetched."""
         self._start(bucket)
@@ -137,6 +139,7 @@ class Gathering:
             self._kept.clear()
             self.release_all()
 
+    @unseen
     def release(self, bucket: Bucket) -> None:
         """Nobody needs `bucket` for now. A bucket that is never sharded stays, and one that is held."""
         if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded:
@@ -169,6 +172,7 @@ class Gathering:
             if not bucket.traits.trainable and not self._users[bucket] and self._trace.distance_to(bucket) is None:
                 self.release(bucket)
 
+    @unseen
     def _start(self, bucket: Bucket) -> None:
         if bucket.state is ParameterState.sharded:
             bucket.start_gather()
