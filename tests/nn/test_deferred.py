@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.nn.deferred import DeferredGradients, finish
-from ztk.nn.linear import Linear
+from ztk.nn.linear import Linear, speed_up_linear_layers
 
 
 class Model(nn.Module):
@@ -29,7 +29,9 @@ def check_close(found: Tensor, *, expected: Tensor) -> None:
 
 def build(dtype: torch.dtype) -> Model:
     torch.manual_seed(0)
-    return Model().to(dtype)
+    model = Model().to(dtype)
+    speed_up_linear_layers(model)  # as `parallelize` does before
+    return model
 
 
 def inputs(dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,9 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.nn.linear import Linear, linear
+from ztk.nn.linear import Linear, linear, weight_gradient
 
 
 class DeferredGradients:
@@ -45,10 +44,10 @@ class DeferredGradients:
     def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return type(module).forward(module, x)
-        product = _own_product if type(module).forward is Linear.forward else F.linear
-        return _Deferring.apply(x, module.weight, module.bias, product, self)
+        return _Deferring.apply(x, module.weight, module.bias, self)
 
 
+@torch.no_grad()
 def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
     """Computes what was put off and gives every parameter its gradient, the sum of its uses, as a backward would."""
     uses: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
@@ -62,35 +61,24 @@ def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
         torch.autograd.backward([parameter], [gradient])
 
 
-def _own_product(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
-    return linear(x, weight=weight)
-
-
 class _Deferring(torch.autograd.Function):
-    """x W^T + b whose backward may leave the weight's gradient for later. product: of the layer's own kind, like `F.linear`."""
+    """x W^T + b whose backward may leave the weight's gradient for later."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, product: Callable, deferred: DeferredGradients
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.product, ctx.deferred = weight, product, deferred
-        return product(x, weight, bias)
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.parameter, ctx.deferred = weight, deferred
+        return linear(x, weight=weight, bias=bias)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        d_x = ctx.product(d_out, weight.t()) if ctx.needs_input_grad[0] else None
+        d_x = linear(d_out, weight=weight.t()) if ctx.needs_input_grad[0] else None
         d_bias = d_out.reshape(-1, d_out.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[1]:
-            return d_x, None, d_bias, None, None
-        later = functools.partial(_weight_gradient, d_out, x=x, product=ctx.product)
+            return d_x, None, d_bias, None
+        later = functools.partial(weight_gradient, d_out, x=x)
         if ctx.deferred.is_active and isinstance(ctx.parameter, nn.Parameter):
             ctx.deferred.put_off(ctx.parameter, later)
-            return d_x, None, d_bias, None, None
-        return d_x, later(), d_bias, None, None
-
-
-def _weight_gradient(d_out: Tensor, *, x: Tensor, product: Callable) -> Tensor:
-    """d_out^T x, summed over all positions: [out, in]."""
-    return product(d_out.reshape(-1, d_out.shape[-1]).t(), x.reshape(-1, x.shape[-1]).t())
+            return d_x, None, d_bias, None
+        return d_x, later(), d_bias, None

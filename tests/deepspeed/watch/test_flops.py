@@ -9,6 +9,7 @@ import ztk.deepspeed as deepspeed
 from tests.deepspeed import test_meshes as meshes
 from ztk.deepspeed.watch.flops import FlopsProfiler, get_model_profile
 from ztk.deepspeed.watch.flops_text import duration_to_string, flops_to_string, number_to_string, params_to_string
+from ztk.nn.linear import speed_up_linear_layers
 
 
 class Block(nn.Module):
@@ -50,6 +51,20 @@ def test_figures_are_deepspeeds():
         again = get_model_profile(Model(), kwargs={"tokens": TOKENS}, as_string=False, print_profile=False)
     assert again == (flops, macs, params)
     assert get_model_profile(nn.Linear(4, 2), input_shape=(3, 4), print_profile=False) == ("48 ", "24 MACs", "10")
+
+
+def test_an_engines_linear_layers_count_like_torchs():
+    """On CPU an engine makes them multiply by other functions."""
+    plain = get_model_profile(Model(), args=[TOKENS], as_string=False, print_profile=False)
+    model = Model()
+    speed_up_linear_layers(model)
+    assert get_model_profile(model, args=[TOKENS], as_string=False, print_profile=False) == plain
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignore_list=[nn.Linear])
+    model(TOKENS)
+    profiler.stop_profile()
+    assert profiler.figures[model.head].flops == 0  # they are in its parent's row
+    assert profiler.figures[model].flops > 2 * TOKENS.numel() * 32 * 50
 
 
 def test_what_it_is_called_with_must_be_said():

@@ -29,6 +29,7 @@ from ztk.deepspeed.watch.flops_text import (
     pipeline_text,
     profile_text,
 )
+from ztk.nn.linear import Linear
 
 _aten = torch.ops.aten
 # Operations per element of what goes in: a norm takes the mean, the variance and then scales.
@@ -74,8 +75,11 @@ class FlopsProfiler:
         self.stop_profile()
         self.reset_profile()
         self._counter = _Counter(self.figures)
+        ignored = set(ignore_list or ())
+        if nn.Linear in ignored:
+            ignored.add(Linear)  # what an engine on CPU makes of them
         for module in self.model.modules():
-            if not ignore_list or type(module) not in ignore_list:
+            if type(module) not in ignored:
                 self._handles.append(module.register_forward_pre_hook(self._counter.enter))
                 self._handles.append(module.register_forward_hook(self._counter.leave, always_call=True))
         if once:
