@@ -1,6 +1,10 @@
 """A training step of ztk at every stage and tier beside torch's DDP and FSDP2 and DeepSpeed: same model, data, ranks.
 
-    python scripts/bench_engine.py [--model 30m] [--dtype fp32] [--rounds 3] [--deepspeed-python PATH]
+    python scripts/bench_engine.py [--model 30m] [--modules ztk] [--dtype fp32] [--rounds 3] [--deepspeed-python PATH]
+
+The model is the same for all candidates: of ztk's layers, or with `--modules torch` the same parameters and function in torch's own
+(`plain_decoder.py`), as somebody brings it who trained it by DDP yesterday. That one is given to `ztk.parallelize(fast_linear=True)`, which
+makes its linear layers multiply as ztk's do.
 
 All candidates run once per round, each round in another order, in fresh processes with one thread per rank; the figures are medians
 over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
@@ -86,6 +90,7 @@ class Row:
 
     candidate: str
     model: str
+    modules: str
     dtype: str
     ranks: int
     rounds: int
@@ -117,6 +122,7 @@ def main() -> None:
                 result = nursery.run(
                     candidate=candidate,
                     model=options.model,
+                    modules=options.modules,
                     dtype=options.dtype,
                     ranks=options.ranks,
                     warmup=options.warmup,
@@ -153,6 +159,7 @@ def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -
             Row(
                 candidate=candidate,
                 model=options.model,
+                modules=options.modules,
                 dtype=options.dtype,
                 ranks=options.ranks,
                 rounds=len(runs),
@@ -180,7 +187,8 @@ def is_peer(other: str, *, of: str) -> bool:
 
 def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
     title = (
-        f"{options.model} {options.dtype}, {options.ranks} ranks, batch {options.micro_batch} x {options.seq_len}, "
+        f"{options.model} of {options.modules}'s layers, {options.dtype}, {options.ranks} ranks, "
+        f"batch {options.micro_batch} x {options.seq_len}, "
         f"medians of up to {options.rounds} rounds of {options.steps} steps"
     )
     made = Table(title=title)
@@ -237,6 +245,7 @@ def write(rows: list[Row]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="30m", choices=("tiny", "30m"))
+    parser.add_argument("--modules", default="ztk", choices=("ztk", "torch"), help="whose layers the model is made of")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # these two take seconds that every fork would pay
 import torch.distributed.fsdp
-from torch import Tensor
+from plain_decoder import plain_decoder
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,10 +53,12 @@ class Task:
 
     candidate: `compute`; torch's `ddp`, `zro` (ZeroRedundancyOptimizer over it), `fsdp2` and `fsdp2-keep` (parameters stay gathered
         from forward to backward: stage 2); or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`.
+    modules: whose the model's layers are, for all candidates: `torch` or `ztk`.
     """
 
     candidate: str
     model: str
+    modules: str
     dtype: str
     ranks: int
     warmup: int
@@ -108,16 +111,15 @@ def build(task: Task, *, process: Process) -> Step:
         return compute(task)
     if name.startswith("deepspeed"):
         return deepspeed(task, stage=int(name[-1]), tier=tier or "none")
-    with torch.device("meta"):
-        model = Decoder(config(task))
-    common = {
-        "process": process,
-        "optimizer": OPTIMIZER,
-        "precision": PrecisionPolicy(dtype=DTYPES[task.dtype]),
-        "initial_values": partial(initial_values, model, seed=SEED),
-    }
     if name == "zro":
         return zero_redundancy(task)
+    common = {"process": process, "optimizer": OPTIMIZER, "precision": PrecisionPolicy(dtype=DTYPES[task.dtype])}
+    if task.modules == "torch":
+        model = whole(task)
+    else:
+        with torch.device("meta"):
+            model = Decoder(config(task))
+        common["initial_values"] = partial(initial_values, model, seed=SEED)
     if name in ("ddp", "fsdp2", "fsdp2-keep"):
         engine = parallelize_peer(model, kind=name.removesuffix("-keep"), **common)
         if name == "fsdp2-keep":
@@ -125,7 +127,11 @@ def build(task: Task, *, process: Process) -> Step:
     else:
         stage = int(name.removeprefix("ztk"))
         engine = parallelize(
-            model, zero=ZeroPolicy(stage=stage), offload=offload(task, stage=stage, tier=tier), **common
+            model,
+            zero=ZeroPolicy(stage=stage),
+            offload=offload(task, stage=stage, tier=tier),
+            fast_linear=task.modules == "torch",
+            **common,
         )
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -141,6 +147,12 @@ def config(task: Task) -> DecoderConfig:
     return DecoderConfig(vocab_size=256, max_seq_len=task.seq_len, tie_embeddings=True, **MODELS[task.model])
 
 
+def whole(task: Task) -> nn.Module:
+    """The model with its first values, float32."""
+    decoder = initialise(Decoder(config(task)), seed=SEED)
+    return plain_decoder(decoder) if task.modules == "torch" else decoder
+
+
 def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
     tier = tier or "none"
     return OffloadPolicy(
@@ -150,7 +162,9 @@ def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
 
 def compute(task: Task) -> Step:
     """Forward, backward and torch's fused AdamW, no communication; in 16 bit with fp32 masters, like everybody else."""
-    model = initialise(Decoder(config(task)), seed=SEED, dtype=DTYPES[task.dtype])
+    model = whole(task)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[task.dtype])
     parameters = list(model.parameters())
     half = task.dtype != "fp32"
     masters = [p.detach().float().requires_grad_() for p in parameters] if half else parameters
@@ -178,7 +192,7 @@ def compute(task: Task) -> Step:
 
 def zero_redundancy(task: Task) -> Step:
     """torch's ZeroRedundancyOptimizer over DistributedDataParallel, autocast in 16 bit."""
-    model = initialise(Decoder(config(task)), seed=SEED)
+    model = whole(task)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
@@ -228,7 +242,7 @@ def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
     }
     if task.dtype != "fp32":
         settings[task.dtype] = {"enabled": True}
-    model = initialise(Decoder(config(task)), seed=SEED)
+    model = whole(task)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

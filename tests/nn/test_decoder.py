@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from scripts.plain_decoder import plain_decoder
 from tests.nn.plain import plain_logits, plain_loss
 from ztk.nn import Decoder, DecoderConfig, initialise
 
@@ -79,6 +80,20 @@ def test_16_bit_parameters_stay_near_the_plain_implementation(dtype):
         assert parameter.grad.dtype == dtype
         # about ten roundings stand between a loss and the furthest gradient
         assert rms(parameter.grad - weights[name].grad) < 10 * eps * rms(weights[name].grad), name
+
+
+def test_the_benchmarks_twin_in_torchs_modules_is_the_same_model():
+    for config in VARIANTS.values():
+        model = built(config)
+        twin = plain_decoder(model)
+        tokens, targets = torch.randint(config.vocab_size, (2, 3, 160), generator=torch.Generator().manual_seed(2))
+        losses = [each(tokens, targets) for each in (model, twin)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        for name, parameter in twin.named_parameters():
+            expected = model.get_parameter(name).grad
+            assert (parameter.grad - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
