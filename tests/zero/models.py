@@ -66,11 +66,12 @@ class Layout:
 
     stage: int = 0
     offload: str = "none"
+    parameters: str = ""  # where they are at stage 3, if not where the optimizer's states are
     zero: dict = field(default_factory=dict)
 
     @property
     def id(self) -> str:
-        return f"stage{self.stage}-{self.offload}"
+        return f"stage{self.stage}-{self.offload}-{self.parameters}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ def batches(steps: int, *, rank: int, world: int):
 
 def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder: str | None = None, **options):
     """The engine of a layout; NVMe files go to a fresh folder."""
-    parameters = layout.offload if layout.stage == 3 else "none"
+    parameters = (layout.parameters or layout.offload) if layout.stage == 3 else "none"
     offload = OffloadPolicy(
         optimizer=layout.offload,
         parameters=parameters,

@@ -1,6 +1,7 @@
 """A memory strategy never changes a number: losses, gradient norms and weights have the same bits at every stage and tier."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from tests.zero.models import DTYPES, Layout, Run, batches, build, train
 from ztk.optim import OptimizerPolicy
 
-LAYOUTS = [Layout(stage=stage, offload=offload) for stage in range(4) for offload in ("none", "cpu", "nvme")]
+TIERS = ("none", "cpu", "nvme")
+LAYOUTS = [Layout(stage=stage, offload=offload) for stage in range(4) for offload in TIERS]
+LAYOUTS += [Layout(stage=3, offload=a, parameters=b) for a, b in itertools.permutations(TIERS, 2)]
 
 
 @functools.cache

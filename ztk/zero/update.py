@@ -85,6 +85,8 @@ class ShardUpdate:
         self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
+        # The optimizer leaves a passing buffer as it was when a step is skipped, and that must not be put anywhere.
+        self._must_know_of_skips = self._on_host or stores.parameters.tier is not Tier.device
         self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
         self._holder: Callable[[], None] | None = None
@@ -111,14 +113,17 @@ class ShardUpdate:
     def run(self, control: Tensor) -> None:
         """control: [groups, 16] fp32 of `step_control`. What uses the parameters next finds them updated.
 
-        With offloaded states the update runs on the host and one copy of `control` to the host waits for the device.
+        With offloaded states the update runs on the host and one copy of `control` to the host waits for the device; with parameters
+        that are put somewhere the host waits for the decision to skip.
         """
         self._join()
         if self._on_host:
             control = control.cpu()
-            if bool(control[0, Control.skip]):  # skip: nothing more is read from and nothing written to the medium
-                self.drop_ahead()
-                return
+        if self._must_know_of_skips and bool(
+            control[0, Control.skip]
+        ):  # nothing more is read from and written to the medium
+            self.drop_ahead()
+            return
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.forget()
         self._update_all(self._at_once, control=control, clock=self._clock)
