@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.nn.deferred import DeferredGradients, finish
-from ztk.nn.linear import Linear, speed_up_linear_layers
+from ztk.nn.linear import Linear
 
 
 class Model(nn.Module):
@@ -29,9 +29,7 @@ def check_close(found: Tensor, *, expected: Tensor) -> None:
 
 def build(dtype: torch.dtype) -> Model:
     torch.manual_seed(0)
-    model = Model().to(dtype)
-    speed_up_linear_layers(model)  # as `parallelize` does before
-    return model
+    return Model().to(dtype)
 
 
 def inputs(dtype: torch.dtype) -> Tensor:

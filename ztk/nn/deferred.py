@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.nn.linear import Linear, linear, weight_gradient
@@ -44,7 +45,8 @@ class DeferredGradients:
     def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return type(module).forward(module, x)
-        return _Deferring.apply(x, module.weight, module.bias, self)
+        product = _own_product if type(module).forward is Linear.forward else F.linear
+        return _Deferring.apply(x, module.weight, module.bias, product, self)
 
 
 @torch.no_grad()
@@ -61,24 +63,36 @@ def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
         torch.autograd.backward([parameter], [gradient])
 
 
+def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x, weight=weight, bias=bias)
+
+
 class _Deferring(torch.autograd.Function):
-    """x W^T + b whose backward may leave the weight's gradient for later."""
+    """x W^T + b whose backward may leave the weight's gradient for later. product: of the layer's own kind, like `F.linear`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, product: Callable, deferred: DeferredGradients
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.parameter, ctx.deferred = weight, deferred
-        return linear(x, weight=weight, bias=bias)
+        ctx.parameter, ctx.product, ctx.deferred = weight, product, deferred
+        return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        d_x = linear(d_out, weight=weight.t()) if ctx.needs_input_grad[0] else None
+        d_x = ctx.product(d_out, weight.t()) if ctx.needs_input_grad[0] else None
         d_bias = d_out.reshape(-1, d_out.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[1]:
-            return d_x, None, d_bias, None
-        later = functools.partial(weight_gradient, d_out, x=x)
+            return d_x, None, d_bias, None, None
+        gradient = weight_gradient if ctx.product is _own_product else _plain_weight_gradient
+        later = functools.partial(gradient, d_out, x=x)
         if ctx.deferred.is_active and isinstance(ctx.parameter, nn.Parameter):
             ctx.deferred.put_off(ctx.parameter, later)
-            return d_x, None, d_bias, None
-        return d_x, later(), d_bias, None
+            return d_x, None, d_bias, None, None
+        return d_x, later(), d_bias, None, None
+
+
+def _plain_weight_gradient(d_out: Tensor, *, x: Tensor) -> Tensor:
+    """d_out^T x, summed over all positions: [out, in]."""
+    return F.linear(d_out.reshape(-1, d_out.shape[-1]).t(), x.reshape(-1, x.shape[-1]).t())

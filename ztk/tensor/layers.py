@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.nn.linear import Linear, linear
@@ -139,8 +140,11 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
 
 def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The product without the bias, for modules that are known to be linear layers."""
-    if type(module).forward in (nn.Linear.forward, Linear.forward):
+    forward = type(module).forward
+    if forward is Linear.forward:
         return lambda x: linear(x, weight=module.weight)
+    if forward is nn.Linear.forward:
+        return lambda x: F.linear(x, module.weight)
     return None
 
 
