@@ -91,22 +91,43 @@ def test_what_is_forgotten_makes_room_when_its_transfers_have_ended(make_store, 
 
 
 def test_what_is_read_ahead_leaves_room_for_what_is_kept(make_store) -> None:
-    """Of four slots' room two are left to kept ones, if there are so many."""
+    """Of four slots' room two are left to kept ones, if there are so many; of the three whole buffers one."""
     store = make_store(buffer_count=3 + 4)
-    states, (gradient,) = _slots(store, 4, numel=4096), _slots(store, 1, numel=4096, keep=True)
+    states, (gradient,) = _slots(store, 7, numel=4096), _slots(store, 1, numel=4096, keep=True)
 
     def ahead() -> int:
-        return sum(store.has_room(slot) and len(store.fetch(slot).wait()) == 4096 for slot in states)
+        return sum(store.fetch_ahead(slot) is not None and len(store.fetch(slot).wait()) == 4096 for slot in states)
 
-    assert ahead() == 3
+    assert store.has_room(states[0])
+    assert ahead() == 3 + 2
+    assert not store.has_room(states[6])
     store.put(gradient, value=torch.ones(4096)).wait()
-    assert ahead() == 3, "those that are here"
+    assert ahead() == 3 + 2, "those that are here"
     store.forget(gradient)
-    assert ahead() == 3, "for the next one"
+    assert ahead() == 3 + 2, "for the next one"
     for slot in states:
         store.release(slot)
     _slots(store, 5, numel=4096, keep=True)
-    assert ahead() == 2
+    assert ahead() == 2 + 2
+
+
+def test_updates_go_on_with_all_but_one_buffer_read_ahead(make_store) -> None:
+    """The smallest pool, gradients on the disk too: each slot's gradient passes through the one buffer that was spared."""
+    store = make_store(buffer_count=3)
+    states, gradients = _slots(store, 6, numel=4096), _slots(store, 6, numel=4096)
+    for number, gradient in enumerate(gradients):
+        store.put(gradient, value=torch.full((4096,), float(number)))
+    for _ in range(3):
+        store.flush()
+        ahead = [pending for slot in states if (pending := store.fetch_ahead(slot)) is not None]
+        assert len(ahead) == 2
+        for state, gradient in zip(states, gradients, strict=True):
+            here = store.fetch(gradient).wait()
+            store.put(state, value=store.fetch(state).wait().add_(here))
+            store.release(gradient)
+    for number, state in enumerate(states):
+        assert bool((store.fetch(state).wait() == 3 * number).all())
+        store.release(state)
 
 
 def test_a_put_waits_for_reads_and_puts_before_it(make_store, faults) -> None:

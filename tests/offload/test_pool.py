@@ -30,6 +30,14 @@ def test_small_requests_leave_the_whole_buffers_alone(pool):
     assert pool.has_room(2 * PAGE) and not pool.has_room(3 * PAGE)
 
 
+def test_what_is_taken_ahead_spares_some_of_the_rest_and_one_whole_buffer(pool):
+    first = pool.take_spare(4 * PAGE, leaving=4 * PAGE)
+    assert not first.whole
+    others = [pool.take_spare(4 * PAGE, leaving=4 * PAGE) for _ in range(3)]
+    assert [lease and lease.whole for lease in others] == [True, True, None]
+    assert pool.has_room(6 * PAGE) and pool.take(8 * PAGE).whole
+
+
 def test_free_neighbours_become_one_stretch(pool):
     leases = [pool.take(2 * PAGE) for _ in range(5)]
     for index in (0, 2, 4, 1, 3):

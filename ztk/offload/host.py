@@ -67,6 +67,10 @@ class HostStore:
         """Every slot is in memory."""
         return True
 
+    def fetch_ahead(self, slot: HostSlot) -> "_Pending":
+        """As `fetch`."""
+        return self.fetch(slot)
+
     def fetch_into(self, slot: HostSlot, *, out: Tensor) -> "_Pending":
         """Copy the slot into `out`. On CUDA the copy is in the order of the current stream; `wait()` waits for it."""
         check_fits(out, spec=slot.spec, argument="out")

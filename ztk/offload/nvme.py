@@ -18,8 +18,8 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 # [Note: What never reaches the disk]
 # A gradient is written by the backward and read once by the update. What is put into a slot allocated with `keep` stays in the pool,
 # where there is room, until `forget`: that saves 4 of the 34 bytes per parameter that a step moves, and the first update finds its
-# gradient at once. Such slots have up to half of what the three buffers leave; the rest is for states that are read ahead. Their
-# transfers are copies by the same threads, in the same order.
+# gradient at once. Such slots have up to half of what the three buffers leave; the rest, and two of the three, are for states that
+# are read ahead. Their transfers are copies by the same threads, in the same order.
 
 import ctypes
 import errno
@@ -180,10 +180,9 @@ class NvmeStore:
             )
         with self._changed:
             if slot.fetched is None:
-                transfer = self._transfer(slot, direction=Direction.read, urgency=Urgency.ahead)
-                slot.fetched = _Fetch(store=self, slot=slot, transfer=transfer)
+                slot.fetched = self._new_fetch(slot)
                 if slot.kept is not None:
-                    transfer.padded_bytes = 0  # there is nothing to move
+                    slot.fetched.transfer.padded_bytes = 0  # there is nothing to move
                     self._start_fetch(slot.fetched, lease=slot.kept)
                 else:
                     self._queued.append(slot.fetched)
@@ -196,6 +195,20 @@ class NvmeStore:
             return slot.fetched is not None or (
                 not self._queued and self._pool.has_room(slot.padded_bytes, leaving=self._room_to_keep)
             )
+
+    def fetch_ahead(self, slot: NvmeSlot) -> "_Fetch | None":
+        """`fetch` of a slot without `keep`, long before its use, or None: what is kept has its room, and one whole buffer stays free.
+
+        So fetches in the order in which slots are updated go on: with that buffer the gradient of the first one can be fetched.
+        """
+        with self._changed:
+            if slot.fetched is None:
+                spare = None if self._queued else self._pool.take_spare(slot.padded_bytes, leaving=self._room_to_keep)
+                if spare is None:
+                    return None
+                slot.fetched = self._new_fetch(slot)
+                self._start_fetch(slot.fetched, lease=spare)
+            return slot.fetched
 
     def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> "_Transfer":
         """Read a slot of any size into `out` (contiguous, on any device), which must not be used before `wait()`."""
@@ -339,6 +352,10 @@ class NvmeStore:
     def _serve_queued(self) -> None:
         while self._queued and (lease := self._pool.take(self._queued[0].slot.padded_bytes)) is not None:
             self._start_fetch(self._queued.popleft(), lease=lease)
+
+    def _new_fetch(self, slot: NvmeSlot) -> "_Fetch":
+        transfer = self._transfer(slot, direction=Direction.read, urgency=Urgency.ahead)
+        return _Fetch(store=self, slot=slot, transfer=transfer)
 
     def _start_fetch(self, fetched: "_Fetch", *, lease: Lease) -> None:
         fetched.buffer = lease

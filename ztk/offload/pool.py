@@ -73,11 +73,13 @@ class BufferPool:
 
     def take(self, nbytes: int) -> Lease | None:
         """Memory for `nbytes` (a multiple of a page), or None. The shortest stretch that does, else a whole buffer."""
-        lease = self.take_stretch(nbytes)
-        if lease is None and self._whole:
-            lease = self._whole.pop()  # the most recently used one: its pages are warm
-            self._taken.add(lease)
-        return lease
+        return self.take_stretch(nbytes) or self._take_whole(sparing=0)
+
+    def take_spare(self, nbytes: int, *, leaving: int) -> Lease | None:
+        """As `take`, but `leaving` bytes of the rest and one whole buffer stay free."""
+        if self.has_room(nbytes, leaving=leaving):
+            return self.take_stretch(nbytes)
+        return self._take_whole(sparing=1)
 
     def take_stretch(self, nbytes: int) -> Lease | None:
         """Memory for `nbytes` (a multiple of a page) of the rest, or None."""
@@ -89,6 +91,13 @@ class BufferPool:
         lease = Lease(start=stretch.start, stop=stretch.start + nbytes, whole=False)
         if len(stretch) > nbytes:
             self._insert(range(lease.stop, stretch.stop))
+        self._taken.add(lease)
+        return lease
+
+    def _take_whole(self, *, sparing: int) -> Lease | None:
+        if len(self._whole) <= sparing:
+            return None
+        lease = self._whole.pop()  # the most recently used one: its pages are warm
         self._taken.add(lease)
         return lease
 

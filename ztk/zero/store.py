@@ -40,6 +40,10 @@ class Store(Protocol):
 
     def has_room(self, slot: Slot) -> bool: ...  # a fetch ahead of time takes nothing that others need
 
+    def fetch_ahead(
+        self, slot: Slot
+    ) -> Pending | None: ...  # long before its use; None: there is no memory for that now
+
     def fetch_into(self, slot: Slot, *, out: Tensor) -> Pending: ...
 
     def put(self, slot: Slot, *, value: Tensor) -> Pending: ...
@@ -94,6 +98,9 @@ class DeviceStore:
 
     def has_room(self, slot: DeviceSlot) -> bool:
         return True
+
+    def fetch_ahead(self, slot: DeviceSlot) -> Done:
+        return self.fetch(slot)
 
     def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Done:
         return Done(out.copy_(slot.tensor))

@@ -100,9 +100,10 @@ class ShardUpdate:
         if not self._fetches_ahead or self._is_fetching:
             return
         for piece in self._pieces[len(self._ahead) :]:
-            if not self._stores.optimizer.has_room(piece.states):
+            pending = self._stores.optimizer.fetch_ahead(piece.states)
+            if pending is None:
                 return
-            self._ahead[piece] = self._stores.optimizer.fetch(piece.states)
+            self._ahead[piece] = pending
 
     def drop_ahead(self) -> None:
         """There will be no update with what was fetched ahead."""
