@@ -76,6 +76,8 @@ def parallelize(
         keep_freed_memory()
         if fast_linear or precision.dtype in WIDENED:
             speed_up_linear_layers(model)
+    elif fast_linear:
+        raise ValueError(f"fast_linear=True has no effect on {process.device}: leave it out")
     if offload.parameters is not OffloadTarget.none and not zero.shards_parameters:
         raise ValueError(
             f"offload.parameters={offload.parameters} needs zero=stage3 (have stage {zero.stage}); "

@@ -1,5 +1,7 @@
 """Linear layers of torch's own that an engine on CPU multiplies by other functions: the same training, and nothing gathered for it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -52,3 +54,15 @@ def test_no_weight_is_gathered_that_the_backward_does_not_read(ranks):
 def test_types_that_the_processor_cannot_multiply_go_that_way_unasked(ranks, dtype):
     widened = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype] in WIDENED
     assert ranks(2).run(train, stage=2, dtype=dtype)[0]["kinds"] == {Linear if widened else nn.Linear}
+
+
+def refusal(process: Process) -> str:
+    with pytest.raises(ValueError) as refused:
+        make_engine(
+            replace(process, device=torch.device("cuda")), layout=Layout(stage=0), model=build(), fast_linear=True
+        )
+    return str(refused.value)
+
+
+def test_it_is_refused_where_it_does_nothing(ranks):
+    assert "fast_linear=True has no effect on cuda" in ranks(1).run(refusal)[0]

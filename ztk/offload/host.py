@@ -67,9 +67,9 @@ class HostStore:
         """Every slot is in memory."""
         return True
 
-    def fetch_ahead(self, slot: HostSlot) -> "_Pending":
-        """As `fetch`."""
-        return self.fetch(slot)
+    def fetch_ahead(self, slot: HostSlot) -> None:
+        """There is nothing to gain."""
+        return None
 
     def fetch_into(self, slot: HostSlot, *, out: Tensor) -> "_Pending":
         """Copy the slot into `out`. On CUDA the copy is in the order of the current stream; `wait()` waits for it."""

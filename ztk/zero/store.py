@@ -40,9 +40,7 @@ class Store(Protocol):
 
     def has_room(self, slot: Slot) -> bool: ...  # a fetch ahead of time takes nothing that others need
 
-    def fetch_ahead(
-        self, slot: Slot
-    ) -> Pending | None: ...  # long before its use; None: there is no memory for that now
+    def fetch_ahead(self, slot: Slot) -> Pending | None: ...  # long before its use; None: no memory now, or no gain
 
     def fetch_into(self, slot: Slot, *, out: Tensor) -> Pending: ...
 
@@ -99,8 +97,8 @@ class DeviceStore:
     def has_room(self, slot: DeviceSlot) -> bool:
         return True
 
-    def fetch_ahead(self, slot: DeviceSlot) -> Done:
-        return self.fetch(slot)
+    def fetch_ahead(self, slot: DeviceSlot) -> None:
+        return None
 
     def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Done:
         return Done(out.copy_(slot.tensor))

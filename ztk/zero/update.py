@@ -91,13 +91,12 @@ class ShardUpdate:
         self._running: Future | None = None
         self._holder: Callable[[], None] | None = None
         self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
-        self._fetches_ahead = stores.optimizer.tier is Tier.nvme
         self._ahead: dict[Piece, Pending] = {}
         self._is_fetching = False  # the update that runs behind the forward has not fetched everything yet
 
     def fetch_ahead(self) -> None:
         """See [Note: States ahead]. Nothing while the last update still fetches."""
-        if not self._fetches_ahead or self._is_fetching:
+        if self._is_fetching:
             return
         for piece in self._pieces[len(self._ahead) :]:
             pending = self._stores.optimizer.fetch_ahead(piece.states)
@@ -120,10 +119,8 @@ class ShardUpdate:
         self._join()
         if self._on_host:
             control = control.cpu()
-        if self._must_know_of_skips and bool(
-            control[0, Control.skip]
-        ):  # nothing more is read from and written to the medium
-            self.drop_ahead()
+        if self._must_know_of_skips and bool(control[0, Control.skip]):
+            self.drop_ahead()  # and nothing is read from or written to the medium
             return
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.forget()
