@@ -2,9 +2,10 @@
 
     python scripts/bench_engine.py [--model 30m] [--modules ztk] [--dtype fp32] [--rounds 3] [--deepspeed-python PATH]
 
-The model is the same for all candidates: of ztk's layers, or with `--modules torch` the same parameters and function in torch's own
-(`plain_decoder.py`), as somebody brings it who trained it by DDP yesterday. That one is given to `ztk.parallelize(fast_linear=True)`, which
-makes its linear layers multiply as ztk's do.
+The model has the same parameters, first values and function for all candidates. `--modules` says whose layers compute it:
+`ztk`: ztk's, also for the peers, so that only the engines differ; `torch`: torch's own (`plain_decoder.py`), as somebody brings it who
+trained it by DDP yesterday, given to `ztk.parallelize(fast_linear=True)`, which makes its linear layers multiply as ztk's do; `own`: each
+what it has, torch's for `compute` and the peers and ztk's for ztk, so that kernels count as well.
 
 All candidates run once per round, each round in another order, in fresh processes with one thread per rank; the figures are medians
 over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
@@ -187,7 +188,7 @@ def is_peer(other: str, *, of: str) -> bool:
 
 def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
     title = (
-        f"{options.model} of {options.modules}'s layers, {options.dtype}, {options.ranks} ranks, "
+        f"{options.model} of {options.modules} layers, {options.dtype}, {options.ranks} ranks, "
         f"batch {options.micro_batch} x {options.seq_len}, "
         f"medians of up to {options.rounds} rounds of {options.steps} steps"
     )
@@ -245,7 +246,9 @@ def write(rows: list[Row]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="30m", choices=("tiny", "30m"))
-    parser.add_argument("--modules", default="ztk", choices=("ztk", "torch"), help="whose layers the model is made of")
+    parser.add_argument(
+        "--modules", default="ztk", choices=("ztk", "torch", "own"), help="whose layers the model is made of"
+    )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

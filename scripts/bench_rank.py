@@ -53,7 +53,7 @@ class Task:
 
     candidate: `compute`; torch's `ddp`, `zro` (ZeroRedundancyOptimizer over it), `fsdp2` and `fsdp2-keep` (parameters stay gathered
         from forward to backward: stage 2); or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`.
-    modules: whose the model's layers are, for all candidates: `torch` or `ztk`.
+    modules: whose the model's layers are: `torch` or `ztk` for all candidates, or `own`: ztk's for ztk, torch's for the others.
     """
 
     candidate: str
@@ -114,7 +114,7 @@ def build(task: Task, *, process: Process) -> Step:
     if name == "zro":
         return zero_redundancy(task)
     common = {"process": process, "optimizer": OPTIMIZER, "precision": PrecisionPolicy(dtype=DTYPES[task.dtype])}
-    if task.modules == "torch":
+    if is_plain(task):
         model = whole(task)
     else:
         with torch.device("meta"):
@@ -130,7 +130,7 @@ def build(task: Task, *, process: Process) -> Step:
             model,
             zero=ZeroPolicy(stage=stage),
             offload=offload(task, stage=stage, tier=tier),
-            fast_linear=task.modules == "torch",
+            fast_linear=is_plain(task),
             **common,
         )
 
@@ -147,10 +147,15 @@ def config(task: Task) -> DecoderConfig:
     return DecoderConfig(vocab_size=256, max_seq_len=task.seq_len, tie_embeddings=True, **MODELS[task.model])
 
 
+def is_plain(task: Task) -> bool:
+    """The candidate's model is made of torch's own layers."""
+    return task.modules == "torch" or task.modules == "own" and not task.candidate.startswith("ztk")
+
+
 def whole(task: Task) -> nn.Module:
     """The model with its first values, float32."""
     decoder = initialise(Decoder(config(task)), seed=SEED)
-    return plain_decoder(decoder) if task.modules == "torch" else decoder
+    return plain_decoder(decoder) if is_plain(task) else decoder
 
 
 def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
