@@ -1,6 +1,9 @@
 """What all tests share: warm rank pools, and kernels that can be interpreted."""
 
 import os
+import shutil
+import tempfile
+from multiprocessing.util import Finalize
 
 # Read once, when the first test module imports ztk.kernels; only `set_backend("triton")` interprets kernels then. On a machine with
 # a GPU: TRITON_INTERPRET=0 pytest -m gpu
@@ -13,6 +16,12 @@ from tests.ranks import RankPool
 
 # As in the ranks, whose bits some tests compare with what this process computes; the kernels' interpreter is numpy in one thread, too.
 torch.set_num_threads(1)
+
+# Tests, their ranks and the programs they start leave folders; all lie in one, which goes with this process, after multiprocessing's own
+# (of priority -100). `tmp_path` stays outside, where pytest keeps the last three sessions'.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="ztk-")
+Finalize(None, shutil.rmtree, args=(tempfile.tempdir,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
 @pytest.fixture(scope="session")
