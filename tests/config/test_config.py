@@ -159,8 +159,9 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("topology=tp4",), "use topology.tensor=3 or less"),
         (("topology=tp2", "launch.ranks=3"), "use launch.ranks=2 or a multiple of it"),
         (("topology=tp2", "topology.data=3", "launch.ranks=4"), "use launch.ranks=6"),
-        (("topology=tp2", "zero=ddp"), "use topology=dp"),
-        (("topology=sp4",), "use a degree that divides them"),
+        (("topology=tp2", "zero=ddp"), "use topology=dp, or"),
+        (("topology.expert=2", "model=tiny_moe", "zero=ddp"), "leave out topology.expert"),
+        (("topology=sp4",), "use topology.sequence=2, or another degree"),
         (("topology=sp2", "data.seq_len=129"), "use data.seq_len=130"),
         (("topology=tp2", "topology.sequence_norms=true", "data.seq_len=129"), "use data.seq_len=130"),
         (("topology.sequence_norms=true",), "topology.tensor above 1"),
@@ -183,7 +184,7 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("model.vocab_size=100",), "use model.vocab_size=256"),
         (("data.seq_len=4096",), "use data.seq_len=1024"),
         (("data.path=/no/such/text",), "no such file"),
-        (("data=files",), "choose data=files"),
+        (("data=files",), "use data.path=FOLDER"),
         (("train.steps=0",), "1 or more"),
         (("train.steps=20", "checkpoint.every=21"), "use checkpoint.every=20"),
         (("train.steps=20", "scheduler.warmup_steps=20"), "use scheduler.warmup_steps=2"),
@@ -203,6 +204,12 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
 )
 def test_what_does_not_fit_together_names_the_mend(overrides, mend):
     assert any(mend in fault for fault in faults(*overrides))
+    for advice in re.findall(r"[a-z_.]+=[a-z0-9_.]+", mend):
+        followed = [override for override in overrides if not override.startswith(advice.partition("=")[0] + "=")]
+        try:
+            composed(*followed, advice)
+        except ConfigError as refused:  # for something else
+            assert not any(mend in fault for fault in refused.faults)
 
 
 @pytest.mark.parametrize(

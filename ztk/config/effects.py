@@ -156,7 +156,7 @@ EFFECTS = (
         only="recompute.contiguous=true",
         required=False,
     ),
-    Effect(keys=("data.path",), when=lambda c, m: c.data.name is DataName.files, only="data=files"),
+    Effect(keys=("data.path",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
     Effect(
         keys=("data.validation_fraction", "train.eval_every", "train.eval_batches"),
         when=lambda c, m: c.data.name is not DataName.synthetic,

@@ -161,7 +161,10 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
             ParameterTier.none,
             ParameterTier.auto,
         ):
-            yield f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none"
+            yield (
+                f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none and leave out offload.optimizer and "
+                "offload.parameters"
+            )
         if config.optimizer.name is OptimizerName.lion:
             yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.checkpoint.every or config.checkpoint.resume is not None:
@@ -240,7 +243,10 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _data(config: Config, machine: Machine) -> Iterator[str]:
-    if config.data.name is not DataName.files or config.data.path is None:
+    if config.data.name is not DataName.files:
+        return
+    if config.data.path is None:
+        yield "data=files reads what data.path names, and it names nothing: use data.path=FOLDER, a file or a glob, or data=stdlib"
         return
     for entry in data_paths(config):
         if not entry or not (os.path.exists(os.path.expanduser(entry)) or _matches(entry)):

@@ -1,5 +1,6 @@
 """How the ranks are shared out among the axes of parallelism, and which models fit. The arithmetic of `ztk.runtime.mesh`, without torch."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -53,9 +54,10 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # the ranges say so
     if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
+        named = sorted(given & {f"topology.{name}" for name in DEGREES})
         yield (
-            f"topology: zero={config.zero.engine.value} is there to compare with and data-parallel only; use topology=dp, or "
-            "zero=stage0 to stage3"
+            f"topology: zero={config.zero.engine.value} is there to compare with and data-parallel only; use "
+            f"topology=dp{' and leave out ' + ', '.join(named) if named else ''}, or zero=stage0 to stage3"
         )
     yield from _rank_faults(config, given=given, machine=machine)
     yield from _model_faults(config)
@@ -104,9 +106,10 @@ def _model_faults(config: Config) -> Iterator[str]:
             f"topology.tensor={model.kv_heads} or less"
         )
     elif bad := [heads for heads in _heads_of_ranks(config) if heads % sequence]:
+        mended = math.gcd(sequence, *_heads_of_ranks(config))
         yield (
             f"topology.sequence={sequence} does not divide the {bad[0]} heads of a rank (model.heads={model.heads}, "
-            f"topology.tensor={tensor}): use a degree that divides them"
+            f"topology.tensor={tensor}): use topology.sequence={mended}, or another degree that divides them"
         )
     if length > 0 and length % sequence:
         yield (
