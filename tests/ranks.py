@@ -25,6 +25,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self._folder: tempfile.TemporaryDirectory | None = None  # where they find each other
         self._processes: list = []
         self._pipes: list[Connection] = []
 
@@ -58,7 +59,8 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel"])
-        store = os.path.join(tempfile.mkdtemp(prefix="ztk-ranks-"), "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="ztk-ranks-")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
@@ -73,7 +75,9 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder, self._processes, self._pipes = None, [], []
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
