@@ -54,7 +54,7 @@ def offload_policy(config: Config) -> OffloadPolicy:
 
 def topology(config: Config) -> Topology:
     degrees = {name: getattr(config.topology, name) for name in ("pipeline", "tensor", "sequence", "expert")}
-    return Topology(**degrees, near=config.zero.secondary_shards or 1)
+    return Topology(**degrees, intra_node=config.zero.hpz_partition_size or 1)
 
 
 def pipeline_policy(config: Config) -> PipelinePolicy:
@@ -63,7 +63,7 @@ def pipeline_policy(config: Config) -> PipelinePolicy:
 
 
 def tensor_policy(config: Config) -> TensorPolicy:
-    return TensorPolicy(sequence_norms=bool(config.topology.sequence_norms))
+    return TensorPolicy(sequence_parallel=bool(config.topology.sequence_parallel))
 
 
 def recompute_policy(config: Config) -> RecomputePolicy:

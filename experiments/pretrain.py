@@ -129,7 +129,7 @@ def train(
                 loss=loss,
                 tokens=tokens,
                 metrics=engine.read_metrics,
-                figures=engine.read_figures,
+                module_metrics=engine.read_module_metrics,
                 row=saves,
                 **measured,
             )

@@ -50,7 +50,7 @@ DEEPSPEED = [
 TORCH_STAGES = {"ddp": "0", "zro": "1", "fsdp2-keep": "2", "fsdp2": "3"}
 
 
-class Nursery:
+class ZeroInitContext:
     """An interpreter that has imported torch and forks ranks on demand. See `bench_rank.py`."""
 
     def __init__(self, interpreter: str) -> None:
@@ -109,9 +109,9 @@ class Row:
 def main() -> None:
     options = parse()
     console, deadline = Console(stderr=True, width=140), time.monotonic() + options.seconds
-    nurseries = {"ztk": Nursery(sys.executable)}
+    init_contexts = {"ztk": ZeroInitContext(sys.executable)}
     if options.deepspeed_python:
-        nurseries["deepspeed"] = Nursery(options.deepspeed_python)
+        init_contexts["deepspeed"] = ZeroInitContext(options.deepspeed_python)
     measured: dict[str, list[dict]] = {candidate: [] for candidate in options.candidates}
     with tempfile.TemporaryDirectory(prefix="ztk-bench-", dir=options.nvme_path) as folder:
         for number in range(options.rounds):
@@ -119,8 +119,8 @@ def main() -> None:
             for candidate in options.candidates[shift:] + options.candidates[:shift]:
                 if time.monotonic() > deadline:
                     break
-                nursery = nurseries["deepspeed" if candidate.startswith("deepspeed") else "ztk"]
-                result = nursery.run(
+                init_context = init_contexts["deepspeed" if candidate.startswith("deepspeed") else "ztk"]
+                result = init_context.run(
                     candidate=candidate,
                     model=options.model,
                     modules=options.modules,
@@ -137,8 +137,8 @@ def main() -> None:
                     continue
                 measured[candidate].append(result)
                 console.print(f"round {number + 1}: {candidate} {result['cpu_seconds']:.3f} CPU s", style="dim")
-    for nursery in nurseries.values():
-        nursery.close()
+    for init_context in init_contexts.values():
+        init_context.close()
     rows = summarise({name: runs for name, runs in measured.items() if runs}, options=options)
     console.print(table(rows, options=options))
     write(rows)

@@ -1,6 +1,6 @@
 """What one rank of `scripts/bench_engine.py` does: build a candidate, warm it up, measure its steps.
 
-Run as `python bench_rank.py` it is a nursery: it imports torch once, reads one `Task` as JSON per line, forks the ranks of each
+Run as `python bench_rank.py` it is a init_context: it imports torch once, reads one `Task` as JSON per line, forks the ranks of each
 and answers with one line. So every measurement has fresh processes and none pays for an import twice. It runs in whichever
 interpreter has the peer (DeepSpeed may live in another environment).
 """
@@ -315,9 +315,9 @@ def serve(task: Task, *, rank: int, store: str) -> Measurement:
     return measure(build(task, process=process), task=task, process=process)
 
 
-def deepspeed_port(nursery: int) -> str:
+def deepspeed_port(init_context: int) -> str:
     """Nobody listens there; it names DeepSpeed's shared memory."""
-    return str(10000 + nursery % 50000)
+    return str(10000 + init_context % 50000)
 
 
 def main() -> None:

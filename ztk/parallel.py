@@ -15,7 +15,7 @@ from ztk.engine.control import StepControl
 from ztk.engine.engine import Engine
 from ztk.engine.parts import warn_of_parts
 from ztk.engine.pipeline import PipelineEngine
-from ztk.moe import figures_of_experts, scale_router_losses, shard_experts
+from ztk.moe import metrics_of_experts, scale_router_losses, shard_experts
 from ztk.nn.deferred import DeferredGradients
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy, OffloadTarget
@@ -84,14 +84,14 @@ def parallelize(
             "use zero=stage3 or offload.parameters=none"
         )
     recompute = recompute or RecomputePolicy()
-    if recompute.partition_inputs and tensor is not None and tensor.sequence_norms:
+    if recompute.partition_inputs and tensor is not None and tensor.sequence_parallel:
         raise ValueError(
             "recompute.partition_inputs=true needs blocks whose input is the same on all tensor-parallel ranks; with "
-            "topology.sequence_norms=true each has its own part already: leave partition_inputs out"
+            "topology.sequence_parallel=true each has its own part already: leave partition_inputs out"
         )
-    if zero.secondary_shards not in (1, mesh.topology.near):
+    if zero.hpz_partition_size not in (1, mesh.topology.intra_node):
         raise ValueError(
-            f"zero.secondary_shards={zero.secondary_shards}: arrange the process with Topology(near={zero.secondary_shards})"
+            f"zero.hpz_partition_size={zero.hpz_partition_size}: arrange the process with Topology(intra_node={zero.hpz_partition_size})"
         )
     memory, clock, io = MemoryLedger(), PhaseClock(), IoCounters()
     step = flat_optimizer(optimizer)
@@ -117,7 +117,7 @@ def parallelize(
     if mesh.comm("tp").size > 1 and not is_cut:
         tensors = shard_tensors(model, mesh=mesh, policy=tensor or TensorPolicy())
         parts |= tensors.parts
-    cuts_tokens = tensor is not None and tensor.sequence_norms
+    cuts_tokens = tensor is not None and tensor.sequence_parallel
     if mesh.comm("sp").size > 1:
         cut_sequences(model, mesh=mesh, tokens_cut_along_tp=cuts_tokens)
     parts |= shard_experts(model, mesh=mesh, pattern=experts, tokens_cut_along_tp=cuts_tokens)
@@ -172,7 +172,7 @@ def parallelize(
         clock=clock,
         io=io,
         accumulation_steps=accumulation_steps,
-        figures=figures_of_experts(model, mesh=mesh),
+        module_metrics=metrics_of_experts(model, mesh=mesh),
     )
 
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import ztk.deepspeed as deepspeed
-from tests.deepspeed import born
+from tests.deepspeed import zero_init
 
 
 def ordinary() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    model = born.Model()
+    model = zero_init.Model()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -21,13 +21,13 @@ def equal(left: dict, right: dict) -> bool:
 def test_a_model_is_built_sharded_with_the_values_it_would_have(ranks):
     expected = ordinary()
     after = torch.rand(3)
-    first, second = ranks(2).run(born.build)
+    first, second = ranks(2).run(zero_init.build)
     for found in (first, second):
-        assert found["born"] and found["nan"] and found["tied"] and found["clean"]
+        assert found["partitioned"] and found["nan"] and found["tied"] and found["clean"]
         assert found["bytes"] == 4 * len(expected)  # one NaN each
         assert equal(found["values"], expected)
         assert torch.equal(found["next"], after)  # the random numbers that a script draws next are the same
-        assert found["status"] == "NOT_AVAILABLE" and found["shape"] == (2 * born.WIDTH, born.WIDTH)
+        assert found["status"] == "NOT_AVAILABLE" and found["shape"] == (2 * zero_init.WIDTH, zero_init.WIDTH)
         assert found["dtype"] is torch.float32 and found["buffer"].tolist() == [0, 1, 2, 3]
     assert first["ids"] == second["ids"] and len(set(first["ids"])) == len(expected)
     slices = torch.cat([first["slice"], second["slice"]])
@@ -35,14 +35,14 @@ def test_a_model_is_built_sharded_with_the_values_it_would_have(ranks):
 
 
 def test_rank_0s_values_are_everybodys(ranks):
-    first, second = ranks(2).run(born.build, seed_of_rank=5)
+    first, second = ranks(2).run(zero_init.build, seed_of_rank=5)
     assert equal(first["values"], ordinary()) and equal(first["values"], second["values"])
 
 
 def test_one_module_is_whole_at_a_time(ranks):
-    whole = ranks(2).run(born.peak, under_init=False)[0]
+    whole = ranks(2).run(zero_init.peak, under_init=False)[0]
     assert whole["peak"] == whole["model"]
-    for found in ranks(2).run(born.peak, under_init=True):
+    for found in ranks(2).run(zero_init.peak, under_init=True):
         assert found["peak"] < 1.2 * found["model"] / 20  # 20 equal layers; 4 bytes per sharded parameter
 
 
@@ -53,8 +53,8 @@ def test_one_module_is_whole_at_a_time(ranks):
 def test_initialize_takes_over_what_was_built_sharded(ranks, stage, bf16, offload):
     """Master weights are fp32 in 16 bit too, so nothing differs from a model built whole."""
     arguments = {"stage": stage, "bf16": bf16, "offload": offload}
-    expected = ranks(2).run(born.train, under_init=False, **arguments)[0]
-    for rank, found in enumerate(ranks(2).run(born.train, under_init=True, **arguments)):
+    expected = ranks(2).run(zero_init.train, under_init=False, **arguments)[0]
+    for rank, found in enumerate(ranks(2).run(zero_init.train, under_init=True, **arguments)):
         assert found["left"] == []
         assert equal(found["first"], expected["first"]) and equal(found["weights"], expected["weights"])
         if rank == 0:
@@ -63,7 +63,7 @@ def test_initialize_takes_over_what_was_built_sharded(ranks, stage, bf16, offloa
 
 
 def test_gathered_parameters_before_initialize(ranks):
-    for found in ranks(2).run(born.gathered_before_initialize):
+    for found in ranks(2).run(zero_init.gathered_before_initialize):
         before, after = found["before"], found["after"]
         assert found["inner"].eq(2).all() and found["still"] == "AVAILABLE" and found["status"] == "AVAILABLE"
         for name, value in after.items():
@@ -76,14 +76,14 @@ def test_gathered_parameters_before_initialize(ranks):
 
 
 def test_other_ways_to_use_init(ranks):
-    for found in ranks(2).run(born.other_ways):
+    for found in ranks(2).run(zero_init.other_ways):
         assert equal(found["module"], found["expected"]) and equal(found["nested"], found["expected"])
         assert found["half"] and found["clean"]
         assert found["dtype"] is torch.bfloat16 and found["copy"] == "ZeroParameter"
 
 
 def test_held_parameters_stay_whole_through_passes(ranks):
-    first, second = ranks(2).run(born.held)
+    first, second = ranks(2).run(zero_init.held)
     for found in (first, second):
         assert found["same"] and found["whole"] and found["moved"] == 0  # gathered once for three forwards
         assert "leave GatheredParameters" in found["refused"]

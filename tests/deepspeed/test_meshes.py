@@ -174,7 +174,7 @@ def test_whole_weights_leave_and_enter_a_model_in_parts(ranks, tmp_path, kind, s
 
 
 def begin(process: Process, *, kind: str) -> list[str]:
-    """What comes of training without an optimizer, and of parameters that are born sharded."""
+    """What comes of training without an optimizer, and of parameters that are partitioned while the model is built."""
     texts = []
     engine = deepspeed.initialize(model=made(kind), config=config(kind, stage=0, optimizer=False))[0]
     try:
@@ -193,9 +193,9 @@ def begin(process: Process, *, kind: str) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "what"), [("tp", "layers are cut"), ("ep", "experts are spread")])
 def test_what_would_cut_twice_or_without_values_is_refused(ranks, kind, what):
-    for late, born in ranks(2).run(begin, kind=kind):
+    for late, initialised in ranks(2).run(begin, kind=kind):
         assert what in late and "name one in the configuration" in late
-        assert "has no values of its own (zero.Init?)" in born and "outside of zero.Init" in born
+        assert "has no values of its own (zero.Init?)" in initialised and "outside of zero.Init" in initialised
 
 
 def batches(process: Process, *, folder: str) -> dict:

@@ -36,7 +36,7 @@ for epoch in range(4):
 
 
 def test_2_3_zero_init(documents):
-    """The model is born sharded with the values of its file, without a batch size in the configuration, and trains."""
+    """The model is built sharded with the values of its file, without a batch size in the configuration, and trains."""
     found = compared(documents, ZERO_INIT)
     assert found.kept["sharded"] and learns(found, by=0.99)
 

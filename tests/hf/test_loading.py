@@ -1,4 +1,4 @@
-"""`from_pretrained` and `from_config` at stage 3: born sharded, read by slices."""
+"""`from_pretrained` and `from_config` at stage 3: sharded while built, read by slices."""
 
 import pytest
 import torch

@@ -120,7 +120,7 @@ def train_hub(process, *, section: dict) -> tuple[list[float], dict[str, tuple[i
     return losses, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def born_sharded(process, *, ep_size: int) -> str:
+def built_sharded(process, *, ep_size: int) -> str:
     """What comes of a model whose experts were built under `zero.Init`: its loss's name, or the refusal."""
     torch.manual_seed(0)
     with deepspeed.zero.Init():

@@ -79,7 +79,7 @@ class Run:
     digest: str
     bytes: dict[str, int]
     calls: dict[str, int]
-    figures: dict
+    module_metrics: dict
     skipped: int
     memory: dict[str, dict[str, int]]
 
@@ -156,7 +156,7 @@ def train(
         losses.append(float(mesh.world.gather_scalars(loss.view(1), label="loss").mean()))
         norms.append(engine.read_metrics().grad_norm)
     counted, calls = mesh.counters.bytes, mesh.counters.calls
-    figures = engine.read_figures()
+    module_metrics = engine.read_module_metrics()
     weights = {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
     bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())
     for name in sorted(weights):
@@ -168,7 +168,7 @@ def train(
         digest=bits.hexdigest(),
         bytes=counted,
         calls=calls,
-        figures=figures,
+        module_metrics=module_metrics,
         skipped=engine.read_metrics().skipped_total,
         memory={tier: engine.memory.by_category(tier) for tier in ("device", "host")},
     )

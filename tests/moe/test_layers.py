@@ -6,15 +6,15 @@ from torch import nn
 
 from tests.moe.runs import CONFIG, Expert
 from ztk.kernels import moe_route
-from ztk.moe import MoE, expert_figures
+from ztk.moe import MoE, expert_metrics
 from ztk.moe.rows import gather_rows
 from ztk.nn import DecoderConfig
 from ztk.nn.mlp import SwiGLU
 from ztk.nn.moe import SparseMLP
 from ztk.runtime import Comm
-from ztk.runtime.comm.transport import Alone
+from ztk.runtime.comm.transport import SingleRankTransport
 
-ALONE = Comm(Alone(), rank=0, size=1, device=torch.device("cpu"))
+SINGLE_RANK = Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("cpu"))
 
 
 def sparse(**changes) -> SparseMLP:
@@ -97,21 +97,21 @@ def test_router_losses_reach_the_router_whatever_the_loss_is():
     assert not layer.experts.gate.grad.any()
 
 
-def test_figures_are_those_of_the_forwards_since_the_last_call():
+def test_metrics_are_those_of_the_forwards_since_the_last_call():
     layer = nn.ModuleDict({"mlp": sparse(), "moe": MoE(32, Expert(32), num_experts=4, min_capacity=0)})
     with torch.no_grad():
         layer["mlp"].router.weight.zero_()  # ties go to the first two experts
         layer["moe"].gate.weight.zero_()  # and here to the first: of 20 tokens it takes 5
     layer["mlp"](torch.randn(20, 32))
     layer["moe"](torch.randn(20, 32))
-    figures = expert_figures(layer, comm=ALONE)
-    assert figures["moe.load"] == {"mlp": [0.5, 0.5, 0.0, 0.0], "moe": [1.0, 0.0, 0.0, 0.0]}
-    assert figures["moe.max_load"] == 4.0 and figures["moe.min_load"] == 0.0
-    assert figures["moe.dropped"] == pytest.approx(15 / 60)
-    assert figures["moe.balance_loss"] == pytest.approx(1.0)  # probabilities are even, whoever is chosen
-    assert expert_figures(layer, comm=ALONE) == {}
+    module_metrics = expert_metrics(layer, comm=SINGLE_RANK)
+    assert module_metrics["moe.load"] == {"mlp": [0.5, 0.5, 0.0, 0.0], "moe": [1.0, 0.0, 0.0, 0.0]}
+    assert module_metrics["moe.max_load"] == 4.0 and module_metrics["moe.min_load"] == 0.0
+    assert module_metrics["moe.dropped"] == pytest.approx(15 / 60)
+    assert module_metrics["moe.balance_loss"] == pytest.approx(1.0)  # probabilities are even, whoever is chosen
+    assert expert_metrics(layer, comm=SINGLE_RANK) == {}
     layer.eval()["mlp"](torch.randn(20, 32))
-    assert expert_figures(layer, comm=ALONE) == {}, "evaluation does not count"
+    assert expert_metrics(layer, comm=SINGLE_RANK) == {}, "evaluation does not count"
 
 
 @pytest.mark.parametrize(

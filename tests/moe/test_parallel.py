@@ -40,7 +40,9 @@ def test_fp32_equals_the_one_rank_run(ranks, layout, kind):
     for run in ranks(world).run(train, topology=topology, kind=kind, stage=3):
         torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=1e-5, atol=0)
         torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(alone.norms), rtol=2e-5, atol=0)
-        assert run.figures["moe.balance_loss"] == pytest.approx(alone.figures["moe.balance_loss"], abs=0.2)
+        assert run.module_metrics["moe.balance_loss"] == pytest.approx(
+            alone.module_metrics["moe.balance_loss"], abs=0.2
+        )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def unbalanced(process, *, topology, kind="decoder", stage=0):
 def test_ranks_whose_experts_get_no_token_keep_step(ranks, world, stage):
     """Their gradients are zero and the collectives still meet."""
     (alone,) = ranks(1).run(unbalanced, topology=ONE)
-    assert alone.figures["moe.load"]["blocks.1.mlp"] == [0.5, 0.5, 0.0, 0.0]
+    assert alone.module_metrics["moe.load"]["blocks.1.mlp"] == [0.5, 0.5, 0.0, 0.0]
     runs = ranks(world).run(unbalanced, topology=EP2, stage=stage)
     torch.testing.assert_close(torch.tensor(runs[0].losses), torch.tensor(alone.losses), rtol=1e-5, atol=0)
     idle = runs[1].weights["blocks.1.mlp.experts.up"]
@@ -203,8 +205,8 @@ CUT = replace(CONFIG, kv_heads=2, layers=4)  # for axes that need two key heads,
     ("world", "topology", "more"),
     [
         (4, Topology(tensor=2, expert=2), {"stage": 2}),
-        (4, Topology(tensor=2, expert=2), {"stage": 3, "tensor": TensorPolicy(sequence_norms=True)}),
-        (2, Topology(tensor=2), {"stage": 1, "tensor": TensorPolicy(sequence_norms=True)}),
+        (4, Topology(tensor=2, expert=2), {"stage": 3, "tensor": TensorPolicy(sequence_parallel=True)}),
+        (2, Topology(tensor=2), {"stage": 1, "tensor": TensorPolicy(sequence_parallel=True)}),
         (2, Topology(sequence=2, expert=2), {"stage": 3, "offload": "cpu"}),
         (4, Topology(pipeline=2, expert=2), {"stage": 3, "offload": "nvme"}),
         (4, Topology(pipeline=2, expert=2), {"stage": 1, "pipeline": PipelinePolicy(schedule="zero_bubble")}),
@@ -221,8 +223,10 @@ def test_experts_go_with_every_other_axis(ranks, world, topology, more):
     for run in ranks(world).run(train, topology=topology, config=CUT, accumulation_steps=2, steps=5, **more):
         torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=1e-5, atol=0)
         torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(alone.norms), rtol=2e-5, atol=0)
-        assert run.figures["moe.balance_loss"] == pytest.approx(alone.figures["moe.balance_loss"], rel=1e-5)
-        assert set(run.figures["moe.load"]) == {"blocks.1.mlp", "blocks.3.mlp"}
+        assert run.module_metrics["moe.balance_loss"] == pytest.approx(
+            alone.module_metrics["moe.balance_loss"], rel=1e-5
+        )
+        assert set(run.module_metrics["moe.load"]) == {"blocks.1.mlp", "blocks.3.mlp"}
 
 
 def saves(process, *, kind: str, folder: str) -> list[float]:

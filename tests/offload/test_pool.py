@@ -1,4 +1,4 @@
-"""The pool's memory: stretches by size first, whole buffers for what does not fit, nothing given out twice."""
+"""The pool's memory: ranges by size first, whole buffers for what does not fit, nothing given out twice."""
 
 import random
 

@@ -17,7 +17,7 @@ def train(process, *, layout: Layout, norms: bool = False, experts: bool = False
     """Losses of this rank's replica, gradient norms."""
     config = replace(DECODER, tie_embeddings=layout.tied, **(MOE if experts else {}))
     model, more = decoder(config)
-    engine = build_engine(process, layout=layout, model=model, tensor=TensorPolicy(sequence_norms=norms), **more)
+    engine = build_engine(process, layout=layout, model=model, tensor=TensorPolicy(sequence_parallel=norms), **more)
     mesh = engine.process.mesh
     losses, norms = [], []
     for step in range(STEPS):

@@ -194,16 +194,16 @@ def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
     assert summary["bigram_entropy"] == 2.3
 
 
-def test_figures_of_the_modules_stand_in_rows_and_make_none(tmp_path):
+def test_metrics_of_the_modules_stand_in_rows_and_make_none(tmp_path):
     asked = []
 
-    def figures():
+    def module_metrics():
         asked.append(reporter._rows.step)
         return {"moe.dropped": asked[-1] / 8, "moe.load": {"mlp": [0.5, 0.5]}}
 
     with make_reporter(tmp_path, every=2) as reporter:
         for _ in range(4):
-            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics, figures=figures)
+            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics, module_metrics=module_metrics)
         reporter.finish()
     assert asked == [1, 2, 4], "asking is a collective call that waits for the device: once per row"
     assert [(row["moe.dropped"], row["moe.load"]["mlp"]) for row in rows_of(tmp_path)] == [

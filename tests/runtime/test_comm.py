@@ -10,7 +10,7 @@ from tests.ranks import RankFailed, RankPool
 from ztk.runtime.comm import Comm
 from ztk.runtime.comm.gloo import GlooTransport
 from ztk.runtime.comm.shared_memory import SharedMemoryTransport
-from ztk.runtime.comm.transport import Alone, sum_in_rank_order
+from ztk.runtime.comm.transport import SingleRankTransport, sum_in_rank_order
 
 SLOT_BYTES = 1 << 12
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -150,8 +150,8 @@ def in_a_hurry(process) -> None:
     own = slice(rank * 1024, (rank + 1) * 1024)
     with pytest.MonkeyPatch.context() as patch:
         if rank == world - 1:
-            meeting = comm._transport._meeting
-            patch.setattr(meeting, "meet", followed_by_a_pause(meeting.meet))
+            node = comm._transport._node
+            patch.setattr(node, "barrier", followed_by_a_pause(node.barrier))
         for kind in ("all_reduce", "reduce_scatter", "all_gather"):
             full.copy_(total if kind == "all_gather" else part(rank, numel=1024 * world, dtype=torch.float32))
             options = {"out": full[own]} if kind == "reduce_scatter" else {}
@@ -225,7 +225,7 @@ class Slow:
 
 
 def test_a_world_of_one_does_not_wait_when_it_only_looks_ahead():
-    comm, slow = Comm(Alone(), rank=0, size=1, device=torch.device("cpu")), Slow()
+    comm, slow = Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("cpu")), Slow()
     work = comm.all_gather(torch.zeros(128), label="test", after=slow)
     assert slow.waited == 0
     work.wait()

@@ -15,14 +15,14 @@ RANKS, VICTIM, PATIENCE = 3, 1, 60.0
 
 def connect(rank: int, moment: str, store: str, pipe) -> None:
     """One rank; tells the error that it gets and when."""
-    from ztk.runtime.comm.node import NodeMeeting
+    from ztk.runtime.comm.node import NodeGroup
 
     file_store = dist.FileStore(store, RANKS)
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=RANKS)
     if rank == VICTIM:
         plant(moment, struck=Path(f"{store}.struck"))
     try:
-        NodeMeeting(group=dist.group.WORLD, slab_bytes=4096, timeout_seconds=PATIENCE)
+        NodeGroup(group=dist.group.WORLD, slab_bytes=4096, timeout_seconds=PATIENCE)
         pipe.send("connected")
     except Exception as error:
         pipe.send((type(error).__name__, str(error), time.time()))

@@ -186,7 +186,7 @@ def _walk(run: _Run, *, steps: int, begin: Callable[[int], object]) -> Walk:
         begin(number)
         before = _first_moments(run.engine)
         losses.append(run.step(number))
-        loads.append(run.engine.read_figures().get("moe.load"))
+        loads.append(run.engine.read_module_metrics().get("moe.load"))
         gradients.append((_first_moments(run.engine) - BETA * before) / (1 - BETA))
     rank = run.engine.process.rank
     run.engine.close()

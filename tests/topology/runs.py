@@ -16,7 +16,7 @@ from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.runtime import Comm, Process, Tier, Topology
-from ztk.runtime.comm.transport import Alone
+from ztk.runtime.comm.transport import SingleRankTransport
 from ztk.runtime.mesh import AXES
 from ztk.runtime.process import all_replicas
 from ztk.runtime.seed import generator
@@ -66,7 +66,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def alone(process: Process) -> Process:
     """This rank as a world of its own."""
-    comm = Comm(Alone(), rank=0, size=1, device=process.device)
+    comm = Comm(SingleRankTransport(), rank=0, size=1, device=process.device)
     return replace(process, rank=0, world_size=1, local_world_size=1, comm=comm, mesh=all_replicas(comm))
 
 

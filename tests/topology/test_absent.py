@@ -11,7 +11,7 @@ from ztk.tensor import TensorPolicy
 
 RELATIVE = 1e-5  # see test_layouts.py
 STEPS, MICRO_BATCHES = 4, 2
-NORMS = TensorPolicy(sequence_norms=True)
+NORMS = TensorPolicy(sequence_parallel=True)
 LAYOUTS = [
     (6, Topology(pipeline=3, tensor=2), {"tensor": NORMS}),
     (6, Topology(pipeline=3, sequence=2), {}),

@@ -11,7 +11,7 @@ from ztk.tensor import TensorPolicy
 RELATIVE = 1e-5
 
 TENSOR2 = Topology(tensor=2)
-NORMS = {"tensor": TensorPolicy(sequence_norms=True)}
+NORMS = {"tensor": TensorPolicy(sequence_parallel=True)}
 
 
 @pytest.fixture(scope="module")

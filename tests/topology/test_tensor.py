@@ -12,7 +12,7 @@ from ztk.parallel import parallelize
 from ztk.runtime import Process, Topology
 from ztk.runtime.seed import generator
 from ztk.tensor import TensorPlan, TensorPolicy
-from ztk.tensor.split import stretch
+from ztk.tensor.split import part_range
 from ztk.zero import ZeroPolicy
 
 RELATIVE = 1e-5  # see test_layouts.py
@@ -31,7 +31,7 @@ def test_four_activation_all_reduces_per_layer_and_step(ranks):
 
 def test_with_sequence_norms_the_same_elements_travel(ranks):
     steps, activation = 3, BATCH * LENGTH * CONFIG.dim
-    options = {"tensor": TensorPolicy(sequence_norms=True)}
+    options = {"tensor": TensorPolicy(sequence_parallel=True)}
     outcome = ranks(2).run(train, strategy=Strategy(topology=TENSOR2, options=options), steps=steps)[0]
     moved = outcome.elements["tp"]
     statistics = steps * 2 * 2 * BATCH * LENGTH
@@ -130,11 +130,11 @@ def test_hugging_face_models_by_their_own_plan(ranks, name, tied):
 
 def test_stretches_cover_the_whole_in_grains():
     for size, parts, grain in ((12, 3, 1), (12, 5, 1), (24, 3, 4), (20, 3, 4)):
-        stretches = [stretch(size, part=part, parts=parts, grain=grain) for part in range(parts)]
-        assert [index for own in stretches for index in own] == list(range(size))
-        assert all(len(own) % grain == 0 for own in stretches)
+        ranges = [part_range(size, part=part, parts=parts, grain=grain) for part in range(parts)]
+        assert [index for own in ranges for index in own] == list(range(size))
+        assert all(len(own) % grain == 0 for own in ranges)
     with pytest.raises(ValueError, match="cannot be cut into 4 parts"):
-        stretch(12, part=0, parts=4, grain=4)
+        part_range(12, part=0, parts=4, grain=4)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ def train(process: Process, *, topology: Topology, rows: str | None, stage: int 
         loss = engine.train_batch([None if is_middle else own] * micro_batches)
         losses.append(float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
         norms.append(engine.read_metrics().grad_norm)
-    figures = engine.read_figures()
+    module_metrics = engine.read_module_metrics()
     engine.close()
-    return losses, norms, figures["moe.balance_loss"]
+    return losses, norms, module_metrics["moe.balance_loss"]
 
 
 @pytest.mark.parametrize("rows", list(ROWS))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.topology.runs import CONFIG, Strategy, arranged, make_engine
-from ztk.checkpoint import whole_state_dict
+from ztk.checkpoint import full_state_dict
 from ztk.nn import Decoder, initial_values
 from ztk.runtime import Process, Topology
 
@@ -19,8 +19,8 @@ def read(process: Process, *, strategy: Strategy, everywhere: bool) -> tuple[dic
         with around(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine.module.state_dict()
-        warned.append(any("whole_state_dict" in str(warning.message) for warning in caught))
-    state = whole_state_dict(engine, everywhere=everywhere)
+        warned.append(any("full_state_dict" in str(warning.message) for warning in caught))
+    state = full_state_dict(engine, everywhere=everywhere)
     engine.close()
     return state, warned
 

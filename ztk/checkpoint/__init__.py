@@ -2,11 +2,11 @@
 
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
 from ztk.checkpoint.folder import Retention, checkpoints, resolve
+from ztk.checkpoint.full import full_state_dict
 from ztk.checkpoint.load import LoadReport, load
 from ztk.checkpoint.manifest import Manifest, read_manifest
 from ztk.checkpoint.newest import load_newest
 from ztk.checkpoint.save import Saver, SaveReport, save
-from ztk.checkpoint.whole import whole_state_dict
 
 __all__ = [
     "CheckpointError",
@@ -23,5 +23,5 @@ __all__ = [
     "read_manifest",
     "resolve",
     "save",
-    "whole_state_dict",
+    "full_state_dict",
 ]

@@ -169,7 +169,7 @@ def _twin(source: Source, *, name: str, among: set[str]) -> str | None:
 
 
 def _equal(source: Source, *, one: Key, other: Key) -> bool:
-    parts = zip(source.stretches(one), source.stretches(other), strict=False)
+    parts = zip(source.ranges(one), source.ranges(other), strict=False)
     return all(torch.equal(first, second) for first, second in parts)
 
 
@@ -183,7 +183,7 @@ def _write(source: Source, *, temporary: Path, plan: _Plan) -> Manifest:
     writer = TensorFileWriter(temporary / file_name(0), specs=specs, metadata={"format": "pt"})
     try:
         for key, part in slices.items():
-            for values in source.stretches(key):
+            for values in source.ranges(key):
                 writer.append(part.key, value=values.float())
         writer.finish()
     finally:

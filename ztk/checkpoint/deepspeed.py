@@ -59,7 +59,7 @@ class DeepSpeedSource:
     def shapes(self) -> dict[Key, tuple[int, ...]]:
         return self._shapes
 
-    def stretches(self, key: Key) -> Iterator[Tensor]:
+    def ranges(self, key: Key) -> Iterator[Tensor]:
         for part in self._parts[key]:
             yield from (part[start : start + STRETCH] for start in range(0, part.numel(), STRETCH))
 
@@ -78,18 +78,18 @@ class DeepSpeedSource:
         for number, shapes in enumerate(self._model["param_shapes"]):
             partitions, offset = [rank[number] for rank in flats], 0
             for index, (name, shape) in enumerate(shapes.items()):
-                stretch = range(offset, offset + prod(shape))
-                self._add(kind, name=name, shape=shape, parts=list(_cut(partitions, stretch=stretch)))
-                offset = stretch.stop + (paddings[number][index] if paddings else 0)
+                span = range(offset, offset + prod(shape))
+                self._add(kind, name=name, shape=shape, parts=list(_cut(partitions, span=span)))
+                offset = span.stop + (paddings[number][index] if paddings else 0)
 
     def _add_whole_parameters(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
         """Stage 3. flats[r][g]: rank r's sub-group g; a parameter's part may lie in two of them."""
         offset = 0
         for name, shape in ((name, shape) for shapes in self._model["param_shapes"] for name, shape in shapes.items()):
-            stretch = range(offset, offset - (-prod(shape) // len(flats)))
-            parts = [part for groups in flats for part in _cut(groups, stretch=stretch)]
+            span = range(offset, offset - (-prod(shape) // len(flats)))
+            parts = [part for groups in flats for part in _cut(groups, span=span)]
             self._add(kind, name=name, shape=shape, parts=parts)
-            offset = stretch.stop
+            offset = span.stop
 
     def _add_frozen(self, models: list[dict]) -> None:
         fragments = [model.get("frozen_param_fragments") or {} for model in models]
@@ -154,11 +154,11 @@ def _flat_states(optims: list[dict], *, stage: int) -> dict[str, list[list[Tenso
     return found
 
 
-def _cut(tensors: list[Tensor], *, stretch: range) -> Iterator[Tensor]:
-    """Elements `stretch` of the tensors laid one after the other."""
+def _cut(tensors: list[Tensor], *, span: range) -> Iterator[Tensor]:
+    """Elements `span` of the tensors laid one after the other."""
     start = 0
     for tensor in tensors:
-        first, last = max(stretch.start, start), min(stretch.stop, start + tensor.numel())
+        first, last = max(span.start, start), min(span.stop, start + tensor.numel())
         if first < last:
             yield tensor.reshape(-1)[first - start : last - start]
         start += tensor.numel()

@@ -61,7 +61,7 @@ class Weights:
         own = DTYPES[info.dtype]
         return self._dtype if self._dtype is not None and info.name not in self._buffers else own
 
-    def stretches(self, name: str) -> Iterator[Tensor]:
+    def ranges(self, name: str) -> Iterator[Tensor]:
         """The values of `name`, flat, in order."""
         info = self._infos[name]
         kind = BUFFER if info.name in self._buffers else "master" if info.trainable else "parameter"
@@ -261,7 +261,7 @@ def _write(path: Path, *, specs: list[TensorSpec], weights: Weights) -> int:
     writer = TensorFileWriter(path, specs=specs, metadata={"format": "pt"})
     try:
         for spec in specs:
-            for values in weights.stretches(spec.key):
+            for values in weights.ranges(spec.key):
                 writer.append(spec.key, value=values)
         writer.finish()
     finally:
@@ -272,7 +272,7 @@ def _write(path: Path, *, specs: list[TensorSpec], weights: Weights) -> int:
 def _whole(weights: Weights, *, spec: TensorSpec) -> Tensor:
     out = torch.empty(spec.shape, dtype=spec.dtype)
     flat, start = out.view(-1), 0
-    for values in weights.stretches(spec.key):
+    for values in weights.ranges(spec.key):
         flat[start : start + values.numel()].copy_(values)
         start += values.numel()
     return out

@@ -18,7 +18,7 @@ _STRETCH = 1 << 20  # elements compared at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class LoadOptions:
     """What the caller of `load` wants set. Raises ValueError for wishes that exclude each other.
 
     weights_only: no optimizer states. only: shell patterns of the parameters and buffers to set; the others stay as they are.
@@ -57,7 +57,7 @@ def with_buffers_of(info: ModelInfo, *, manifest: Manifest) -> Manifest:
     return replace(manifest, parameters=others, buffers=[*manifest.buffers, *found])
 
 
-def match(manifest: Manifest, *, info: ModelInfo, wish: Wish) -> Match:
+def match(manifest: Manifest, *, info: ModelInfo, wish: LoadOptions) -> Match:
     """What a load sets by `wish`; a frozen parameter that the checkpoint has left out on purpose is kept in any case.
 
     Raises CheckpointError for a pattern that matches nothing.
@@ -80,7 +80,9 @@ def match(manifest: Manifest, *, info: ModelInfo, wish: Wish) -> Match:
     return Match(kept=tuple(kept), unused=tuple(unused))
 
 
-def check_fits(manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, wish: Wish, matched: Match) -> None:
+def check_fits(
+    manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, wish: LoadOptions, matched: Match
+) -> None:
     """Raises CheckpointError if names, shapes or optimizer states are not the model's, as far as they are to be set.
 
     state_names: those of the model's optimizer.
@@ -138,7 +140,7 @@ def _check_names(
     engine_infos: list[TensorInfo],
     manifest: Manifest,
     ties: dict[str, str],
-    wish: Wish,
+    wish: LoadOptions,
     kept: set[str],
 ) -> None:
     saved = _names_and_shapes(saved_infos, manifest=manifest)

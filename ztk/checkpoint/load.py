@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.errors import Agreement, CheckpointError
-from ztk.checkpoint.fit import Wish, check_fits, check_ties, match, with_buffers_of
+from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import open_manifest, resolve
 from ztk.checkpoint.manifest import BUFFER, FROZEN, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
@@ -65,7 +65,7 @@ def load(
     alike, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), a foreign one, another model or another optimizer. If that
     comes after some state was set, the engine may be loaded again from elsewhere, but must not go on as it is.
     """
-    comm, wish = engine.process.comm, Wish(weights_only=weights_only, only=only, strict=strict)
+    comm, wish = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
     agreement = Agreement(comm, error=CheckpointError)
     folder = None
     with agreement.step():

@@ -1,4 +1,4 @@
-"""Reads any stretch of any state of a checkpoint by offset, and believes no byte whose checksum it has not seen."""
+"""Reads any span of any state of a checkpoint by offset, and believes no byte whose checksum it has not seen."""
 
 import os
 import zlib
@@ -15,7 +15,7 @@ from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
 from ztk.runtime.part import Part
 
-CACHED_BLOCKS = 8  # neighbouring stretches share the block at their seam, in each kind of state
+CACHED_BLOCKS = 8  # neighbouring ranges share the block at their seam, in each kind of state
 OPEN_FILES = 64
 _CHUNK = 1 << 20  # elements in memory beside what is asked for, where parts are cut differently
 
@@ -30,8 +30,8 @@ class StateReader:
             for entry in file.entries:
                 if entry.kind != RNG:
                     self._entries[entry.kind, entry.name].append((entry, file))
-        for stretches in self._entries.values():
-            stretches.sort(key=lambda stretch: stretch[0].start)
+        for ranges in self._entries.values():
+            ranges.sort(key=lambda span: span[0].start)
         self._files: OrderedDict[str, int] = OrderedDict()
         self._blocks: OrderedDict[tuple[str, int, int], memoryview] = OrderedDict()
         self.read_bytes = 0
@@ -54,21 +54,21 @@ class StateReader:
         part: the elements are those of this part of the whole, which the files may have cut in another way.
         """
         name = self._manifest.tied.get(name, name)
-        stretches = self._entries[kind, name]
-        if not stretches:
+        ranges = self._entries[kind, name]
+        if not ranges:
             raise CheckpointError(f"{self._folder}: no {kind} of {name}")
-        out = torch.empty(stop - start, dtype=DTYPES[stretches[0][0].dtype])
-        if (part is None or part.is_whole) and all(entry.box is None for entry, _ in stretches):
-            self._read_flat(stretches, name=name, kind=kind, start=start, out=out)
+        out = torch.empty(stop - start, dtype=DTYPES[ranges[0][0].dtype])
+        if (part is None or part.is_full) and all(entry.box is None for entry, _ in ranges):
+            self._read_flat(ranges, name=name, kind=kind, start=start, out=out)
         else:
-            self._read_boxes(stretches, name=name, kind=kind, start=start, out=out, part=part)
+            self._read_boxes(ranges, name=name, kind=kind, start=start, out=out, part=part)
         return out
 
     def _read_flat(
-        self, stretches: list[tuple[Entry, StateFile]], *, name: str, kind: str, start: int, out: Tensor
+        self, ranges: list[tuple[Entry, StateFile]], *, name: str, kind: str, start: int, out: Tensor
     ) -> None:
         reached, stop = start, start + out.numel()
-        for entry, file in stretches:
+        for entry, file in ranges:
             first, last = max(entry.start, start), min(entry.stop, stop)
             if first < last:
                 if first > reached:
@@ -80,7 +80,7 @@ class StateReader:
 
     def _read_boxes(
         self,
-        stretches: list[tuple[Entry, StateFile]],
+        ranges: list[tuple[Entry, StateFile]],
         *,
         name: str,
         kind: str,
@@ -94,7 +94,7 @@ class StateReader:
         for wanted in boxes_of(part.shape, start=start, stop=start + out.numel()):
             target = out[at : at + wanted.numel]
             wanted, at = wanted.moved(part.start), at + wanted.numel
-            for entry, file in stretches:
+            for entry, file in ranges:
                 missing -= self._copy_overlap(entry, file=file, whole=whole, wanted=wanted, target=target)
         if missing:
             raise CheckpointError(

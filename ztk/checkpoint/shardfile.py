@@ -39,7 +39,7 @@ class Slice:
     @property
     def box(self) -> list[list[int]] | None:
         """As the manifest has it."""
-        if self.part is None or self.part.is_whole:
+        if self.part is None or self.part.is_full:
             return None
         return [[first, size] for first, size in zip(self.part.start, self.part.shape, strict=True)]
 

@@ -33,7 +33,7 @@ class Source(Protocol):
 
     def shapes(self) -> dict[Key, tuple[int, ...]]: ...
 
-    def stretches(self, key: Key) -> Iterator[Tensor]: ...  # flat, in order
+    def ranges(self, key: Key) -> Iterator[Tensor]: ...  # flat, in order
 
 
 class _Weights:
@@ -74,7 +74,7 @@ class SafetensorsSource(_Weights):
     def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {(MASTER, name): tuple(entry["shape"]) for name, (_, _, entry) in self._places.items()}
 
-    def stretches(self, key: Key) -> Iterator[Tensor]:
+    def ranges(self, key: Key) -> Iterator[Tensor]:
         path, base, entry = self._places[key[1]]
         dtype = DTYPES[entry["dtype"]]
         start, stop = entry["data_offsets"]
@@ -106,7 +106,7 @@ class StateDictSource(_Weights):
     def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {(MASTER, name): tuple(value.shape) for name, value in self._tensors.items()}
 
-    def stretches(self, key: Key) -> Iterator[Tensor]:
+    def ranges(self, key: Key) -> Iterator[Tensor]:
         flat = self._tensors[key[1]].contiguous().view(-1)
         yield from (flat[start : start + STRETCH] for start in range(0, flat.numel(), STRETCH))
 
@@ -148,5 +148,5 @@ class TorchDistributedSource(_Weights):
     def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {key: tuple(self._tensors[name].size) for key, name in self._keys.items()}
 
-    def stretches(self, key: Key) -> Iterator[Tensor]:
+    def ranges(self, key: Key) -> Iterator[Tensor]:
         yield self._load(self._keys[key]).contiguous().view(-1)

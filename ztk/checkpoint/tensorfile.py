@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums, view_bytes
 
-COPY_BYTES = 16 << 20  # values on an accelerator come to the host in stretches of this size
+COPY_BYTES = 16 << 20  # values on an accelerator come to the host in ranges of this size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from ztk import config as door
+from ztk import config as configuration
 from ztk.config import Config
 from ztk.launch import RankError, run_ranks, worker_command
 from ztk.report.folder import SUMMARY, write_json
@@ -19,7 +19,7 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
     folder = Path(config.output_dir)
     places, losses = list(range(config.launch.ranks)), []
     while True:
-        door.save(config, folder / "config.yaml")
+        configuration.save(config, folder / "config.yaml")
         command = worker_command(folder / "config.yaml")
         launch = config.launch
         try:
@@ -27,7 +27,7 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
             break
         except RankError as error:
             elastic = launch.elastic and error.failure.killed
-            smaller = door.on_fewer_ranks(config, lost=len(error.killed)) if elastic else None
+            smaller = configuration.on_fewer_ranks(config, lost=len(error.killed)) if elastic else None
             if smaller is None:
                 raise
             losses.append(f"{error} (of {launch.ranks})")

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ztk import config as door
+from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
 from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
 from ztk.config import Config, ConfigError, Machine
@@ -44,7 +44,7 @@ class Session:
         except ConfigError as error:
             return self._refuse(error)
         except HydraException as error:
-            return self._refuse(door.refusal(error))
+            return self._refuse(configuration.refusal(error))
         except OSError as error:
             if self._jobs:
                 raise
@@ -67,7 +67,7 @@ class Session:
         choices.output_dir = str(folder)
         outcome = Outcome.interrupted
         try:
-            config = door.to_config(
+            config = configuration.to_config(
                 choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
             )
             self._record(folder, overrides=overrides)
@@ -92,14 +92,14 @@ class Session:
                 arguments = self._external.arguments(arguments)
             except ValueError as error:
                 raise ConfigError([str(error)]) from None
-        flags, overrides = door.split_flags(arguments)
-        folders = [door.conf_dir(), *door.extra_folders(flags)]
+        flags, overrides = configuration.split_flags(arguments)
+        folders = [configuration.conf_dir(), *configuration.extra_folders(flags)]
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one"])
         sweep = "-m" in flags or "--multirun" in flags
-        expanded = door.expand_ds_config(overrides, machine=self._machine())
+        expanded = configuration.expand_ds_config(overrides, machine=self._machine())
         self._say(*(f"ds_config: {note}" for note in expanded.notes))
-        sys.argv[1:] = flags + door.parse_arguments(expanded.words, folders=folders, sweep=sweep)
+        sys.argv[1:] = flags + configuration.parse_arguments(expanded.words, folders=folders, sweep=sweep)
 
     def _machine(self) -> Machine:
         if self._external is None:
@@ -134,10 +134,10 @@ class Session:
 
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
         if self._external.rank == 0:
-            door.save(config, Path(config.output_dir, "config.yaml"))
+            configuration.save(config, Path(config.output_dir, "config.yaml"))
         self._external.remember_folder(config.output_dir)
-        agreement = self._external.agree(door.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
-        config = door.from_yaml(agreement.text)
+        agreement = self._external.agree(configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
+        config = configuration.from_yaml(agreement.text)
         forget_failure(config.output_dir, rank=self._external.rank)  # of the start before this one
         failure = run_task(config, rank=self._external.rank)
         if failure is None:

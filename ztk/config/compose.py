@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ztk.config.arguments import parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import device_of, settle_parameter_tier, silence_idle
+from ztk.config.effects import device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.rules import ConfigError, check, data_paths
@@ -148,7 +148,7 @@ def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
 def _settle(config: Config, *, machine: Machine) -> None:
     """Numbers for what was left open, None for what plays no part."""
     settle_parameter_tier(config)
-    silence_idle(config, machine=machine)
+    null_inactive_keys(config, machine=machine)
     _settle_launch(config, machine=machine)
     record = record_of(config.output_dir) if config.checkpoint.resume == AUTO else None
     settle_batch(config, recorded=load(record) if record else None)
@@ -160,7 +160,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
         scheduler.rise_steps = scheduler.rise_steps or max(1, steps // 2)
     if scheduler.name is SchedulerName.range_test:
         scheduler.step_size = scheduler.step_size or max(1, steps // 10)
-    silence_idle(config, machine=machine)  # a settled number may leave another key idle
+    null_inactive_keys(config, machine=machine)  # a settled number may leave another key idle
 
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:

@@ -72,7 +72,7 @@ EFFECTS = (
             "max_reuse_distance",
             "param_persistence_threshold",
             "quantized_weights",
-            "secondary_shards",
+            "hpz_partition_size",
         ),
         when=lambda c, m: c.zero.stage == 3,
         only="zero=stage3",
@@ -109,7 +109,7 @@ EFFECTS = (
         only="zero=stage2 or zero=stage3",
     ),
     Effect(
-        keys=("topology.sequence_norms",),
+        keys=("topology.sequence_parallel",),
         when=lambda c, m: c.topology.tensor > 1,
         only="topology=tp2 and others with topology.tensor above 1",
     ),
@@ -146,9 +146,9 @@ EFFECTS = (
     Effect(
         keys=("recompute.partition_inputs",),
         when=lambda c, m: (
-            c.recompute.mode is not RecomputeMode.none and c.topology.tensor > 1 and not c.topology.sequence_norms
+            c.recompute.mode is not RecomputeMode.none and c.topology.tensor > 1 and not c.topology.sequence_parallel
         ),
-        only="recompute=full, selective or every2, topology.tensor above 1 and topology.sequence_norms=false",
+        only="recompute=full, selective or every2, topology.tensor above 1 and topology.sequence_parallel=false",
     ),
     Effect(
         keys=("recompute.num_checkpoints",),
@@ -267,7 +267,7 @@ def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) ->
     return faults
 
 
-def silence_idle(config: Config, *, machine: Machine) -> None:
+def null_inactive_keys(config: Config, *, machine: Machine) -> None:
     """Sets the keys that cannot act to None."""
     for effect in EFFECTS:
         if not effect.when(config, machine):

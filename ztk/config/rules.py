@@ -70,7 +70,7 @@ _RANGES = {
     "zero.max_live_parameters": _ZERO,
     "zero.max_reuse_distance": _ZERO,
     "zero.param_persistence_threshold": _ZERO,
-    "zero.secondary_shards": _ONE,
+    "zero.hpz_partition_size": _ONE,
     "offload.buffer_count": Range(low=3),
     "offload.threads": _ONE,
     "precision.loss_scale.initial": _POSITIVE,

@@ -119,7 +119,7 @@ class ZeroConfig:
     param_persistence_threshold: int | None = None
     quantized_weights: bool | None = None
     quantized_gradients: bool | None = None
-    secondary_shards: int | None = None
+    hpz_partition_size: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -168,7 +168,7 @@ class TopologyConfig:
     expert: int
     sequence: int
     data: int | None  # batches at a time; None: as many as the ranks leave
-    sequence_norms: bool | None
+    sequence_parallel: bool | None
     schedule: PipelineSchedule | None
     virtual_stages: int | None
     partition: str | None

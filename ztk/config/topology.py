@@ -85,13 +85,13 @@ def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> 
 
 def _neighbour_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """ZeRO's second shards."""
-    topology, near = config.topology, config.zero.secondary_shards or 1
+    topology, group = config.topology, config.zero.hpz_partition_size or 1
     cut = topology.pipeline * topology.tensor
     data = settled_ranks(config, machine=machine) // cut
-    if data % near:
+    if data % group:
         yield (
-            f"zero.secondary_shards={near} does not divide the {data} data-parallel ranks: use zero.secondary_shards={data}, or "
-            f"launch.ranks={near * cut}"
+            f"zero.hpz_partition_size={group} does not divide the {data} data-parallel ranks: use zero.hpz_partition_size={data}, or "
+            f"launch.ranks={group * cut}"
         )
 
 
@@ -116,10 +116,10 @@ def _model_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={length} is not a multiple of topology.sequence={sequence}: use "
             f"data.seq_len={-(-length // sequence) * sequence}"
         )
-    if topology.sequence_norms and length > 0 and length // sequence % tensor:
+    if topology.sequence_parallel and length > 0 and length // sequence % tensor:
         unit = tensor * sequence
         yield (
-            f"data.seq_len={length} is not a multiple of {unit}, as topology.sequence_norms=true needs: use "
+            f"data.seq_len={length} is not a multiple of {unit}, as topology.sequence_parallel=true needs: use "
             f"data.seq_len={-(-length // unit) * unit}"
         )
 

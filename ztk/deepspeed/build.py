@@ -23,7 +23,7 @@ from ztk.pipeline import PipelinePolicy
 from ztk.runtime import MemoryLedger, Process, Topology
 from ztk.runtime.part import Part
 from ztk.zero import DeviceStore
-from ztk.zero.born import Nursery
+from ztk.zero.partitioned import ZeroInitContext
 
 NO_OPTIMIZER = (
     "no optimizer was given: training runs with AdamW at lr=0.001; name another in the configuration's section optimizer, or "
@@ -84,7 +84,7 @@ class Builder:
         asked = {
             "expert": expert_topology(self.model, at_least=self.settings.experts.size).expert,
             "tensor": self.settings.tensor.degree,
-            "near": self.settings.zero.secondary_shards,
+            "intra_node": self.settings.zero.hpz_partition_size,
         }
         changes, topology = {name: degree for name, degree in asked.items() if degree > 1}, self.process.mesh.topology
         if not changes and topology != Topology():
@@ -116,10 +116,12 @@ class Builder:
     def end(self, engine: Engine) -> None:
         """Closes `engine`; the model's parameters, sharded as they were, may go to another. A collective call."""
         comm, device = engine.process.mesh.comm("data"), engine.process.device
-        nursery = Nursery(comm=comm, store=DeviceStore(device=device, ledger=MemoryLedger()), on_birth=name_parameter)
+        init_context = ZeroInitContext(
+            comm=comm, store=DeviceStore(device=device, ledger=MemoryLedger()), on_partition=name_parameter
+        )
         owners.forget(engine)
-        engine.close(nursery=nursery)
-        nursery.close()
+        engine.close(init_context=init_context)
+        init_context.close()
 
 
 def default_optimizer(settings: Settings) -> OptimizerPolicy:

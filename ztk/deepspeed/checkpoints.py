@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
-from ztk.checkpoint.whole import is_cut, persistent_buffers
+from ztk.checkpoint.full import is_cut, persistent_buffers
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
@@ -128,7 +128,7 @@ def module_state_dict(
                 "keep_vars=True: at stage 3, and where ranks hold parts of the model, whole weights are copies; use "
                 "zero.GatheredParameters"
             )
-        whole = checkpoint.whole_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
+        whole = checkpoint.full_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
         state = {} if destination is None else destination
         state |= {f"{prefix}{name}": value for name, value in whole.items()}
         return state
@@ -174,7 +174,7 @@ def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         owner: Owner = owner_of(parameter)
         part = engine.engine.zero.part_of(owner.name, bucket=owner.bucket)
-        if name not in own or part.is_whole:
+        if name not in own or part.is_full:
             continue
         value = own.pop(name)
         if tuple(value.shape) == part.whole:
@@ -193,8 +193,8 @@ def _check_custom(engine, *, what: str) -> None:
 
 
 def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """See `whole_state_dict`."""
-    return checkpoint.whole_state_dict(engine.engine, exclude_frozen=exclude_frozen)
+    """See `full_state_dict`."""
+    return checkpoint.full_state_dict(engine.engine, exclude_frozen=exclude_frozen)
 
 
 def _names(module: nn.Module) -> Iterator[str]:

@@ -101,8 +101,8 @@ def _zero(settings: Settings, *, out: Overrides) -> None:
         )
         if zero.quantized_weights:
             out.add(zero__quantized_weights=True)
-        if zero.secondary_shards > 1:
-            out.add(zero__secondary_shards=zero.secondary_shards)
+        if zero.hpz_partition_size > 1:
+            out.add(zero__secondary_shards=zero.hpz_partition_size)
 
 
 def _offload(settings: Settings, *, out: Overrides) -> None:
@@ -256,7 +256,7 @@ def to_ds_config(config: Mapping) -> dict:
     names = {
         "quantized_weights": "zero_quantized_weights",
         "quantized_gradients": "zero_quantized_gradients",
-        "secondary_shards": "zero_hpz_partition_size",
+        "hpz_partition_size": "zero_hpz_partition_size",
     }
     made["zero_optimization"] |= {theirs: zero[ours] for ours, theirs in names.items() if zero.get(ours)}
     offload = config["offload"]

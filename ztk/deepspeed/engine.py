@@ -22,7 +22,7 @@ from ztk.deepspeed.watch.watcher import Watcher
 from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.runtime import Topology
-from ztk.zero.parking import StateKind
+from ztk.zero.state_offload import StateKind
 
 _MEND = (
     "there is nothing to train: no optimizer was given, and no forward of the engine has run with gradients on, or no parameter "
@@ -330,8 +330,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             return
         self._closed = True
         self._watcher.close()
-        is_whole = self.engine.process.mesh.topology == Topology()  # ranks of one parameter are all ranks
-        if self.settings.zero.shards_parameters and is_whole and sys.exception() is None:
+        is_full = self.engine.process.mesh.topology == Topology()  # ranks of one parameter are all ranks
+        if self.settings.zero.shards_parameters and is_full and sys.exception() is None:
             self._builder.end(self.engine)
         else:
             owners.forget(self.engine)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from ztk.deepspeed.log import logger
 from ztk.engine import Engine
 from ztk.offload import OffloadPolicy, OffloadTarget
-from ztk.zero.parking import Parking, StateKind
+from ztk.zero.state_offload import StateKind, StateOffloader
 
 OffloadStateTypeEnum = StateKind  # DeepSpeed's name, with the same members
 
@@ -24,7 +24,7 @@ class StateOffload:
 
     def __init__(self, engine: Engine, *, policy: OffloadPolicy) -> None:
         self._policy = policy
-        self._parking = Parking(engine.zero, ledger=engine.memory)
+        self._state_offloader = StateOffloader(engine.zero, ledger=engine.memory)
 
     def offload(
         self,
@@ -46,15 +46,15 @@ class StateOffload:
                 "come and go with every pass; there is nothing left to move"
             )
         kinds = [kind for kind in StateKind if include is None or kind in include]
-        self._parking.leave(kinds, pin_memory=pin_memory, non_blocking=non_blocking)
+        self._state_offloader.leave(kinds, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload(self, *, non_blocking: bool) -> None:
         """See `DeepSpeedEngine.reload_states`."""
-        self._parking.come_back(non_blocking=non_blocking)
+        self._state_offloader.reload(non_blocking=non_blocking)
 
     def need(self, *kinds: StateKind, what: str) -> None:
         """Raises RuntimeError if one of `kinds` (none: any) is away."""
-        absent = self._parking.absent.intersection(kinds) if kinds else self._parking.absent
+        absent = self._state_offloader.absent.intersection(kinds) if kinds else self._state_offloader.absent
         if absent:
             names = ", ".join(sorted(absent))
             raise RuntimeError(f"{what}: {names} were moved away by offload_states; call reload_states() before")

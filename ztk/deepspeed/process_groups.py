@@ -140,7 +140,9 @@ class _ExpertAxis:
         return {name: self.group(name) for name in dict.fromkeys(("ep_size_1", _get_max_expert_size_name()))}
 
 
-_data, _tensor, _sequence, _sequence_data, _near = (_Axis(name) for name in ("dp", "tp", "sp", "data", "near"))
+_data, _tensor, _sequence, _sequence_data, _intra_node = (
+    _Axis(name) for name in ("dp", "tp", "sp", "data", "intra_node")
+)
 _expert, _expert_data = _ExpertAxis("ep"), _ExpertAxis("expert_data")
 
 get_data_parallel_group = _get_data_parallel_group = _data.group
@@ -168,9 +170,9 @@ _get_expert_data_parallel_group_ranks = _expert_data.ranks
 _get_expert_data_parallel_world_size, _get_expert_data_parallel_rank = _expert_data.size, _expert_data.rank
 _get_expert_broadcast_src_rank = _expert_data.first
 
-_get_zero_param_intra_parallel_group_ranks = _near.ranks
-_get_zero_param_intra_parallel_group_world_size = _near.size
-_get_zero_param_intra_parallel_rank_in_mygroup = _near.rank
+_get_zero_param_intra_parallel_group_ranks = _intra_node.ranks
+_get_zero_param_intra_parallel_group_world_size = _intra_node.size
+_get_zero_param_intra_parallel_rank_in_mygroup = _intra_node.rank
 
 
 def initialize(ep_size: int = 1, mpu: object = None) -> None:
@@ -209,11 +211,11 @@ def _get_expert_model_parallel_world_size() -> int:
 
 def _get_zero_param_intra_parallel_group() -> dist.ProcessGroup | None:
     """The neighbours of `zero_hpz_partition_size`; None without it."""
-    return _near.group() if _zero_param_parallel_is_initialized() else None
+    return _intra_node.group() if _zero_param_parallel_is_initialized() else None
 
 
 def _zero_param_parallel_is_initialized() -> bool:
-    return _near.size() > 1
+    return _intra_node.size() > 1
 
 
 def _clone_world_group() -> dist.ProcessGroup:

@@ -41,7 +41,7 @@ class LazyTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stretches: Callable[[], Iterator[Tensor]]  # flat, in order
+    ranges: Callable[[], Iterator[Tensor]]  # flat, in order
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +50,7 @@ class LazyTensor:
     def contiguous(self) -> Tensor:
         """In main memory. Raises CheckpointError for damaged files."""
         whole, done = torch.empty(prod(self.shape), dtype=self.dtype), 0
-        for values in self.stretches():
+        for values in self.ranges():
             whole[done : done + values.numel()] = values
             done += values.numel()
         return whole.view(self.shape)
@@ -207,9 +207,9 @@ def _of_deepspeed(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, Lazy
     state = {}
     for key, shape in source.shapes().items():
         if key[0] in kinds:
-            own = next(iter(source.stretches(key)), torch.empty(0)).dtype
+            own = next(iter(source.ranges(key)), torch.empty(0)).dtype
             dtype = torch.float32 if own.is_floating_point else own
-            state[key[1]] = LazyTensor(shape=shape, dtype=dtype, stretches=lambda key=key: source.stretches(key))
+            state[key[1]] = LazyTensor(shape=shape, dtype=dtype, ranges=lambda key=key: source.ranges(key))
     return state, source.tied
 
 
@@ -235,14 +235,12 @@ def _of_ztk(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor
             state[name] = LazyTensor(
                 shape=shapes[name],
                 dtype=torch.float32 if own.is_floating_point else own,
-                stretches=lambda name=name, kind=kind: _stretches(
-                    manifest, name=name, kind=kind, numel=prod(shapes[name])
-                ),
+                ranges=lambda name=name, kind=kind: _ranges(manifest, name=name, kind=kind, numel=prod(shapes[name])),
             )
     return state, dict(manifest.tied)
 
 
-def _stretches(manifest: Manifest, *, name: str, kind: str, numel: int) -> Iterator[Tensor]:
+def _ranges(manifest: Manifest, *, name: str, kind: str, numel: int) -> Iterator[Tensor]:
     with StateReader(manifest) as reader:
         for start in range(0, numel, STRETCH):
             yield reader.read(name=name, kind=kind, start=start, stop=min(start + STRETCH, numel))

@@ -80,11 +80,11 @@ class StepControl:
             skipped_total=int(state[State.skipped_steps]),
         )
 
-    def verdict(self) -> Tensor:
+    def overflow_status(self) -> Tensor:
         """Two device scalars [2]: was the gradient non-finite, and at which loss scale."""
         return torch.stack([self.state[State.found_inf], self._scale_before])
 
-    def is_hopeless(self, verdict: Tensor) -> bool:
-        """A non-finite gradient that no smaller scale can mend. `verdict` is a host tensor."""
-        found, scale = verdict.tolist()
+    def is_unrecoverable(self, overflow_status: Tensor) -> bool:
+        """A non-finite gradient that no smaller scale can mend. `overflow_status` is a host tensor."""
+        found, scale = overflow_status.tolist()
         return bool(found) and (not self.scaling.dynamic or scale <= self.scaling.floor)

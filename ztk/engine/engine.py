@@ -12,7 +12,7 @@ from ztk.engine.overflow import OverflowGuard
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import Zero
-from ztk.zero.born import Nursery
+from ztk.zero.partitioned import ZeroInitContext
 
 
 class Engine:
@@ -32,9 +32,9 @@ class Engine:
         clock: PhaseClock,
         io: IoCounters,
         accumulation_steps: int = 1,
-        figures: Callable[[], dict[str, object]] | None = None,
+        module_metrics: Callable[[], dict[str, object]] | None = None,
     ) -> None:
-        """figures: what the modules have to tell since the last call, a collective call; None: nothing."""
+        """module_metrics: what the modules have to tell since the last call, a collective call; None: nothing."""
         self.module, self.zero, self.control, self.process = module, zero, control, process
         self.memory, self.clock, self.io, self.comm = memory, clock, io, process.comm
         self.accumulation_steps = accumulation_steps
@@ -43,7 +43,7 @@ class Engine:
         self.boundary: bool | None = None  # whether this micro-batch ends a step; None: counted by `accumulation_steps`
         self._synchronise = True
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
-        self._figures = figures
+        self._module_metrics = module_metrics
         self._guard = OverflowGuard(control, zero=zero, device=process.device)
 
     def __call__(self, *args, **kwargs):
@@ -114,23 +114,23 @@ class Engine:
         """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""
         return self.control.read()
 
-    def read_figures(self) -> dict[str, object]:
+    def read_module_metrics(self) -> dict[str, object]:
         """What the modules measured since the last call, such as how evenly experts are used, over all ranks. Every rank must call it."""
-        return {} if self._figures is None else self._figures()
+        return {} if self._module_metrics is None else self._module_metrics()
 
-    def close(self, *, nursery: Nursery | None = None) -> None:
+    def close(self, *, init_context: ZeroInitContext | None = None) -> None:
         """Ends what still runs and gives files and host memory back; raises what went wrong there. The engine is unusable after it.
 
-        nursery: takes the sharded parameters in, so that the model may have another engine; then every rank must call it. None: at stage 3
+        init_context: takes the sharded parameters in, so that the model may have another engine; then every rank must call it. None: at stage 3
         the model is unusable, too.
         """
         try:
             self._guard.finish(step=self.global_steps)
         finally:
-            if nursery is None:
+            if init_context is None:
                 self.zero.close()
             else:
-                self.zero.disband(nursery)
+                self.zero.release_model(init_context)
 
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step, for a batch that failed half way. Every rank must call it."""

@@ -8,7 +8,7 @@ from ztk.zero import Zero
 
 
 class OverflowGuard:
-    """Looks at each step's verdict: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
+    """Looks at each step's overflow_status: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
 
     The step that was hopeless changed no parameter, so a late look loses nothing but, if the next batch is fine, the name of the
     parameter; the step is named in any case.
@@ -22,30 +22,30 @@ class OverflowGuard:
         self._pending = False
 
     def check(self, *, step: int) -> None:
-        """Called between the verdict and the update, on all ranks. Raises FloatingPointError."""
+        """Called between the overflow_status and the update, on all ranks. Raises FloatingPointError."""
         if not self._late:
-            self._judge(self._control.verdict(), step=step)
+            self._judge(self._control.overflow_status(), step=step)
             return
         if self._pending:
             self._pending = False  # first: after an error the next step begins anew
             self._event.synchronize()
             self._judge(self._seen, step=step - 1, late=True)
-        self._seen.copy_(self._control.verdict(), non_blocking=True)
+        self._seen.copy_(self._control.overflow_status(), non_blocking=True)
         self._event.record()
         self._pending = True
 
     def finish(self, *, step: int) -> None:
-        """The run ends after `step` steps: a verdict that was not looked at yet is."""
+        """The run ends after `step` steps: a overflow_status that was not looked at yet is."""
         if self._pending:
             self._pending = False
             self._event.synchronize()
-            if self._control.is_hopeless(self._seen):
+            if self._control.is_unrecoverable(self._seen):
                 raise FloatingPointError(
                     f"step {step - 1}, the last one: its gradient is not finite and changed nothing"
                 )
 
-    def _judge(self, verdict: Tensor, *, step: int, late: bool = False) -> None:
-        if not self._control.is_hopeless(verdict):
+    def _judge(self, overflow_status: Tensor, *, step: int, late: bool = False) -> None:
+        if not self._control.is_unrecoverable(overflow_status):
             return
         name = self._zero.first_non_finite()
         if name is None:

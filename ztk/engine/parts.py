@@ -10,7 +10,7 @@ from ztk.zero.bucket import ParameterState
 
 _TEXT = (
     "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered read as NaN. For "
-    "whole weights use ztk.checkpoint.whole_state_dict(engine), `module_state_dict()` of the DeepSpeed door's engine, or a checkpoint and "
+    "whole weights use ztk.checkpoint.full_state_dict(engine), `module_state_dict()` of the DeepSpeed door's engine, or a checkpoint and "
     "`python -m ztk.checkpoint export`"
 )
 

@@ -121,7 +121,7 @@ class PipelineEngine(Engine):
             trainer=self if trains else None,
             record=intervals.append if self.record_timeline else None,
         )
-        with self.zero.gathering.keeping():
+        with self.zero.gathering.keep_unsharded():
             run.run()
         if self.record_timeline:
             self.timeline = Timeline(intervals=tuple(intervals))

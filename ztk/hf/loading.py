@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.hf.slices import SafetensorsSlices, TensorSlice
-from ztk.zero.born import born_of
+from ztk.zero.partitioned import partitioned_of
 
 _CORE = "transformers.core_model_loading"
 _DEACTIVATE_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -64,7 +64,7 @@ def read_bytes(model: nn.Module) -> int | None:
 
 def _can_slice(model: nn.Module, *, files: list[str] | None) -> bool:
     safetensors = bool(files) and all(str(file).endswith(".safetensors") for file in files)
-    return safetensors and any(born_of(parameter) is not None for parameter in model.parameters())
+    return safetensors and any(partitioned_of(parameter) is not None for parameter in model.parameters())
 
 
 def _by_name(
@@ -143,9 +143,11 @@ def _without_threads() -> Iterator[None]:
 @torch.no_grad()
 def _fill(target: Tensor, *, entry: TensorSlice | Tensor) -> None:
     """The values of a parameter or buffer. Marks it as transformers does, which fills in the rest by itself."""
-    born = born_of(target)
-    if born is not None:
-        born.fill(entry.read if isinstance(entry, TensorSlice) else lambda start, stop: entry.reshape(-1)[start:stop])
+    partitioned = partitioned_of(target)
+    if partitioned is not None:
+        partitioned.fill(
+            entry.read if isinstance(entry, TensorSlice) else lambda start, stop: entry.reshape(-1)[start:stop]
+        )
     else:
         target.copy_(entry.whole() if isinstance(entry, TensorSlice) else entry)
     target._is_hf_initialized = True

@@ -1,6 +1,5 @@
 """Mixtures of experts: DeepSpeed's layer, and experts of any layer spread over ranks."""
 
-from ztk.moe.figures import expert_figures, figures_of_experts
 from ztk.moe.groups import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -11,14 +10,15 @@ from ztk.moe.groups import (
 )
 from ztk.moe.layer import MoE
 from ztk.moe.losses import scale_router_losses
+from ztk.moe.metrics import expert_metrics, metrics_of_experts
 from ztk.moe.shard import expert_layers, shard_experts
 
 __all__ = [
     "MoE",
     "configure_moe_param_groups",
-    "expert_figures",
+    "expert_metrics",
     "expert_layers",
-    "figures_of_experts",
+    "metrics_of_experts",
     "has_moe_layers",
     "is_moe_param",
     "is_moe_param_group",

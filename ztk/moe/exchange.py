@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ztk.kernels import Routing, Slots, moe_slots
+from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.rows import gather_rows
-from ztk.moe.travel import Journey
 from ztk.runtime import Comm, Mesh
 
 
@@ -59,20 +59,20 @@ class ExpertExchange:
         if self._experts.size == 1:
             rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
             return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
-        itinerary = Itinerary.plan(shared, experts=self._experts, data=self._data)
-        outward = Journey(
-            self._experts, send=itinerary.send, receive=itinerary.receive, label=f"{self._label} to experts"
+        plan = DispatchPlan.plan(shared, experts=self._experts, data=self._data)
+        to_experts = AsyncAllToAll(
+            self._experts, send=plan.send, receive=plan.receive, label=f"{self._label} to experts"
         )
-        buffer = outward.depart(gather_rows(tokens, order=routing.order, position=routing.position))
+        buffer = to_experts.start(gather_rows(tokens, order=routing.order, position=routing.position))
         between = meanwhile() if meanwhile else None
-        arrived = outward.arrive(buffer)
-        slots = itinerary.slots
+        arrived = to_experts.wait(buffer)
+        slots = plan.slots
         results = experts(arrived, offsets=slots.offsets, order=slots.order, position=slots.position)
         results = gather_rows(results, order=slots.position.view(-1), position=slots.order.unsqueeze(1))
-        homeward = Journey(
-            self._experts, send=itinerary.receive, receive=itinerary.send, label=f"{self._label} from experts"
+        from_experts = AsyncAllToAll(
+            self._experts, send=plan.receive, receive=plan.send, label=f"{self._label} from experts"
         )
-        rows = homeward.arrive(homeward.depart(results, anchor=arrived))
+        rows = from_experts.wait(from_experts.start(results, anchor=arrived))
         return Exchanged(rows=rows, counts=counts, meanwhile=between)
 
 
@@ -85,7 +85,7 @@ def _weighed(counts: Tensor, *, weights: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Itinerary:
+class DispatchPlan:
     """How many rows go where, and what this rank's experts do with those that come."""
 
     send: list[int]  # rows to each rank of the expert axis
@@ -93,7 +93,7 @@ class Itinerary:
     slots: Slots  # of the rows that come, among this rank's experts, one choice each
 
     @staticmethod
-    def plan(counts: Tensor, *, experts: Comm, data: Comm) -> "Itinerary":
+    def plan(counts: Tensor, *, experts: Comm, data: Comm) -> "DispatchPlan":
         """counts: integers [data, E], what every rank of the data axis sends to each expert. Waits for the device."""
         first = data.rank // experts.size * experts.size  # neighbours along the data axis hold different experts
         by_pair = counts[first : first + experts.size].view(
@@ -106,4 +106,4 @@ class Itinerary:
         numbers = torch.arange(coming.shape[1], device=counts.device).repeat(experts.size)
         expert_of_row = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
         slots = moe_slots(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
-        return Itinerary(send=send, receive=receive, slots=slots)
+        return DispatchPlan(send=send, receive=receive, slots=slots)

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.gate import Assignment, GatePolicy, Gating, assign, jitter, uniform
-from ztk.moe.travel import Journey
 from ztk.nn.balance import ExpertLoad
 from ztk.runtime import Comm
 
@@ -138,13 +138,13 @@ class MoE(nn.Module):
             return self._run_experts(places, capacity=capacity), self._residual(hidden)
         ranks = self.comm.size
         equal = [self.num_local_experts * capacity] * ranks
-        outward = Journey(self.comm, send=equal, receive=equal, label="to experts")
-        buffer = outward.depart(places)
+        to_experts = AsyncAllToAll(self.comm, send=equal, receive=equal, label="to experts")
+        buffer = to_experts.start(places)
         mlp = self._residual(hidden)
-        arrived = outward.arrive(buffer)
+        arrived = to_experts.wait(buffer)
         results = self._run_experts(arrived, capacity=capacity)
-        homeward = Journey(self.comm, send=equal, receive=equal, label="from experts")
-        return homeward.arrive(homeward.depart(results, anchor=arrived)), mlp
+        from_experts = AsyncAllToAll(self.comm, send=equal, receive=equal, label="from experts")
+        return from_experts.wait(from_experts.start(results, anchor=arrived)), mlp
 
     def _run_experts(self, places: Tensor, *, capacity: int) -> Tensor:
         """places [ranks * own experts * capacity, C], each rank's together; experts see [ranks, 1, capacity, C] as in DeepSpeed."""

@@ -36,6 +36,6 @@ def sequence_length(batch: Arguments, *, carry: object, parts: int) -> int:
     if first is None or not torch.is_grad_enabled():
         raise ValueError(
             "this rank's micro-batch is None: a first stage needs its tokens, and outside of training every stage does where "
-            "sequences are cut (topology.sequence above 1, or topology.sequence_norms=true); pass it on all ranks"
+            "sequences are cut (topology.sequence above 1, or topology.sequence_parallel=true); pass it on all ranks"
         )
     return first.shape[1] * parts

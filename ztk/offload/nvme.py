@@ -235,7 +235,7 @@ class NvmeStore:
                 self.release(slot)
                 transfer.memory = flat_bytes(value)
                 if slot.keep and slot.kept is None and 0 < slot.padded_bytes <= self._room_to_keep:
-                    slot.kept = self._pool.take_stretch(slot.padded_bytes)
+                    slot.kept = self._pool.take_range(slot.padded_bytes)
                     self._kept += 0 if slot.kept is None else slot.padded_bytes
                 if slot.kept is not None:
                     transfer.kept, transfer.urgency = self._pool.memory(slot.kept), Urgency.awaited

@@ -39,7 +39,7 @@ class AlignedRegion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Bytes [start, stop) of the pool, nobody else's until given back. whole: one of the buffers, else a stretch of the rest."""
+    """Bytes [start, stop) of the pool, nobody else's until given back. whole: one of the buffers, else a span of the rest."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Lease:
 
 
 class BufferPool:
-    """One region: a few whole buffers, from which any request can be served, and a rest that is given out in stretches of the size
+    """One region: a few whole buffers, from which any request can be served, and a rest that is given out in ranges of the size
     that is needed; beside them one staging block per I/O thread. Nothing is allocated afterwards.
 
     Requests take from the rest first, so that a small slot does not occupy what a large one needs.
@@ -67,30 +67,30 @@ class BufferPool:
         self._taken: set[Lease] = set()
 
     def has_room(self, nbytes: int, *, leaving: int = 0) -> bool:
-        """The rest has a stretch for it, so that no whole buffer would be taken, and `leaving` bytes more."""
-        sizes = [len(stretch) for stretch in self._free]
+        """The rest has a span for it, so that no whole buffer would be taken, and `leaving` bytes more."""
+        sizes = [len(span) for span in self._free]
         return max(sizes, default=0) >= nbytes and sum(sizes) - nbytes >= leaving
 
     def take(self, nbytes: int) -> Lease | None:
-        """Memory for `nbytes` (a multiple of a page), or None. The shortest stretch that does, else a whole buffer."""
-        return self.take_stretch(nbytes) or self._take_whole(sparing=0)
+        """Memory for `nbytes` (a multiple of a page), or None. The shortest span that does, else a whole buffer."""
+        return self.take_range(nbytes) or self._take_whole(sparing=0)
 
     def take_spare(self, nbytes: int, *, leaving: int) -> Lease | None:
         """As `take`, but `leaving` bytes of the rest and one whole buffer stay free."""
         if self.has_room(nbytes, leaving=leaving):
-            return self.take_stretch(nbytes)
+            return self.take_range(nbytes)
         return self._take_whole(sparing=1)
 
-    def take_stretch(self, nbytes: int) -> Lease | None:
+    def take_range(self, nbytes: int) -> Lease | None:
         """Memory for `nbytes` (a multiple of a page) of the rest, or None."""
-        fits = [stretch for stretch in self._free if len(stretch) >= nbytes]
+        fits = [span for span in self._free if len(span) >= nbytes]
         if not fits:
             return None
-        stretch = min(fits, key=len)
-        self._free.remove(stretch)
-        lease = Lease(start=stretch.start, stop=stretch.start + nbytes, whole=False)
-        if len(stretch) > nbytes:
-            self._insert(range(lease.stop, stretch.stop))
+        span = min(fits, key=len)
+        self._free.remove(span)
+        lease = Lease(start=span.start, stop=span.start + nbytes, whole=False)
+        if len(span) > nbytes:
+            self._insert(range(lease.stop, span.stop))
         self._taken.add(lease)
         return lease
 
@@ -117,9 +117,9 @@ class BufferPool:
     def close(self) -> None:
         self._region.close()
 
-    def _insert(self, stretch: range) -> None:
+    def _insert(self, span: range) -> None:
         """Joined with free neighbours."""
-        start, stop = stretch.start, stretch.stop
+        start, stop = span.start, span.stop
         for other in list(self._free):
             if other.stop == start or other.start == stop:
                 self._free.remove(other)

@@ -109,21 +109,21 @@ class Reporter:
         loss: Tensor,
         tokens: int,
         metrics: Callable[[], StepMetrics],
-        figures: Callable[[], Mapping[str, Any]] | None = None,
+        module_metrics: Callable[[], Mapping[str, Any]] | None = None,
         row: bool = False,
         **extra: float,
     ) -> None:
         """Records one optimizer step.
 
         loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
-        metrics: called if the step has a row. figures: the same, for what the modules measured since the last row.
+        metrics: called if the step has a row. module_metrics: the same, for what the modules measured since the last row.
         row: it has one in any case. extra: further values, such as `validation_loss`; they make a row.
         """
         self._rows.add(loss=loss, tokens=tokens)
         step = self._rows.step
         ends = (self._first_step + 1, self._policy.total_steps)
         if row or extra or step in ends or step % self._policy.every == 0:
-            written = self._rows.build(metrics()) | extra | dict(figures() if figures else {})
+            written = self._rows.build(metrics()) | extra | dict(module_metrics() if module_metrics else {})
             for outlet in self._outlets(step):
                 outlet.row(written)
             self._say_tracker_notice()

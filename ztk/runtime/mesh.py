@@ -23,8 +23,8 @@ _GROUPS = {
 _DATA_GROUPS = {  # the same, from the data groups
     "ep": "rest (expert_data ep) -> (rest expert_data) ep",
     "expert_data": "rest (expert_data ep) -> (rest ep) expert_data",
-    "near": "rest (far near) -> (rest far) near",
-    "far": "rest (far near) -> (rest near) far",
+    "intra_node": "rest (inter_node intra_node) -> (rest inter_node) intra_node",
+    "inter_node": "rest (inter_node intra_node) -> (rest intra_node) inter_node",
 }
 AXES = (*_GROUPS, *_DATA_GROUPS)
 
@@ -34,18 +34,18 @@ class Topology:
     """Degrees of parallelism; what they leave of the world is data parallelism.
 
     pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks that a layer's experts are spread
-    over; they are data-parallel ranks too, so this degree does not multiply the number of ranks. near: neighbours among the data group
-    between whom wires are fast, see `ztk.zero.exchange`; 1: nobody's are.
+    over; they are data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the
+    data group that share a node's fast links, see `ztk.zero.exchange`; 1: none do.
     """
 
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
     expert: int = 1
-    near: int = 1
+    intra_node: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "sequence", "expert", "near"):
+        for name in ("pipeline", "tensor", "sequence", "expert", "intra_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"topology.{name}={getattr(self, name)}: must be 1 or more")
 
@@ -66,9 +66,9 @@ class Topology:
     def replicas(self, *, world_size: int) -> int:
         """Ranks along dp: how many different batches there are. Raises ValueError if the degrees do not fit the world."""
         data = world_size // (self.pipeline * self.tensor)
-        if not data % self.expert and not world_size % self.model_ranks and data % self.near:
+        if not data % self.expert and not world_size % self.model_ranks and data % self.intra_node:
             raise ValueError(
-                f"{data} data-parallel ranks cannot be cut into neighbourhoods of zero.secondary_shards={self.near}: use a divisor"
+                f"{data} data-parallel ranks cannot be cut into groups of zero.hpz_partition_size={self.intra_node}: use a divisor"
             )
         if world_size % self.model_ranks or data % self.expert:
             raise ValueError(
@@ -86,7 +86,7 @@ class Topology:
         if axis in _GROUPS:
             groups = rearrange(ranks, _GROUPS[axis])
         else:
-            degree = {"ep": self.expert} if "ep" in _DATA_GROUPS[axis] else {"near": self.near}
+            degree = {"ep": self.expert} if "ep" in _DATA_GROUPS[axis] else {"intra_node": self.intra_node}
             groups = rearrange(rearrange(ranks, _GROUPS["data"]), _DATA_GROUPS[axis], **degree)
         return [tuple(group) for group in groups.tolist()]
 

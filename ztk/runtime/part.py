@@ -47,7 +47,7 @@ class Part:
         return Part(whole=whole, start=tuple(starts), shape=tuple(shape), axis=axis, replica=replica)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.shape == self.whole
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def values_of_parts(whole: InitialValues, *, parts: Mapping[str, Part]) -> Initi
 
     def values(*, name: str, start: int, stop: int) -> Tensor:
         part = parts.get(name)
-        if part is None or part.is_whole or start == stop:
+        if part is None or part.is_full or start == stop:
             return whole(name=name, start=start, stop=stop)
         positions = part.positions(start, stop=stop)
         first = int(positions[0])

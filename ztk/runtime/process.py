@@ -1,4 +1,4 @@
-"""One rank of a run: who it is, where it computes, how it meets the others."""
+"""One rank of a run: who it is, where it computes, how it reaches the others."""
 
 import datetime
 import os
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ztk.runtime.comm import Comm, connect, connect_groups
-from ztk.runtime.comm.transport import Alone
+from ztk.runtime.comm.transport import SingleRankTransport
 from ztk.runtime.mesh import AXES, Mesh, Topology
 
 
@@ -66,7 +66,7 @@ class Process:
             groups = topology.groups(axis, world_size=self.world_size)
             if axis == "data" and len(groups) == 1:
                 comms[axis] = self.comm
-            elif axis in ("expert_data", "far") and groups == of_data:  # that axis is not cut
+            elif axis in ("expert_data", "inter_node") and groups == of_data:  # that axis is not cut
                 comms[axis] = comms["data"]
             else:
                 comms[axis] = self._connect(groups)
@@ -90,9 +90,9 @@ class Process:
 
 def all_replicas(comm: Comm) -> Mesh:
     """The mesh in which every rank is a data-parallel replica."""
-    alone = Comm(Alone(), rank=0, size=1, device=comm.device)
-    whole = ("data", "expert_data", "far")
-    return Mesh(Topology(), world=comm, comms={axis: comm if axis in whole else alone for axis in AXES})
+    alone = Comm(SingleRankTransport(), rank=0, size=1, device=comm.device)
+    uncut = ("data", "expert_data", "inter_node")
+    return Mesh(Topology(), world=comm, comms={axis: comm if axis in uncut else alone for axis in AXES})
 
 
 def _choose_device(device: str, *, local_rank: int) -> torch.device:

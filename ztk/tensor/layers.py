@@ -36,7 +36,7 @@ class TensorAxis:
         if self.sequence and not self._cut and torch.is_grad_enabled():
             raise ValueError(
                 f"data.seq_len={length} is not a multiple of topology.tensor={self.comm.size}, as "
-                "topology.sequence_norms=true needs; change one of them"
+                "topology.sequence_parallel=true needs; change one of them"
             )
 
     def enter(self, x: Tensor, *, label: str) -> Tensor:

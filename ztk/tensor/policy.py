@@ -11,9 +11,9 @@ class TensorPolicy:
     """plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`; None: the plan
     that comes with the model.
 
-    sequence_norms: norms and residuals between the layers that are cut work on a part of the sequence each: the same bytes on the wire,
+    sequence_parallel: norms and residuals between the layers that are cut work on a part of the sequence each: the same bytes on the wire,
         1/n of the activations there (Korthikanti et al. 2022).
     """
 
     plan: Mapping[str, str | TensorRule] | None = None
-    sequence_norms: bool = False
+    sequence_parallel: bool = False

@@ -17,7 +17,7 @@ from ztk.tensor.layers import TensorAxis
 from ztk.tensor.loss import VocabularyParallelLoss
 from ztk.tensor.plan import Style, TensorPlan, TensorRule, plan_of
 from ztk.tensor.policy import TensorPolicy
-from ztk.tensor.split import stretch
+from ztk.tensor.split import part_range
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"
 _WHOLE = (Style.partial, Style.loss)  # these cut no weight
@@ -48,10 +48,12 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     plan = plan_of(model) if policy.plan is None else TensorPlan.of(policy.plan)
     matched = plan.matches(model)
     staged = hasattr(model.forward, "num_stages")
-    if policy.sequence_norms and not staged and not any(r.style is Style.vocabulary for r in matched.values()):
-        raise ValueError("topology.sequence_norms=true: the model's tensor plan does not cut its embedding; use false")
+    if policy.sequence_parallel and not staged and not any(r.style is Style.vocabulary for r in matched.values()):
+        raise ValueError(
+            "topology.sequence_parallel=true: the model's tensor plan does not cut its embedding; use false"
+        )
     matched |= _tied_embeddings(model, matched=matched)
-    axis = TensorAxis(comm, sequence=policy.sequence_norms)
+    axis = TensorAxis(comm, sequence=policy.sequence_parallel)
     canonical = {parameter: name for name, parameter in model.named_parameters()}
     cutter = _Cutter(axis=axis, canonical=canonical)
     modules = dict(model.named_modules())
@@ -61,14 +63,14 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     for name, rule in matched.items():
         if rule.style is Style.loss:
             _replace_loss(model, name=name, comm=comm, sizes=cutter.head_sizes)
-    if policy.sequence_norms and staged:
+    if policy.sequence_parallel and staged:
         _begin_stages(model, axis=axis)
     parts, partial = dict(cutter.parts), set(cutter.partial)
     for name, parameter in model.named_parameters():
         if name not in parts:
             share_first_values(parameter, comm=comm, name=name, key=_KEY)
             parts[name] = Part.everything(tuple(parameter.shape), replica=comm.rank)
-            if policy.sequence_norms:
+            if policy.sequence_parallel:
                 partial.add(name)
     return ShardedTensors(parts=parts, partial=frozenset(partial), comm=comm)
 
@@ -124,8 +126,8 @@ class _Cutter:
             )
         dim = 1 if style in (Style.row, Style.row_split) else 0
         size = module.weight.shape[dim]
-        own = self._stretch(size, name=name, grain=rule.grain, part=comm.rank)
-        sizes = tuple(len(self._stretch(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))
+        own = self._range(size, name=name, grain=rule.grain, part=comm.rank)
+        sizes = tuple(len(self._range(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))
         self._replace(module, leaf="weight", dim=dim, own=own)
         if dim == 0 and isinstance(getattr(module, "bias", None), nn.Parameter):
             self._replace(module, leaf="bias", dim=0, own=own)
@@ -148,10 +150,10 @@ class _Cutter:
             case Style.vocabulary:
                 layers.cut_vocabulary(module, axis=self._axis, name=name, words=own)
 
-    def _stretch(self, size: int, *, name: str, grain: int, part: int) -> range:
+    def _range(self, size: int, *, name: str, grain: int, part: int) -> range:
         parts = self._axis.comm.size
         try:
-            return stretch(size, part=part, parts=parts, grain=grain)
+            return part_range(size, part=part, parts=parts, grain=grain)
         except ValueError:
             raise ValueError(
                 f"topology.tensor={parts}: {name} has {size // grain} units of {grain} to share out; "

@@ -1,8 +1,8 @@
 """Cutting a dimension into parts that need not be equal."""
 
 
-def stretch(size: int, *, part: int, parts: int, grain: int = 1) -> range:
-    """The `part`-th of `parts` stretches of `size` elements, in whole grains, the larger ones first.
+def part_range(size: int, *, part: int, parts: int, grain: int = 1) -> range:
+    """The `part`-th of `parts` ranges of `size` elements, in whole grains, the larger ones first.
 
     Raises ValueError if `size` is no multiple of `grain`, or if a part would be empty.
     """

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.runtime import MemoryLedger, Mesh, Tier
 from ztk.runtime.part import InitialValues, Part
-from ztk.zero.born import BornParameter, born_of, placeholder
 from ztk.zero.bucket import Bucket, BucketTraits
 from ztk.zero.buffers import BufferPool
 from ztk.zero.exchange import exchange_of
 from ztk.zero.gathering import Unit
 from ztk.zero.layout import BucketLayout, ParameterSpec, Placement
+from ztk.zero.partitioned import PartitionedParameter, partitioned_of, placeholder
 from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.units import BucketPlan, UnitPlan, plan_buckets, plan_units
@@ -74,7 +74,7 @@ class Builder:
                         "model on a real device"
                     )
 
-    def _adopt(self, model: nn.Module) -> dict[str, Tensor | BornParameter]:
+    def _adopt(self, model: nn.Module) -> dict[str, Tensor | PartitionedParameter]:
         """Sets the parameters' dtype and device without memory, and returns the values they had, or who has them."""
         values = {}
         for name, parameter in list(model.named_parameters()):
@@ -83,10 +83,10 @@ class Builder:
             if parameter.is_meta:
                 _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))
             else:
-                born = born_of(parameter)
-                values[name] = parameter.data if born is None else born
-                if born is not None:
-                    born.shard(source=0)
+                partitioned = partitioned_of(parameter)
+                values[name] = parameter.data if partitioned is None else partitioned
+                if partitioned is not None:
+                    partitioned.shard(source=0)
                 parameter.data = empty
         return values
 
@@ -138,8 +138,8 @@ class Builder:
         traits, layout = bucket.traits, bucket.layout
         everything = traits.trainable and not self.policy.shards_optimizer
         for rank in range(bucket.comm.size) if everything else (bucket.comm.rank,):
-            for number, stretch in enumerate(cut_shard(layout, rank=rank, piece_size=self.piece_size)):
-                name, size = f"{traits.name}/{rank}.{number}", len(stretch)
+            for number, span in enumerate(cut_shard(layout, rank=rank, piece_size=self.piece_size)):
+                name, size = f"{traits.name}/{rank}.{number}", len(span)
                 states = gradient = parameter = None
                 if traits.trainable:
                     rows = len(self.optimizer.state_names) + (not self._is_own_master(bucket))
@@ -159,9 +159,9 @@ class Builder:
                         name=name, shape=(size,), dtype=traits.dtype, category="parameters"
                     )
                 yield Piece(
-                    start=stretch.start,
-                    stop=stretch.stop,
-                    segments=tuple(layout.segments(stretch)),
+                    start=span.start,
+                    stop=span.stop,
+                    segments=tuple(layout.segments(span)),
                     states=states,
                     gradient=gradient,
                     parameter=parameter,
@@ -174,12 +174,12 @@ class Builder:
 
     # First values
 
-    def _values_of(self, bucket: Bucket, *, whole: dict[str, Tensor | BornParameter]) -> InitialValues:
+    def _values_of(self, bucket: Bucket, *, whole: dict[str, Tensor | PartitionedParameter]) -> InitialValues:
         """The values of a model that has them, the first rank's of each shard group, one bucket at a time."""
         values = {}
         for placement in bucket.layout.placements:
             value = whole.pop(placement.name)
-            if isinstance(value, BornParameter):
+            if isinstance(value, PartitionedParameter):
                 values[placement.name] = self._taken(value, bucket=bucket, placement=placement)
                 continue
             value = value.to(bucket.comm.device).contiguous()
@@ -187,11 +187,11 @@ class Builder:
             values[placement.name] = value.view(-1), 0
         return lambda *, name, start, stop: values[name][0][start - values[name][1] : stop - values[name][1]].float()
 
-    def _taken(self, born: BornParameter, *, bucket: Bucket, placement: Placement) -> tuple[Tensor, int]:
+    def _taken(self, partitioned: PartitionedParameter, *, bucket: Bucket, placement: Placement) -> tuple[Tensor, int]:
         """What this rank's pieces need of a parameter that was built sharded, and where it starts; the rest is whole for a moment only."""
         first, last = bucket.pieces[0].start - placement.offset, bucket.pieces[-1].stop - placement.offset
         start, stop = (min(max(bound, 0), placement.numel) for bound in (first, last))
-        return born.take()[start:stop].clone(), start
+        return partitioned.take()[start:stop].clone(), start
 
     def _fill(self, bucket: Bucket, *, source: InitialValues) -> None:
         if not bucket.traits.shards_parameters:

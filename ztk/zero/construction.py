@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ztk.zero.born import BornParameter, Nursery, born_of
+from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, partitioned_of
 
 # Asking a parameter these things needs no values.
 _PASSIVE = {
@@ -32,7 +32,7 @@ _PASSIVE = {
 
 
 @contextmanager
-def construction(nursery: Nursery) -> Iterator[None]:
+def construction(init_context: ZeroInitContext) -> Iterator[None]:
     """Inside, the parameters of every module are sharded when its constructor ends; see the notes above.
 
     Every rank must build the same modules in the same order. Parameters on the meta device stay there. Inside another
@@ -41,7 +41,7 @@ def construction(nursery: Nursery) -> Iterator[None]:
     if _Construction.current is not None:
         yield
         return
-    _Construction.current = current = _Construction(nursery)
+    _Construction.current = current = _Construction(init_context)
     try:
         with current.wrapped_constructors(), _TouchMode(current):
             yield
@@ -50,11 +50,11 @@ def construction(nursery: Nursery) -> Iterator[None]:
         _Construction.current = None
 
 
-def shard_module(module: nn.Module, *, nursery: Nursery) -> None:
+def shard_module(module: nn.Module, *, init_context: ZeroInitContext) -> None:
     """Shards the parameters of a module that was built whole."""
     for parameter in module.parameters():
         if _can_be_sharded(parameter):
-            BornParameter(parameter, nursery=nursery)
+            PartitionedParameter(parameter, init_context=init_context)
 
 
 class _Construction:
@@ -62,18 +62,18 @@ class _Construction:
 
     current: "_Construction | None" = None
 
-    def __init__(self, nursery: Nursery) -> None:
-        self._nursery = nursery
+    def __init__(self, init_context: ZeroInitContext) -> None:
+        self._nursery = init_context
         self._unfinished: list[nn.Module] = []  # outermost first
         # In order, unlike a set: the ranks meet for every parameter, so all must go through the modules alike.
         self._built: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self._touched: list[BornParameter] = []
+        self._touched: list[PartitionedParameter] = []
 
     def finish(self) -> None:
         """The model is built."""
         self._settle(all_of_them=True)
         for module in list(self._built):  # what was replaced after its module's constructor had ended
-            shard_module(module, nursery=self._nursery)
+            shard_module(module, init_context=self._nursery)
 
     # See [Note: End of a constructor]
 
@@ -113,21 +113,21 @@ class _Construction:
             finally:
                 self._unfinished.pop()
             self._settle(all_of_them=not self._unfinished)
-            shard_module(module, nursery=self._nursery)
+            shard_module(module, init_context=self._nursery)
             self._built[module] = None
 
         return __init__
 
     # See [Note: Touched parameters]
 
-    def touch(self, parameters: list[BornParameter]) -> None:
+    def touch(self, parameters: list[PartitionedParameter]) -> None:
         self._settle(but=parameters)
         for parameter in parameters:
-            parameter.make_whole(device=parameter.built_on)
+            parameter.make_full(device=parameter.built_on)
             if parameter not in self._touched:
                 self._touched.append(parameter)
 
-    def _settle(self, *, but: list[BornParameter] = (), all_of_them: bool = False) -> None:
+    def _settle(self, *, but: list[PartitionedParameter] = (), all_of_them: bool = False) -> None:
         kept = []
         for touched in self._touched:
             if touched in but or (not all_of_them and _is_shared(touched.parameter)):
@@ -147,7 +147,12 @@ class _TouchMode(TorchFunctionMode):
     def __torch_function__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
         if not _is_passive(function):
-            found = [born for value in (*args, *kwargs.values()) for born in _born_in(value) if not born.is_whole]
+            found = [
+                partitioned
+                for value in (*args, *kwargs.values())
+                for partitioned in _partitioned_in(value)
+                if not partitioned.is_full
+            ]
             if found:
                 self._construction.touch(found)
         return function(*args, **kwargs)
@@ -160,13 +165,13 @@ def _is_passive(function: Callable) -> bool:
     return name in _PASSIVE or (name == "__set__" and function.__self__.__name__ != "data")
 
 
-def _born_in(value: object) -> Iterator[BornParameter]:
+def _partitioned_in(value: object) -> Iterator[PartitionedParameter]:
     if isinstance(value, nn.Parameter):
-        if (born := born_of(value)) is not None:
-            yield born
+        if (partitioned := partitioned_of(value)) is not None:
+            yield partitioned
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _born_in(item)
+            yield from _partitioned_in(item)
 
 
 def _is_shared(parameter: nn.Parameter) -> bool:
@@ -177,7 +182,7 @@ def _is_shared(parameter: nn.Parameter) -> bool:
 
 
 def _can_be_sharded(parameter: nn.Parameter) -> bool:
-    if born_of(parameter) is not None or parameter.is_meta or nn.parameter.is_lazy(parameter):
+    if partitioned_of(parameter) is not None or parameter.is_meta or nn.parameter.is_lazy(parameter):
         return False
     with torch._C.DisableTorchFunction():
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():

@@ -36,22 +36,22 @@ class Exchange:
         """The shards have new values."""
 
 
-class ShortExchange(Exchange):
+class QuantizedCollectives(Exchange):
     """With the savings that `policy` asks for."""
 
     def __init__(self, comm: Comm, *, policy: ZeroPolicy, hops: tuple[Comm, Comm] | None, ledger: MemoryLedger) -> None:
         """hops: the neighbourhood, and the ranks at the same place in the others; None: there are no neighbourhoods."""
         super().__init__(comm)
         self._policy, self._ledger = policy, ledger
-        self._near, self._far = hops or (None, None)
-        self._keeps_second = hops is not None and policy.secondary_shards > 1
+        self._intra_node, self._inter_node = hops or (None, None)
+        self._keeps_second = hops is not None and policy.hpz_partition_size > 1
         self._second: Tensor | None = None  # this rank's part of the neighbourhood's copy
         self._second_is_current = False
 
     def gather(self, full: Tensor, *, label: str, after: Pending) -> Pending:
         if self._second_is_current:
-            full.chunk(self._near.size)[self._near.rank].copy_(self._second)
-            return self._near.all_gather(full, label=f"{label} among neighbours")
+            full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._second)
+            return self._intra_node.all_gather(full, label=f"{label} among neighbours")
         if self._policy.quantized_weights:
             work = self._gather_short(full, label=label, after=after)
         else:
@@ -75,7 +75,7 @@ class ShortExchange(Exchange):
         return _Then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), unpack)
 
     def _keep(self, full: Tensor) -> None:
-        part = full.chunk(self._near.size)[self._near.rank]
+        part = full.chunk(self._intra_node.size)[self._intra_node.rank]
         if self._second is None:
             self._second = torch.empty_like(part)
             self._ledger.add(tier=Tier.device, category="second shards", nbytes=part.nbytes)
@@ -89,20 +89,20 @@ class ShortExchange(Exchange):
         if not self._policy.quantized_gradients:
             return super().reduce_scatter(full, out=out, label=label)
         label = f"{label} as int4"
-        if self._near is None or self._far.size == 1:
+        if self._intra_node is None or self._inter_node.size == 1:
             shards = full.view(self._comm.size, -1)
             return _sum_short(shards, out=out, comm=self._comm, label=label)
         return self._reduce_twice(full, out=out, label=label)
 
     def _reduce_twice(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         """Neighbours first: neighbour n collects the shards of all ranks that stand at place n; then those exchange what is theirs."""
-        near, far = self._near.size, self._far.size
-        shards = full.view(far, near, -1).transpose(0, 1).reshape(near, -1)  # [near, far * shard]
+        intra, inter = self._intra_node.size, self._inter_node.size
+        shards = full.view(inter, intra, -1).transpose(0, 1).reshape(intra, -1)  # [intra, inter * shard]
         partial = torch.empty(shards.shape[1], dtype=torch.float32, device=full.device)
-        first = _sum_short(shards, out=partial, comm=self._near, label=f"{label} among neighbours")
+        first = _sum_short(shards, out=partial, comm=self._intra_node, label=f"{label} among neighbours")
 
         def second() -> None:
-            _sum_short(partial.view(far, -1), out=out, comm=self._far, label=label).wait()
+            _sum_short(partial.view(inter, -1), out=out, comm=self._inter_node, label=label).wait()
 
         return _Then(first, second)
 
@@ -133,8 +133,8 @@ def _sum_short(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pendin
 def exchange_of(axis: str, *, policy: ZeroPolicy, mesh: Mesh, ledger: MemoryLedger) -> Exchange:
     """For a bucket that is sharded over `axis`. Neighbourhoods are of data-parallel ranks, so experts have none."""
     comm = mesh.comm(axis)
-    has_near = axis == "data" and mesh.comm("near").size > 1
-    if comm.size == 1 or not (policy.quantized_weights or policy.quantized_gradients or has_near):
+    has_groups = axis == "data" and mesh.comm("intra_node").size > 1
+    if comm.size == 1 or not (policy.quantized_weights or policy.quantized_gradients or has_groups):
         return Exchange(comm)
-    hops = (mesh.comm("near"), mesh.comm("far")) if has_near else None
-    return ShortExchange(comm, policy=policy, hops=hops, ledger=ledger)
+    hops = (mesh.comm("intra_node"), mesh.comm("inter_node")) if has_groups else None
+    return QuantizedCollectives(comm, policy=policy, hops=hops, ledger=ledger)

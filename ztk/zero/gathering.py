@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map
 from ztk.runtime import PhaseClock
 from ztk.runtime.differentiable import through
 from ztk.zero.bucket import Bucket, ParameterState
+from ztk.zero.dispatch_modes import without_dispatch_modes
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.trace import UseTrace
-from ztk.zero.unseen import unseen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,9 +64,9 @@ class Gathering:
         self._users: dict[Bucket, int] = dict.fromkeys(self._buckets, 0)  # open units that need it
         self._touched: set[Bucket] = set()  # used since it was gathered
         self._lent: set[Bucket] = set()  # a unit returned a view of it: it stays till the model's forward ends
-        self._holders: dict[Bucket, int] = {}  # contexts that keep it gathered whatever passes come in between
-        self._held_first: set[Bucket] = set()  # it was such a context that gathered it
-        self._kept: set[Bucket] = set()  # once gathered they stay, see `keeping`
+        self._pins: dict[Bucket, int] = {}  # contexts that keep it gathered whatever passes come in between
+        self._pinned_first: set[Bucket] = set()  # it was such a context that gathered it
+        self._kept: set[Bucket] = set()  # once gathered they stay, see `keep_unsharded`
         self._live = 0  # gathered elements
         self._open_units = 0
         self._traces = {True: UseTrace(), False: UseTrace()}  # with gradients, without
@@ -83,18 +83,18 @@ class Gathering:
 
     # Use and release
 
-    def use(self, bucket: Bucket) -> None:
+    def unshard(self, bucket: Bucket) -> None:
         """Makes `bucket`'s parameters usable now and starts on what comes next."""
         if bucket in self._touched:
             return
         if _inside_backward():
             self._release_passed()
         self._trace.use(bucket)
-        self.borrow(bucket)
+        self.unshard_untraced(bucket)
         self._prefetch()
 
-    @unseen
-    def borrow(self, bucket: Bucket) -> None:
+    @without_dispatch_modes
+    def unshard_untraced(self, bucket: Bucket) -> None:
         """Gathers `bucket` outside of the model's own passes: nothing is recorded, nothing prefetched."""
         self._start(bucket)
         with self._clock.phase("communication"):
@@ -102,26 +102,26 @@ class Gathering:
         self._by_storage[bucket.full.data_ptr()] = bucket
         self._touched.add(bucket)
 
-    def hold(self, bucket: Bucket) -> None:
-        """Gathers `bucket` and keeps it so until `let_go`, also when passes of the model come in between."""
-        if bucket not in self._holders and bucket not in self._touched:
-            self._held_first.add(bucket)
-        self.borrow(bucket)
-        self._holders[bucket] = self._holders.get(bucket, 0) + 1
+    def pin(self, bucket: Bucket) -> None:
+        """Gathers `bucket` and keeps it so until `unpin`, also when passes of the model come in between."""
+        if bucket not in self._pins and bucket not in self._touched:
+            self._pinned_first.add(bucket)
+        self.unshard_untraced(bucket)
+        self._pins[bucket] = self._pins.get(bucket, 0) + 1
 
-    def let_go(self, bucket: Bucket) -> None:
+    def unpin(self, bucket: Bucket) -> None:
         """The last holder releases what it gathered, unless a unit that runs needs it."""
-        self._holders[bucket] -= 1
-        if self._holders[bucket]:
+        self._pins[bucket] -= 1
+        if self._pins[bucket]:
             return
-        del self._holders[bucket]
-        if bucket in self._held_first:
-            self._held_first.discard(bucket)
+        del self._pins[bucket]
+        if bucket in self._pinned_first:
+            self._pinned_first.discard(bucket)
             if not self._users[bucket] and bucket not in self._lent:
-                self.release(bucket)
+                self.reshard(bucket)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keep_unsharded(self) -> Iterator[None]:
         """Many passes come inside: as many buckets as `max_live_parameters` allows are gathered once, at their first use, and stay.
 
         The rest is gathered for every pass; room for its largest unit, and for one prefetched as large, is kept free.
@@ -137,42 +137,42 @@ class Gathering:
             yield
         finally:
             self._kept.clear()
-            self.release_all()
+            self.reshard_all()
 
-    @unseen
-    def release(self, bucket: Bucket) -> None:
+    @without_dispatch_modes
+    def reshard(self, bucket: Bucket) -> None:
         """Nobody needs `bucket` for now. A bucket that is never sharded stays, and one that is held."""
         if not bucket.traits.shards_parameters or bucket.state is ParameterState.sharded:
             return
-        if bucket in self._holders or bucket in self._kept:
+        if bucket in self._pins or bucket in self._kept:
             return
         self._by_storage.pop(bucket.full.data_ptr(), None)
         self._touched.discard(bucket)
         self._live -= bucket.size
         bucket.release(placeholder=self._placeholder(bucket))
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """A pass is over: whatever is still gathered goes, prefetched or used, but for what is held."""
         for bucket in self._buckets:
-            self.release(bucket)
+            self.reshard(bucket)
 
-    def drop_all(self) -> None:
+    def reshard_before_change(self) -> None:
         """The parameters are about to change. Raises RuntimeError if somebody holds some."""
-        if self._holders:
-            names = ", ".join(bucket.traits.name for bucket in self._holders)
+        if self._pins:
+            names = ", ".join(bucket.traits.name for bucket in self._pins)
             raise RuntimeError(
                 f"parameters of {names} are held whole, and a step or a load would leave them with old values: leave "
                 "GatheredParameters before"
             )
-        self.release_all()
+        self.reshard_all()
 
     def _release_passed(self) -> None:
         """Frozen buckets never complete, so in the backward they go when another one is used and the forecast has no more use of them."""
         for bucket in list(self._touched):
             if not bucket.traits.trainable and not self._users[bucket] and self._trace.distance_to(bucket) is None:
-                self.release(bucket)
+                self.reshard(bucket)
 
-    @unseen
+    @without_dispatch_modes
     def _start(self, bucket: Bucket) -> None:
         if bucket.state is ParameterState.sharded:
             bucket.start_gather()
@@ -259,7 +259,7 @@ class Gathering:
     def _gather_for(self, unit: Unit, gradient: Tensor) -> Tensor:
         """The first of a unit's backward."""
         for bucket in unit.buckets:
-            self.use(bucket)
+            self.unshard(bucket)
         return gradient
 
     def _bucket_under(self, tensor: Tensor) -> Bucket | None:
@@ -278,7 +278,7 @@ class Gathering:
             self._users[bucket] += 1
             self._start(bucket)
         for bucket in unit.buckets:
-            self.use(bucket)
+            self.unshard(bucket)
         self._open_units += 1
         try:
             with self.saved_tensors():
@@ -298,9 +298,9 @@ class Gathering:
                 if self._is_reused_soon(bucket):
                     self._touched.discard(bucket)  # so that the next use is recorded
                 else:
-                    self.release(bucket)
+                    self.reshard(bucket)
         if is_root and not torch.is_grad_enabled():  # no backward follows
-            self.release_all()
+            self.reshard_all()
 
     def _is_reused_soon(self, bucket: Bucket) -> bool:
         distance = self._trace.distance_to(bucket)
@@ -314,7 +314,7 @@ class Gathering:
             return  # compiled code runs inside an open unit, and must not guard on what happens to be gathered
         bucket = self._bucket_of.get(parameter)
         if bucket is not None and bucket not in self._touched and (self._open_units or _inside_backward()):
-            self.use(bucket)
+            self.unshard(bucket)
 
     # See [Note: Saved parameters]
 
@@ -339,7 +339,7 @@ class Gathering:
 
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _SavedParameter):
-            self.use(saved.bucket)
+            self.unshard(saved.bucket)
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.unpack(saved.packed) if isinstance(saved, _HandedOn) else saved
 

@@ -44,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A stretch [start, stop) of a bucket whose elements share one parameter group. Padding goes with its left neighbour."""
+    """A span [start, stop) of a bucket whose elements share one parameter group. Padding goes with its left neighbour."""
 
     start: int
     stop: int
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """The part of one parameter within a stretch: its flat elements [start, stop) lie at `offset` in the bucket."""
+    """The part of one parameter within a span: its flat elements [start, stop) lie at `offset` in the bucket."""
 
     name: str
     start: int
@@ -94,24 +94,24 @@ class BucketLayout:
         """The elements that belong to `rank`."""
         return range(rank * self.shard_size, (rank + 1) * self.shard_size)
 
-    def segments(self, stretch: range) -> Iterator[Segment]:
-        """`stretch` cut where the parameter group changes."""
-        start, group = stretch.start, None
+    def segments(self, span: range) -> Iterator[Segment]:
+        """`span` cut where the parameter group changes."""
+        start, group = span.start, None
         for placement in self.placements:
             if placement.group != group:
-                boundary = max(placement.offset, stretch.start)
+                boundary = max(placement.offset, span.start)
                 if group is not None and boundary > start:
-                    yield Segment(start=start, stop=min(boundary, stretch.stop), group=group)
+                    yield Segment(start=start, stop=min(boundary, span.stop), group=group)
                     start = boundary
-                if boundary >= stretch.stop:
+                if boundary >= span.stop:
                     return
                 group = placement.group
-        yield Segment(start=start, stop=stretch.stop, group=group)
+        yield Segment(start=start, stop=span.stop, group=group)
 
-    def fragments(self, stretch: range) -> Iterator[Fragment]:
-        """The parts of parameters that lie in `stretch`, in order."""
+    def fragments(self, span: range) -> Iterator[Fragment]:
+        """The parts of parameters that lie in `span`, in order."""
         for placement in self.placements:
-            start, stop = max(placement.offset, stretch.start), min(placement.stop, stretch.stop)
+            start, stop = max(placement.offset, span.start), min(placement.stop, span.stop)
             if start < stop:
                 yield Fragment(
                     name=placement.name, start=start - placement.offset, stop=stop - placement.offset, offset=start

@@ -31,7 +31,7 @@ class Piece:
 
 
 def cut_shard(layout: BucketLayout, *, rank: int, piece_size: int | None) -> list[range]:
-    """Rank's shard as stretches of at most `piece_size` elements."""
+    """Rank's shard as ranges of at most `piece_size` elements."""
     shard = layout.shard(rank)
     step = piece_size or layout.shard_size
     return [range(start, min(start + step, shard.stop)) for start in range(shard.start, shard.stop, step)]

@@ -15,11 +15,11 @@ class ZeroPolicy:
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
 
-    These three change numbers, see `ztk.zero.exchange` (`secondary_shards` alone does not):
+    These three change numbers, see `ztk.zero.exchange` (`hpz_partition_size` alone does not):
     quantized_weights: stage 3: weights travel as int8; ranks compute with what arrives, master weights stay exact.
     quantized_gradients: stages 2 and 3: gradients travel as int4.
-    secondary_shards: stage 3: so many neighbours (a node's ranks) keep a second copy of the parameters among them, and the backward
-        gathers from that. The topology's `near` says who they are.
+    hpz_partition_size: stage 3: so many neighbours (a node's ranks) keep a second copy of the parameters among them, and the backward
+        gathers from that. The topology's `intra_node` says who they are.
     """
 
     stage: int = 0
@@ -30,7 +30,7 @@ class ZeroPolicy:
     param_persistence_threshold: int = 0
     quantized_weights: bool = False
     quantized_gradients: bool = False
-    secondary_shards: int = 1
+    hpz_partition_size: int = 1
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -54,9 +54,9 @@ class ZeroPolicy:
             raise ValueError(
                 f"zero.quantized_gradients=true: stages 2 and 3 can, not {self.stage}; use zero=stage2 or zero=stage3"
             )
-        if self.secondary_shards < 1 or (self.secondary_shards > 1 and self.stage < 3):
+        if self.hpz_partition_size < 1 or (self.hpz_partition_size > 1 and self.stage < 3):
             raise ValueError(
-                f"zero.secondary_shards={self.secondary_shards} with stage {self.stage}: 1, or more with zero=stage3"
+                f"zero.hpz_partition_size={self.hpz_partition_size} with stage {self.stage}: 1, or more with zero=stage3"
             )
 
     @property

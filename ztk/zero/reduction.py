@@ -105,7 +105,7 @@ class GradientReduction:
                 self._completed.append(bucket)
             if self.synchronise:
                 self._launch_complete()
-            self._gathering.release(bucket)
+            self._gathering.reshard(bucket)
 
     def open_backward(self, scope: Collection[Bucket] | None = None) -> None:
         """A backward begins; without this call the first gradient opens it.
@@ -139,7 +139,7 @@ class GradientReduction:
             if not self._policy.shards_gradients:
                 self._reduced.update(self._plan)
         self._launched_buckets.clear()
-        self._gathering.release_all()
+        self._gathering.reshard_all()
         self._backward_open = False
         if self.synchronise and self._completed is not None and self._plan[-1:] == self._order[-1:]:
             self._settle_order(self._completed)
@@ -310,7 +310,7 @@ class GradientReduction:
                 self._pool.release(local)
             for parameter in bucket.parameters:
                 parameter.grad = None
-        self._gathering.release_all()
+        self._gathering.reshard_all()
         self._backward_open = False
         self.forget()
 

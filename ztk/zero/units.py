@@ -88,7 +88,7 @@ def plan_buckets(
             part.axis,
             part.replica == 0,
             part.holders,
-            part.is_whole,
+            part.is_full,
         )  # the last so that all ranks cut alike
 
     plans = []

@@ -138,7 +138,7 @@ class ShardUpdate:
         self._join()
         self.drop_ahead()
 
-    def hold(self, until: Callable[[], None]) -> None:
+    def delay(self, until: Callable[[], None]) -> None:
         """States are read from another thread: before they change, `until()` waits for that."""
         self._holder = until
 

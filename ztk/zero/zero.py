@@ -12,12 +12,12 @@ from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock, Tier
 from ztk.runtime.part import InitialValues, Part
-from ztk.zero.born import BornParameter, Nursery
 from ztk.zero.bucket import Bucket, ParameterState
 from ztk.zero.buffers import BufferPool
 from ztk.zero.build import Builder
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
+from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext
 from ztk.zero.piece import Piece
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.reduction import GradientReduction
@@ -161,7 +161,7 @@ class Zero:
 
     def update(self, control: Tensor) -> None:
         """The optimizer step, after `step_control` has written `control`."""
-        self.gathering.drop_all()  # a forward without a backward may have left old parameters gathered
+        self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
         self._update.run(control)
         self.reduction.forget()
 
@@ -190,21 +190,21 @@ class Zero:
 
     def free_buffers(self) -> None:
         """Gives the memory of buffers that are not in use back: what is gathered and not held, and what gradients pass through."""
-        self.gathering.release_all()
+        self.gathering.reshard_all()
         self._update.finish()  # its thread uses a pool
         for pool in self._pools:
             pool.drop_free()
 
-    def disband(self, nursery: Nursery) -> None:
-        """Undoes the building, one bucket whole at a time: sharded parameters become slices in `nursery`, the others stay whole, optimizer
+    def release_model(self, init_context: ZeroInitContext) -> None:
+        """Undoes the building, one bucket whole at a time: sharded parameters become slices in `init_context`, the others stay whole, optimizer
         states are lost. Another Zero may take the model. Every rank must call it."""
-        self.gathering.drop_all()
+        self.gathering.reshard_before_change()
         for bucket in self.buckets:
             if bucket.traits.shards_parameters:
-                self.gathering.borrow(bucket)
+                self.gathering.unshard_untraced(bucket)
                 for parameter in bucket.parameters:
-                    BornParameter(parameter, nursery=nursery)
-                self.gathering.release(bucket)
+                    PartitionedParameter(parameter, init_context=init_context)
+                self.gathering.reshard(bucket)
         self.gathering.detach()
         self.close()
 
@@ -244,23 +244,23 @@ class Zero:
         """All parameters are whole inside: for reading, and for small models. Every rank must enter."""
         sharded = [bucket for bucket in self.buckets if bucket.state is ParameterState.sharded]
         for bucket in sharded:
-            self.gathering.borrow(bucket)
+            self.gathering.unshard_untraced(bucket)
         try:
             yield
         finally:
             for bucket in sharded:
-                self.gathering.release(bucket)
+                self.gathering.reshard(bucket)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, parameter) one bucket at a time, so that no more than one is whole. Every rank must iterate to the end."""
         for bucket in self.buckets:
             was_sharded = bucket.state is ParameterState.sharded
             if was_sharded:
-                self.gathering.borrow(bucket)
+                self.gathering.unshard_untraced(bucket)
             for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
                 yield placement.name, parameter.data
             if was_sharded:
-                self.gathering.release(bucket)
+                self.gathering.reshard(bucket)
 
     # State, for checkpoints
 
@@ -280,7 +280,7 @@ class Zero:
 
     def hold_state(self, *, until: Callable[[], None]) -> None:
         """Before the next update, or whatever else changes the state, `until()` is called once."""
-        self._update.hold(until)
+        self._update.delay(until)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """What `state_shards` will yield, in the same order, without the values."""
@@ -310,7 +310,7 @@ class Zero:
         keep: names of parameters that stay as they are, with their optimizer states.
         Local: when all ranks have come through, all call `share_parameters`.
         """
-        self.gathering.drop_all()
+        self.gathering.reshard_before_change()
         self._update.finish()
         for bucket in self.buckets:
             if all(placement.name in keep for placement in bucket.layout.placements):

@@ -75,7 +75,7 @@ def test_a_model_may_have_another_engine(ranks):
         assert all(torch.equal(first, other) for other in others)
 
 
-def born(process: Process) -> tuple[torch.Tensor, torch.Tensor, str]:
+def build_partitioned(process: Process) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Built sharded, never whole on a rank."""
     own = small.prompts()
     expected = small.answer(small.llama(nudged=False), own)
@@ -91,7 +91,7 @@ def born(process: Process) -> tuple[torch.Tensor, torch.Tensor, str]:
     return expected, answer, refused
 
 
-def test_a_model_that_was_born_sharded(ranks):
-    for expected, answer, refused in ranks(2).run(born):
+def test_a_model_that_was_built_sharded(ranks):
+    for expected, answer, refused in ranks(2).run(build_partitioned):
         assert torch.equal(expected, answer)
         assert 'give zero={"stage": 3}' in refused

@@ -25,7 +25,7 @@ OPTIMIZER = {
     "pipeline_read": hint(boolean, _PIPELINE),
     "pipeline_write": hint(boolean, _PIPELINE),
     "pipeline": hint(boolean, _PIPELINE),
-    "fast_init": hint(boolean, "states are born where they sleep, without a copy"),
+    "fast_init": hint(boolean, "states are allocated in the tier they reside in, without a copy"),
     "ratio": fixed(1.0, 1, why="not offered: all or none of the optimizer is offloaded; leave it out"),
     "super_offload": fixed(False, why="not offered by ztk yet; leave it out"),
     "cpuadam_cores_perc": fixed(0.8, why="has an effect with super_offload only, which ztk does not offer yet"),

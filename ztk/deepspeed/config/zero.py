@@ -75,7 +75,7 @@ _STAGE3 = {
 # DeepSpeed's, which differ from those of ZeroPolicy.
 _DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000_000_000}
 _ZERO_PLUS_PLUS = {
-    "zero_hpz_partition_size": ("secondary_shards", 1),
+    "zero_hpz_partition_size": ("hpz_partition_size", 1),
     "zero_quantized_weights": ("quantized_weights", False),
     "zero_quantized_gradients": ("quantized_gradients", False),
 }

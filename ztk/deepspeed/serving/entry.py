@@ -24,7 +24,7 @@ from ztk.deepspeed.started import arrange, this_process
 from ztk.runtime import Comm, Process, Topology
 from ztk.runtime.part import Part
 from ztk.tensor import TensorPolicy, plan_of, shard_tensors
-from ztk.zero.born import born_of
+from ztk.zero.partitioned import partitioned_of
 
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models whose layers are cut for good -> over how many ranks
 
@@ -110,10 +110,10 @@ def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
         raise ValueError(
             "model: has MoE layers with ep_size > 1; initialize(model=..., config=...) without an optimizer evaluates it"
         )
-    born = any(born_of(parameter) is not None for parameter in model.parameters())
-    if born and not sharded:
+    partitioned = any(partitioned_of(parameter) is not None for parameter in model.parameters())
+    if partitioned and not sharded:
         raise ValueError('model: was built under zero.Init, its parameters are sharded; give zero={"stage": 3}')
-    if born and has_checkpoint:
+    if partitioned and has_checkpoint:
         raise ValueError("checkpoint: the model was built under zero.Init; load it by from_pretrained there")
     if not has_checkpoint and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model: lies on the meta device and has no weights; give checkpoint=")
@@ -143,9 +143,7 @@ def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Proc
     """None where every rank has all of the model. Raises ValueError for one that neither a policy nor a plan of its own cuts."""
     if process.mesh.comm("tp").size == 1:
         return None
-    if config.tensor_parallel.mpu is not None and not all(
-        p.is_whole for p in parts_of(model, process=process).values()
-    ):
+    if config.tensor_parallel.mpu is not None and not all(p.is_full for p in parts_of(model, process=process).values()):
         raise ValueError("mpu: the model is cut over ranks already; initialize(model=..., mpu=...) evaluates it")
     policy = config.injection_policy
     if config.injection_policy_tuple is not None:

@@ -8,9 +8,9 @@ from torch import nn
 
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.external import register_external_parameter
-from ztk.zero.born import born_of
 from ztk.zero.bucket import Bucket
-from ztk.zero.whole import write_whole
+from ztk.zero.full_state import write_full
+from ztk.zero.partitioned import partitioned_of
 
 
 class GatheredParameters:
@@ -38,25 +38,25 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
-        hold(self._params)
+        pin(self._params)
         for gathering in dict.fromkeys(owner.engine.zero.gathering for owner in _buckets(self._params).values()):
             self._saving.enter_context(gathering.saved_tensors())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._saving.close()
-        let_go(self._params, source=self._modifier_rank if kind is None else None)
+        unpin(self._params, source=self._modifier_rank if kind is None else None)
 
 
-def hold(parameters: Sequence[nn.Parameter]) -> None:
+def pin(parameters: Sequence[nn.Parameter]) -> None:
     """Makes the parameters whole. A collective call."""
     for parameter in _ordered(parameters):
-        if (born := born_of(parameter)) is not None:
-            born.hold()
+        if (partitioned := partitioned_of(parameter)) is not None:
+            partitioned.pin()
     for bucket, owner in _buckets(parameters).items():
-        owner.engine.zero.gathering.hold(bucket)
+        owner.engine.zero.gathering.pin(bucket)
 
 
-def let_go(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
+def unpin(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
     """Undoes `hold`. source: the rank whose values are taken over first; None: nobody changed them. A collective call."""
     buckets = _buckets(parameters)
     try:
@@ -64,10 +64,10 @@ def let_go(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
             _take_over(parameters, source=source)
     finally:
         for parameter in _ordered(parameters):
-            if (born := born_of(parameter)) is not None:
-                born.let_go(source=source)
+            if (partitioned := partitioned_of(parameter)) is not None:
+                partitioned.unpin(source=source)
         for bucket, owner in buckets.items():
-            owner.engine.zero.gathering.let_go(bucket)
+            owner.engine.zero.gathering.unpin(bucket)
 
 
 def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
@@ -80,16 +80,16 @@ def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
             changed.setdefault(owner.bucket, {})[owner.name] = parameter.data
             owners[owner.bucket] = owner
     for bucket, values in changed.items():
-        write_whole(owners[bucket].engine.zero, bucket=bucket, values=values, kind="master")
+        write_full(owners[bucket].engine.zero, bucket=bucket, values=values, kind="master")
 
 
 def _ordered(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those that are sharded, each once, in an order that is the same on all ranks whatever a set or a dict did to theirs."""
     found = {}
     for parameter in parameters:
-        born, owner = born_of(parameter), owner_of(parameter)
-        if born is not None:
-            found[0, born.number] = parameter
+        partitioned, owner = partitioned_of(parameter), owner_of(parameter)
+        if partitioned is not None:
+            found[0, partitioned.number] = parameter
         elif owner is not None:
             found[1, owner.number] = parameter
     return [found[key] for key in sorted(found)]

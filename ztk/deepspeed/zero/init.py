@@ -21,8 +21,8 @@ from ztk.offload.policy import MIN_BUFFER_COUNT
 from ztk.runtime import MemoryLedger, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import DeviceStore, Store
-from ztk.zero.born import Nursery
 from ztk.zero.construction import construction, shard_module
+from ztk.zero.partitioned import ZeroInitContext
 
 _BLOCK_BYTES = 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)
@@ -98,14 +98,14 @@ class Init:
             _check_group(group, name=name, process=self._process)
         source = config_dict_or_path if config_dict_or_path is not None else config
         policy = _placed(source, remote_device=remote_device)
-        self._nursery = Nursery(
+        self._nursery = ZeroInitContext(
             comm=self._process.comm,
             store=_store(policy, process=self._process),
             dtype=dtype,
-            on_birth=name_parameter,
+            on_partition=name_parameter,
         )
         if module is not None:
-            shard_module(module, nursery=self._nursery)
+            shard_module(module, init_context=self._nursery)
             self._nursery.close()
 
     def __enter__(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.states import check_state, divisor_of, need_gradient, weights_of
-from ztk.zero.whole import own_range, read_own, read_own_gradient, write_gradient, write_own
+from ztk.zero.full_state import own_range, read_own, read_own_gradient, write_gradient, write_own
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:

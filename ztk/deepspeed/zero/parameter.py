@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ztk.deepspeed.owners import owner_of
-from ztk.deepspeed.zero.gathered import hold, let_go
+from ztk.deepspeed.zero.gathered import pin, unpin
 from ztk.deepspeed.zero.states import weights_of
-from ztk.zero.born import born_of
 from ztk.zero.bucket import ParameterState
-from ztk.zero.whole import read_own
+from ztk.zero.full_state import read_own
+from ztk.zero.partitioned import partitioned_of
 
 _numbers = itertools.count()
 
@@ -61,8 +61,8 @@ class ZeroNames:
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        if (born := born_of(self)) is not None:
-            return ZeroParamStatus.AVAILABLE if born.is_whole else ZeroParamStatus.NOT_AVAILABLE
+        if (partitioned := partitioned_of(self)) is not None:
+            return ZeroParamStatus.AVAILABLE if partitioned.is_full else ZeroParamStatus.NOT_AVAILABLE
         owner = owner_of(self)
         return ZeroParamStatus.AVAILABLE if owner is None else _STATUS[owner.bucket.state]
 
@@ -74,8 +74,8 @@ class ZeroNames:
     @property
     def ds_tensor(self) -> Tensor:
         """A copy of the elements that this rank keeps, flat, in the parameter's dtype; with an engine they may be none or all of them."""
-        if (born := born_of(self)) is not None:
-            return born.own
+        if (partitioned := partitioned_of(self)) is not None:
+            return partitioned.own
         owner = owner_of(self)
         if owner is None:
             raise AttributeError("ds_tensor: the parameter belongs to no engine any more")
@@ -103,11 +103,11 @@ class ZeroNames:
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None) -> None:
         """Makes the parameters (None: this one) whole till `partition`. Every rank calls it alike."""
-        hold(list(param_list or [self]))
+        pin(list(param_list or [self]))
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:
         """Undoes `all_gather`. has_been_updated: the values were changed, on all ranks alike, and are kept."""
-        let_go(list(param_list or [self]), source=0 if has_been_updated else None)
+        unpin(list(param_list or [self]), source=0 if has_been_updated else None)
 
 
 def name_parameter(parameter: nn.Parameter) -> None:

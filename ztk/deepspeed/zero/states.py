@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.zero.whole import read_gradient, read_whole, write_gradient, write_whole
+from ztk.zero.full_state import read_full, read_gradient, write_full, write_gradient
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -14,7 +14,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if owner is None:
         return None
-    return read_whole(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=weights_of(owner))
+    return read_full(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=weights_of(owner))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -38,13 +38,13 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if owner is None or not owner.bucket.traits.trainable:
         return None
     check_state(owner, key=optim_state_key)
-    return read_whole(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=optim_state_key)
+    return read_full(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets the master weight and with it the parameter. value: in the parameter's shape, the same on all ranks."""
     owner = owned(param, value=value)
-    write_whole(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=weights_of(owner))
+    write_full(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=weights_of(owner))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -53,7 +53,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if not owner.bucket.traits.trainable:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
     check_state(owner, key=optim_state_key)
-    write_whole(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=optim_state_key)
+    write_full(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=optim_state_key)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

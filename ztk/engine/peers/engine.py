@@ -149,7 +149,7 @@ class PeerEngine:
             skipped_total=self._skipped_total,
         )
 
-    def read_figures(self) -> dict[str, object]:
+    def read_module_metrics(self) -> dict[str, object]:
         """Peers train dense models, whose modules measure nothing."""
         return {}
 

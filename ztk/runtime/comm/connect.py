@@ -11,7 +11,7 @@ from ztk.runtime.comm.comm import Comm
 from ztk.runtime.comm.gloo import GlooTransport
 from ztk.runtime.comm.nccl import NcclTransport
 from ztk.runtime.comm.shared_memory import SharedMemoryTransport
-from ztk.runtime.comm.transport import Alone, Transport
+from ztk.runtime.comm.transport import SingleRankTransport, Transport
 from ztk.runtime.comm.watchdog import Watchdog
 
 PATIENCE_SECONDS = 60.0  # a collective that takes longer makes its watchdog look around
@@ -40,7 +40,7 @@ def connect_groups(
     rank, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_seconds)
     own = next(group for group in groups if rank in group)
     if len(own) == 1:  # then all are: a division is into equal parts
-        return Comm(Alone(), rank=0, size=1, device=device)
+        return Comm(SingleRankTransport(), rank=0, size=1, device=device)
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
@@ -78,7 +78,7 @@ def _comm(
 
 def _transport(group: dist.ProcessGroup, *, device: torch.device, one_node: bool, timeout_seconds: float) -> Transport:
     if group.size() == 1:
-        return Alone()
+        return SingleRankTransport()
     if device.type == "cuda":
         return NcclTransport(group=group)
     if one_node:

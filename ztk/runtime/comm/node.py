@@ -3,7 +3,7 @@
 Nothing is left in any filesystem: segments are memfds handed over the sockets, sockets have abstract names. When a
 process dies the kernel closes its sockets, and every peer that waits for it knows within milliseconds.
 
-[Note: Meeting for the first time]
+[Note: Connecting the ranks]
 Every rank listens, all wait for each other, then every rank calls every other and waits for their calls. Whoever waits for a call watches
 its own connection to that rank: it closes if that rank dies. (It also closes when that rank is done, but then its call has come.)
 Of the two connections of a pair the one that the higher rank made is kept.
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from ztk.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
-from ztk.runtime.comm.lanes import SocketLanes
+from ztk.runtime.comm.sockets import PeerSockets
 
 _MESSAGE = struct.Struct("<Q88s")  # running number of the meeting, label
 _RANK = struct.Struct("<I")
 
 
-class NodeMeeting:
-    """`slabs[r]` is rank r's segment as uint8 [slab_bytes]; `meet` is a barrier that checks what everybody is doing."""
+class NodeGroup:
+    """`slabs[r]` is rank r's segment as uint8 [slab_bytes]; `barrier` is a barrier that checks what everybody is doing."""
 
     def __init__(self, *, group: dist.ProcessGroup, slab_bytes: int, timeout_seconds: float) -> None:
         """A collective call. Raises PeerLost if a rank dies meanwhile or does not come in time."""
@@ -42,7 +42,7 @@ class NodeMeeting:
         self.slabs = [torch.frombuffer(segment, dtype=torch.uint8) for segment in self._exchange(slab_bytes)]
 
     def _connect(self, name: str, *, group: dist.ProcessGroup) -> dict[int, socket.socket]:
-        """A connection to every other rank. See [Note: Meeting for the first time]."""
+        """A connection to every other rank. See [Note: Connecting the ranks]."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(name + str(self.rank))
         listener.listen(self.size)
@@ -118,16 +118,16 @@ class NodeMeeting:
         return segments
 
     def share(self, nbytes: int, *, label: str) -> list[mmap.mmap]:
-        """A new segment of each rank, in rank order: zero-filled, seen by all. A collective call; raises as `meet` does."""
-        self.meet(label)
+        """A new segment of each rank, in rank order: zero-filled, seen by all. A collective call; raises as `barrier` does."""
+        self.barrier(label)
         return self._exchange(nbytes)
 
-    def lanes(self) -> SocketLanes:
+    def peer_sockets(self) -> PeerSockets:
         """Connections for messages between two ranks. A collective call."""
-        return SocketLanes(self._sockets, rank=self.rank, timeout_seconds=self._timeout)
+        return PeerSockets(self._sockets, rank=self.rank, timeout_seconds=self._timeout)
 
-    def meet(self, label: str) -> None:
-        """Returns when every rank of the node has called `meet`; raises if one is lost, late or doing something else."""
+    def barrier(self, label: str) -> None:
+        """Returns when every rank of the node has called `barrier`; raises if one is lost, late or doing something else."""
         self._number += 1
         message = _MESSAGE.pack(self._number, label.encode()[:88])
         for peer, connection in self._sockets.items():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ztk.runtime.comm.node import NodeMeeting
+from ztk.runtime.comm.node import NodeGroup
 from ztk.runtime.comm.transport import sum_in_rank_order
 
 SLOT_BYTES = 4 << 20  # two slots a rank: 8 MiB of shared memory each
@@ -35,10 +35,10 @@ class SharedMemoryTransport:
     checks_labels = True
 
     def __init__(self, *, group: dist.ProcessGroup, timeout_seconds: float, slot_bytes: int = SLOT_BYTES) -> None:
-        self._meeting = NodeMeeting(group=group, slab_bytes=2 * slot_bytes, timeout_seconds=timeout_seconds)
-        self._lanes = self._meeting.lanes()
+        self._node = NodeGroup(group=group, slab_bytes=2 * slot_bytes, timeout_seconds=timeout_seconds)
+        self._sockets = self._node.peer_sockets()
         self._rank, self._size = group.rank(), group.size()
-        self._slots = [[slab[:slot_bytes], slab[slot_bytes:]] for slab in self._meeting.slabs]
+        self._slots = [[slab[:slot_bytes], slab[slot_bytes:]] for slab in self._node.slabs]
         self._slot_bytes = slot_bytes
         self._turn = 0
         # Address of a buffer of `empty` -> every rank's; None for the own, which shall end when its owner lets go of it.
@@ -46,7 +46,7 @@ class SharedMemoryTransport:
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
         """[numel] in memory that all ranks see. A collective call."""
-        segments = self._meeting.share(numel * dtype.itemsize, label=label)
+        segments = self._node.share(numel * dtype.itemsize, label=label)
         everyone: list[Tensor | None] = [torch.frombuffer(segment, dtype=dtype) for segment in segments]
         own, everyone[self._rank] = everyone[self._rank], None
         self._shared[own.data_ptr()] = everyone
@@ -63,9 +63,9 @@ class SharedMemoryTransport:
     @contextmanager
     def _reading(self, label: str) -> Iterator[None]:
         """Inside, all ranks have filled their shared buffers and none has gone on. The label says that it is these, not slots."""
-        self._meeting.meet(f"shared {label}")
+        self._node.barrier(f"shared {label}")
         yield
-        self._meeting.meet(f"shared {label}")
+        self._node.barrier(f"shared {label}")
 
     def _next_slots(self, dtype) -> list[Tensor]:
         """This turn's slot of every rank, seen as `dtype`."""
@@ -97,7 +97,7 @@ class SharedMemoryTransport:
             slots = self._next_slots(full.dtype)
             own = parts[self._rank][start : start + step]
             slots[self._rank][: own.numel()].copy_(own)
-            self._meeting.meet(label)
+            self._node.barrier(label)
             for peer in self._peers():
                 parts[peer][start : start + step].copy_(slots[peer][: own.numel()])
 
@@ -128,7 +128,7 @@ class SharedMemoryTransport:
         length = parts[0][start : start + step].numel()
         for peer in self._peers():
             slots[self._rank][peer * step : peer * step + length].copy_(parts[peer][start : start + step])
-        self._meeting.meet(label)
+        self._node.barrier(label)
         pieces = [slots[peer][self._rank * step : self._rank * step + length] for peer in range(self._size)]
         pieces[self._rank] = parts[self._rank][start : start + step]
         return pieces
@@ -149,7 +149,7 @@ class SharedMemoryTransport:
             for peer in self._peers():
                 piece = parts[peer][number * step : (number + 1) * step]
                 bodies[self._rank][peer * step : peer * step + piece.numel()].copy_(piece)
-            self._meeting.meet(label)
+            self._node.barrier(label)
             for peer in range(self._size):
                 chunks[peer] = int(heads[peer][0])
                 place = out_parts[peer][number * step : (number + 1) * step]
@@ -165,7 +165,7 @@ class SharedMemoryTransport:
             piece = tensor[start : start + step]
             if self._rank == source:
                 slot[: piece.numel()].copy_(piece)
-            self._meeting.meet(label)
+            self._node.barrier(label)
             if self._rank != source:
                 piece.copy_(slot[: piece.numel()])
 
@@ -173,14 +173,14 @@ class SharedMemoryTransport:
         return [peer for peer in range(self._size) if peer != self._rank]
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
-        self._lanes.send(tensor, to=to, label=label)
+        self._sockets.send(tensor, to=to, label=label)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        self._lanes.recv(out, source=source, label=label)
+        self._sockets.recv(out, source=source, label=label)
 
     def close(self) -> None:
-        self._lanes.close()
-        self._meeting.close()
+        self._sockets.close()
+        self._node.close()
 
 
 def _cuts(tensor: Tensor) -> Iterator[slice]:

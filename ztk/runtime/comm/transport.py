@@ -50,7 +50,7 @@ class SeparateMemory:
         return None
 
 
-class Alone(SeparateMemory):
+class SingleRankTransport(SeparateMemory):
     """A world of one: everything is where it should be."""
 
     blocking = True

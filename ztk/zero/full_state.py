@@ -1,6 +1,6 @@
 """One parameter's state, fp32, read and written by name: for looking, and for setting by hand.
 
-Whole, as collective calls: reading, every rank fills in the stretch it keeps, and the ranks' sums make the whole; writing, every rank has
+Whole, as collective calls: reading, every rank fills in the span it keeps, and the ranks' sums make the whole; writing, every rank has
 the whole new values and sets its own pieces from them. Or the rank's own elements alone, without the others.
 """
 
@@ -16,30 +16,30 @@ from ztk.zero.piece import Piece
 from ztk.zero.zero import Zero
 
 
-def read_whole(zero: Zero, *, bucket: Bucket, name: str, kind: str) -> Tensor:
+def read_full(zero: Zero, *, bucket: Bucket, name: str, kind: str) -> Tensor:
     """fp32, the parameter's shape. kind: "master", a name of the optimizer's states, or "parameter" for a frozen one."""
     zero._update.finish()
-    return _assemble(zero, bucket=bucket, name=name, stretch=functools.partial(_state, zero, bucket=bucket, kind=kind))
+    return _assemble(zero, bucket=bucket, name=name, span=functools.partial(_state, zero, bucket=bucket, kind=kind))
 
 
 def read_gradient(zero: Zero, *, bucket: Bucket, name: str) -> Tensor | None:
     """fp32, the parameter's shape: the gradient as reduced, still scaled and summed. None unless a step is due."""
     if not _has_gradient(zero, bucket=bucket):
         return None
-    return _assemble(zero, bucket=bucket, name=name, stretch=functools.partial(_gradient, zero, bucket=bucket))
+    return _assemble(zero, bucket=bucket, name=name, span=functools.partial(_gradient, zero, bucket=bucket))
 
 
 def read_own(zero: Zero, *, bucket: Bucket, name: str, kind: str) -> Tensor:
-    """As `read_whole`, but local: the flat elements of the parameter that lie in this rank's shard, perhaps none."""
+    """As `read_full`, but local: the flat elements of the parameter that lie in this rank's shard, perhaps none."""
     zero._update.finish()
-    return _own(zero, bucket=bucket, name=name, stretch=functools.partial(_state, zero, bucket=bucket, kind=kind))
+    return _own(zero, bucket=bucket, name=name, span=functools.partial(_state, zero, bucket=bucket, kind=kind))
 
 
 def read_own_gradient(zero: Zero, *, bucket: Bucket, name: str) -> Tensor | None:
     """As `read_gradient`, but local: the flat elements that lie in this rank's shard, perhaps none."""
     if not _has_gradient(zero, bucket=bucket):
         return None
-    return _own(zero, bucket=bucket, name=name, stretch=functools.partial(_gradient, zero, bucket=bucket))
+    return _own(zero, bucket=bucket, name=name, span=functools.partial(_gradient, zero, bucket=bucket))
 
 
 def own_range(bucket: Bucket, *, name: str) -> range:
@@ -48,7 +48,7 @@ def own_range(bucket: Bucket, *, name: str) -> range:
     return range(found[0].start, found[0].stop) if found else range(0)
 
 
-def write_whole(zero: Zero, *, bucket: Bucket, values: dict[str, Tensor], kind: str) -> None:
+def write_full(zero: Zero, *, bucket: Bucket, values: dict[str, Tensor], kind: str) -> None:
     """Sets state `kind` of the parameters in `values` (any shape, the same on all ranks).
 
     kind "master" or "parameter": where a value is the cast of the master weight that is there, the master keeps its precision.
@@ -131,21 +131,21 @@ def _own_pieces(bucket: Bucket) -> list[Piece]:
     return [piece for piece in bucket.pieces if piece.start in own]
 
 
-def _own(zero: Zero, *, bucket: Bucket, name: str, stretch: Callable[[Piece], Tensor]) -> Tensor:
+def _own(zero: Zero, *, bucket: Bucket, name: str, span: Callable[[Piece], Tensor]) -> Tensor:
     found = [torch.zeros(0, dtype=torch.float32)]
     for piece in _own_pieces(bucket):
         fragments = [f for f in bucket.layout.fragments(range(piece.start, piece.stop)) if f.name == name]
-        values = stretch(piece).float() if fragments else None
+        values = span(piece).float() if fragments else None
         found += [values[f.offset - piece.start :][: f.stop - f.start].clone() for f in fragments]
     return torch.cat([values.to(bucket.comm.device) for values in found])
 
 
-def _assemble(zero: Zero, *, bucket: Bucket, name: str, stretch: Callable[[Piece], Tensor]) -> Tensor:
+def _assemble(zero: Zero, *, bucket: Bucket, name: str, span: Callable[[Piece], Tensor]) -> Tensor:
     comm = bucket.comm
     placement = next(placement for placement in bucket.layout.placements if placement.name == name)
     whole = torch.zeros(-(-placement.numel // comm.size) * comm.size, dtype=torch.float32, device=comm.device)
     own = own_range(bucket, name=name)
-    whole[own.start : own.stop] = _own(zero, bucket=bucket, name=name, stretch=stretch)
+    whole[own.start : own.stop] = _own(zero, bucket=bucket, name=name, span=span)
     comm.all_reduce(whole, label=name).wait()
     return whole[: placement.numel].view(placement.shape)
 

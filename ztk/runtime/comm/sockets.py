@@ -16,7 +16,7 @@ from ztk.runtime.comm.errors import CommMismatch, PeerLost
 _HEADER = struct.Struct("<Q88s")  # bytes that follow, label
 
 
-class SocketLanes:
+class PeerSockets:
     """`send` returns when the bytes are with the kernel or the receiver, `recv` when they are in `out`.
 
     One thread may send to a peer and another receive from it at the same time.
@@ -25,10 +25,10 @@ class SocketLanes:
     def __init__(self, introductions: Mapping[int, socket.socket], *, rank: int, timeout_seconds: float) -> None:
         """introductions: an open connection to every peer, quiet for now; both ends construct at the same time."""
         self._rank, self._timeout = rank, timeout_seconds
-        self._lanes: dict[int, socket.socket] = {}
+        self._sockets: dict[int, socket.socket] = {}
         for peer, connection in introductions.items():
             if rank < peer:
-                self._lanes[peer], theirs = socket.socketpair()
+                self._sockets[peer], theirs = socket.socketpair()
                 self._guard(peer, lambda c=connection, t=theirs: socket.send_fds(c, [b"l"], [t.fileno()]))
                 theirs.close()
         for peer, connection in introductions.items():
@@ -36,21 +36,21 @@ class SocketLanes:
                 _, found, _, _ = self._guard(peer, lambda c=connection: socket.recv_fds(c, 1, 1))
                 if not found:
                     raise PeerLost(f"rank {peer} is gone (connecting): its connection closed")
-                self._lanes[peer] = socket.socket(fileno=found[0])
-        for lane in self._lanes.values():
-            lane.settimeout(timeout_seconds)
+                self._sockets[peer] = socket.socket(fileno=found[0])
+        for connection in self._sockets.values():
+            connection.settimeout(timeout_seconds)
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Sends the bytes of `tensor` (contiguous, on the CPU)."""
-        lane, payload = self._lanes[to], _bytes_of(tensor)
+        connection, payload = self._sockets[to], _bytes_of(tensor)
         header = _HEADER.pack(payload.nbytes, label.encode()[:88])
-        self._guard(to, lambda: (lane.sendall(header), lane.sendall(payload)), label=label)
+        self._guard(to, lambda: (connection.sendall(header), connection.sendall(payload)), label=label)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
         """Fills `out` with the next message of rank `source`, which must have its size and this label."""
-        lane, payload = self._lanes[source], _bytes_of(out)
+        connection, payload = self._sockets[source], _bytes_of(out)
         header = bytearray(_HEADER.size)
-        self._fill(memoryview(header), lane=lane, peer=source, label=label)
+        self._fill(memoryview(header), connection=connection, peer=source, label=label)
         nbytes, theirs = _HEADER.unpack(header)
         theirs = theirs.rstrip(b"\0").decode(errors="replace")
         if (nbytes, theirs) != (payload.nbytes, label[:88]):
@@ -58,11 +58,11 @@ class SocketLanes:
                 f"rank {self._rank} waits for '{label}' of {payload.nbytes} bytes, rank {source} sent '{theirs}' of "
                 f"{nbytes}: the ranks ran different schedules or shapes"
             )
-        self._fill(payload, lane=lane, peer=source, label=label)
+        self._fill(payload, connection=connection, peer=source, label=label)
 
-    def _fill(self, view: memoryview, *, lane: socket.socket, peer: int, label: str) -> None:
+    def _fill(self, view: memoryview, *, connection: socket.socket, peer: int, label: str) -> None:
         while view.nbytes:
-            received = self._guard(peer, lambda v=view: lane.recv_into(v), label=label)
+            received = self._guard(peer, lambda v=view: connection.recv_into(v), label=label)
             if not received:
                 raise PeerLost(f"rank {peer} is gone: connection closed while waiting for {label}")
             view = view[received:]
@@ -76,8 +76,8 @@ class SocketLanes:
             raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+        for connection in self._sockets.values():
+            connection.close()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

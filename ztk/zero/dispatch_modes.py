@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-def unseen(function: Callable) -> Callable:
+def without_dispatch_modes(function: Callable) -> Callable:
     """No dispatch mode sees what `function` does."""
 
     @functools.wraps(function)

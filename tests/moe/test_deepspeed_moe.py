@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.moe.deepspeed_scripts import born_sharded, train, train_hub
+from tests.moe.deepspeed_scripts import built_sharded, train, train_hub
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.experts import expert_topology
 from ztk.deepspeed.experts.sharded_moe import top1gating, top2gating, topkgating
@@ -60,8 +60,8 @@ def test_helpers_tell_experts_from_the_rest():
 
 
 def test_experts_built_under_zero_init_train_unless_they_are_spread(ranks):
-    assert ranks(2).run(born_sharded, ep_size=1) == ["finite: True"] * 2
-    for text in ranks(2).run(born_sharded, ep_size=2):
+    assert ranks(2).run(built_sharded, ep_size=1) == ["finite: True"] * 2
+    for text in ranks(2).run(built_sharded, ep_size=2):
         assert "has no values of its own (zero.Init?)" in text and "outside of zero.Init" in text
 
 

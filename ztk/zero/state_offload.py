@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ztk.runtime import MemoryLedger, Tier
-from ztk.zero.born import placeholder
 from ztk.zero.bucket import Bucket
+from ztk.zero.partitioned import placeholder
 from ztk.zero.zero import Zero
 
 
@@ -39,7 +39,7 @@ class _Away:
     host_bytes: int
 
 
-class Parking:
+class StateOffloader:
     """Moves the states of one `Zero` away and back. Every rank calls it alike, between steps."""
 
     def __init__(self, zero: Zero, *, ledger: MemoryLedger) -> None:
@@ -54,11 +54,11 @@ class Parking:
 
         Raises RuntimeError if parameters are held whole.
         """
-        self._zero.gathering.drop_all()
+        self._zero.gathering.reshard_before_change()
         self._zero._update.finish()
         if self.absent:  # states of one tensor may leave one after the other
             kinds = self.absent | frozenset(kinds)
-            self.come_back(non_blocking=False)
+            self.reload(non_blocking=False)
         for tensor, rows, category in self._tensors(frozenset(kinds)):
             self._send(tensor, rows=rows, category=category, pin=pin_memory, non_blocking=non_blocking)
         if StateKind.lp_params in kinds:
@@ -71,7 +71,7 @@ class Parking:
         if self._device.type == "cuda" and not non_blocking:
             torch.cuda.synchronize(self._device)
 
-    def come_back(self, *, non_blocking: bool) -> None:
+    def reload(self, *, non_blocking: bool) -> None:
         """Everything is on the device again. non_blocking: the copies run in the order of the current stream."""
         self._copied.clear()
         for away in self._away:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.runtime import Process
-from ztk.zero.born import born_of
+from ztk.zero.partitioned import partitioned_of
 
 WIDTH, WORDS = 16, 20
 
@@ -75,7 +75,7 @@ def build(process: Process, *, seed_of_rank: int = 0, **init) -> dict:
     parameters = dict(model.named_parameters())
     some = model.blocks[0].up.weight
     return {
-        "born": all(born_of(parameter) is not None for parameter in parameters.values()),
+        "partitioned": all(partitioned_of(parameter) is not None for parameter in parameters.values()),
         "bytes": sum(parameter.untyped_storage().nbytes() for parameter in parameters.values()),
         "nan": all(parameter.isnan().all() for parameter in parameters.values()),
         "ids": [parameter.ds_id for parameter in parameters.values()],
@@ -123,7 +123,7 @@ def train(process: Process, *, under_init: bool, stage: int, bf16: bool, offload
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=under_init):
             model = Model()
         engine, *_ = deepspeed.initialize(model=model, config=config)
-        left = [name for name, parameter in model.named_parameters() if born_of(parameter) is not None]
+        left = [name for name, parameter in model.named_parameters() if partitioned_of(parameter) is not None]
         first = {name: deepspeed.safe_get_full_fp32_param(p).cpu() for name, p in model.named_parameters()}
         losses = []
         for step in range(4):

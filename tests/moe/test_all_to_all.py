@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ztk.kernels import moe_slots
+from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.rows import gather_rows
-from ztk.moe.travel import Journey
 from ztk.runtime import Comm
-from ztk.runtime.comm.transport import Alone
+from ztk.runtime.comm.transport import SingleRankTransport
 
-ALONE = Comm(Alone(), rank=0, size=1, device=torch.device("cpu"))
+SINGLE_RANK = Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("cpu"))
 
 
 class Logged(torch.autograd.Function):
@@ -32,22 +32,24 @@ def log(monkeypatch) -> list[str]:
     events: list[str] = []
 
     def telling(name: str, say: str):
-        method = getattr(Journey, name)
-        monkeypatch.setattr(Journey, name, lambda self, *a: (events.append(say), method(self, *a))[1])
+        method = getattr(AsyncAllToAll, name)
+        monkeypatch.setattr(AsyncAllToAll, name, lambda self, *a: (events.append(say), method(self, *a))[1])
 
     telling("set_out", "sets out")
-    telling("await_arrival", "is awaited")
+    telling("wait_forward", "is awaited")
     return events
 
 
 def test_what_stands_between_also_runs_between_in_the_backward(log):
     """The layer's order: rows leave, the shared expert runs, they arrive, experts run, results come back, both are added."""
     x = torch.randn(6, 3, requires_grad=True)
-    outward, homeward = (Journey(ALONE, send=[6], receive=[6], label=label) for label in ("there", "home"))
-    buffer = outward.depart(x)
+    to_experts, from_experts = (
+        AsyncAllToAll(SINGLE_RANK, send=[6], receive=[6], label=label) for label in ("to experts", "from experts")
+    )
+    buffer = to_experts.start(x)
     shared = Logged.apply(x, log, "shared")
-    arrived = outward.arrive(buffer)
-    results = homeward.arrive(homeward.depart(Logged.apply(arrived, log, "experts")))
+    arrived = to_experts.wait(buffer)
+    results = from_experts.wait(from_experts.start(Logged.apply(arrived, log, "experts")))
     out = results + shared
     assert log == ["sets out", "shared", "is awaited", "experts", "sets out", "is awaited"]
     log.clear()
@@ -59,8 +61,8 @@ def test_what_stands_between_also_runs_between_in_the_backward(log):
 def test_rows_that_depend_on_nothing_still_make_the_journey_back(log):
     """A rank without tokens computes nothing; its peers must not wait for it."""
     anchor = torch.randn(2, 3, requires_grad=True) * 1
-    journey = Journey(ALONE, send=[2], receive=[2], label="home")
-    arrived = journey.arrive(journey.depart(torch.zeros(2, 3), anchor=anchor))
+    exchange = AsyncAllToAll(SINGLE_RANK, send=[2], receive=[2], label="from experts")
+    arrived = exchange.wait(exchange.start(torch.zeros(2, 3), anchor=anchor))
     log.clear()
     arrived.sum().backward()
     assert log == ["sets out", "is awaited"]

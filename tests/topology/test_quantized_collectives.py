@@ -11,11 +11,11 @@ from ztk.zero import ZeroPolicy
 
 def test_second_shards_change_no_bit_and_leave_half_of_the_gathers_to_neighbours(ranks):
     plain = ranks(4).run(train, strategy=Strategy(stage=3), steps=6)
-    near = Strategy(topology=Topology(near=2), stage=3, zero={"secondary_shards": 2})
+    near = Strategy(topology=Topology(intra_node=2), stage=3, zero={"hpz_partition_size": 2})
     seconds = ranks(4).run(train, strategy=near, steps=6)
     assert [outcome.digest for outcome in seconds] == [outcome.digest for outcome in plain]
     for outcome, before in zip(seconds, plain, strict=True):
-        far, among = outcome.elements["data"]["all_gather"], outcome.elements["near"]["all_gather"]
+        far, among = outcome.elements["data"]["all_gather"], outcome.elements["intra_node"]["all_gather"]
         assert far + among == before.elements["data"]["all_gather"]
         assert among > 0.4 * (far + among)  # the backward's, but for what it does not read
 
@@ -28,7 +28,7 @@ def _whole(process: Process, *, zero: dict, topology: Topology) -> tuple[dict[st
     arranged.mesh.counters.reset()
     train_step(engine, step=0)
     norm = engine.read_metrics().grad_norm
-    moved = dict(arranged.mesh.comm("far").counters.bytes)
+    moved = dict(arranged.mesh.comm("inter_node").counters.bytes)
     engine.close()
     return weights, norm, moved
 
@@ -45,7 +45,7 @@ def test_weights_travel_as_int8_with_half_a_step_of_error(ranks):
         assert moved["all_gather"] < 0.4 * plain["all_gather"]  # 1.02 bytes instead of 4, and padding
 
 
-@pytest.mark.parametrize("topology", [Topology(), Topology(near=2)], ids=["one hop", "two hops"])
+@pytest.mark.parametrize("topology", [Topology(), Topology(intra_node=2)], ids=["one hop", "two hops"])
 def test_gradients_travel_as_int4(ranks, topology):
     _, norm, plain = ranks(4).run(_whole, zero={}, topology=Topology())[0]
     for _, short, moved in ranks(4).run(_whole, zero={"quantized_gradients": True}, topology=topology):
@@ -53,13 +53,13 @@ def test_gradients_travel_as_int4(ranks, topology):
         assert short == pytest.approx(norm, rel=1 / 14)
         assert moved.get("reduce_scatter", 0) == 0
         # 0.52 bytes instead of 4, and padding; with neighbourhoods of two, half of that leaves them
-        assert moved["all_to_all"] < 0.2 / topology.near * plain["reduce_scatter"]
+        assert moved["all_to_all"] < 0.2 / topology.intra_node * plain["reduce_scatter"]
 
 
 def test_training_goes_on_with_all_three(ranks):
     exact = ranks(4).run(train, strategy=Strategy(stage=3), steps=20)[0]
-    zero = {"quantized_weights": True, "quantized_gradients": True, "secondary_shards": 2}
-    short = ranks(4).run(train, strategy=Strategy(topology=Topology(near=2), stage=3, zero=zero), steps=20)
+    zero = {"quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": 2}
+    short = ranks(4).run(train, strategy=Strategy(topology=Topology(intra_node=2), stage=3, zero=zero), steps=20)
     assert len({outcome.digest for outcome in short}) == 1
     fall, fall_short = (outcome.losses[0] - min(outcome.losses) for outcome in (exact, short[0]))
     assert fall_short > 0.8 * fall
@@ -70,8 +70,8 @@ def test_training_goes_on_with_all_three(ranks):
     [
         ({"stage": 2, "quantized_weights": True}, "use zero=stage3"),
         ({"stage": 1, "quantized_gradients": True}, "use zero=stage2"),
-        ({"stage": 2, "secondary_shards": 2}, "zero=stage3"),
-        ({"stage": 3, "secondary_shards": 0}, "1, or more"),
+        ({"stage": 2, "hpz_partition_size": 2}, "zero=stage3"),
+        ({"stage": 3, "hpz_partition_size": 0}, "1, or more"),
     ],
 )
 def test_what_has_no_effect_is_refused(options, mend):

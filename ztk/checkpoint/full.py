@@ -25,7 +25,7 @@ class _Held:
     trainable: bool
 
 
-def whole_state_dict(
+def full_state_dict(
     engine: Subject, *, everywhere: bool = False, exclude_frozen: bool = False
 ) -> dict[str, Tensor] | None:
     """The whole model's state_dict in main memory, whatever the ranks hold of it: on rank 0, or `everywhere`; None on the others.

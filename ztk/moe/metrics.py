@@ -19,17 +19,17 @@ class _Layer:
     totals: torch.Tensor  # float64 [4]: dropped, balance losses, z-losses, forwards
 
 
-def figures_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str, object]] | None:
-    """`expert_figures` of `model`, a collective call of all ranks; None if no rank has such layers. Pipeline stages have different ones,
+def metrics_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str, object]] | None:
+    """`expert_metrics` of `model`, a collective call of all ranks; None if no rank has such layers. Pipeline stages have different ones,
     so with a pipeline this is a collective call itself.
     """
     has_some = next(_loads(model), None) is not None
     if mesh.comm("pp").size > 1:
         has_some = any(mesh.world.gather_objects(has_some))
-    return functools.partial(expert_figures, model, comm=mesh.world) if has_some else None
+    return functools.partial(expert_metrics, model, comm=mesh.world) if has_some else None
 
 
-def expert_figures(model: nn.Module, *, comm: Comm) -> dict[str, object]:
+def expert_metrics(model: nn.Module, *, comm: Comm) -> dict[str, object]:
     """Of the training forwards since the last call, over all ranks of `comm`. A collective call. Empty if there were none.
 
     moe.balance_loss: mean over layers, 1 when even. moe.z_loss: mean over layers. moe.dropped: share of choices that were dropped.

@@ -1,0 +1,82 @@
+"""All-to-alls of rows and of their gradients, started and waited for apart so that work fits in between.
+
+Work between `start` and `wait` in the forward also runs between the two in the backward: of the nodes that are ready autograd takes the
+one made last, and the backward of `wait` only starts the all-to-all that the backward of `start` waits for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ztk.runtime import Comm
+
+
+class AsyncAllToAll:
+    """One all-to-all of the forward and its mirror in the backward. send[r], receive[r]: rows to and from rank r of `comm`."""
+
+    def __init__(self, comm: Comm, *, send: Sequence[int], receive: Sequence[int], label: str) -> None:
+        self.send, self.receive = tuple(send), tuple(receive)
+        self._comm, self._label = comm, label
+        self._work = self._source = self._back = None
+
+    def start(self, rows: Tensor, *, anchor: Tensor | None = None) -> Tensor:
+        """Starts sending rows [sum(send), C]; returns [sum(receive), C], not to be read before `wait`.
+
+        anchor: a tensor that the gradient reaches even if `rows` depends on no parameter on this rank: all ranks must take part
+        in the backward's all-to-all.
+        """
+        return _Start.apply(rows, anchor, self)
+
+    def wait(self, buffer: Tensor) -> Tensor:
+        """What `start` returned, filled with the received rows."""
+        return _Wait.apply(buffer, self)
+
+    def start_forward(self, rows: Tensor) -> Tensor:
+        out = rows.new_empty(sum(self.receive), rows.shape[1])
+        self._source = rows.detach().contiguous()  # kept alive until it has been sent
+        # The thread that sends would record gradients: it must not see tensors that have a history, or are about to get one.
+        self._work = self._comm.all_to_all_rows(
+            self._source, out=out.detach(), send=self.send, receive=self.receive, label=self._label
+        )
+        return out
+
+    def wait_forward(self) -> None:
+        self._work.wait()
+        self._work = self._source = None
+
+    def start_backward(self, d_rows: Tensor) -> None:
+        back = AsyncAllToAll(self._comm, send=self.receive, receive=self.send, label=f"{self._label} back")
+        self._back = back, back.start_forward(d_rows)
+
+    def wait_backward(self) -> Tensor:
+        (back, out), self._back = self._back, None
+        back.wait_forward()
+        return out
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, anchor: Tensor | None, exchange: AsyncAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start_forward(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_buffer: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.wait_backward(), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer: Tensor, exchange: AsyncAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait_forward()
+        return buffer.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_rows: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start_backward(d_rows)
+        return d_rows, None
