@@ -35,13 +35,13 @@ def log(monkeypatch) -> list[str]:
         method = getattr(AsyncAllToAll, name)
         monkeypatch.setattr(AsyncAllToAll, name, lambda self, *a: (events.append(say), method(self, *a))[1])
 
-    telling("set_out", "sets out")
-    telling("wait_forward", "is awaited")
+    telling("start_forward", "started")
+    telling("wait_forward", "waited for")
     return events
 
 
 def test_what_stands_between_also_runs_between_in_the_backward(log):
-    """The layer's order: rows leave, the shared expert runs, they arrive, experts run, results come back, both are added."""
+    """The layer's order: rows are sent, the shared expert runs, they arrive, experts run, results come back, both are added."""
     x = torch.randn(6, 3, requires_grad=True)
     to_experts, from_experts = (
         AsyncAllToAll(SINGLE_RANK, send=[6], receive=[6], label=label) for label in ("to experts", "from experts")
@@ -51,21 +51,21 @@ def test_what_stands_between_also_runs_between_in_the_backward(log):
     arrived = to_experts.wait(buffer)
     results = from_experts.wait(from_experts.start(Logged.apply(arrived, log, "experts")))
     out = results + shared
-    assert log == ["sets out", "shared", "is awaited", "experts", "sets out", "is awaited"]
+    assert log == ["started", "shared", "waited for", "experts", "started", "waited for"]
     log.clear()
     out.sum().backward()
-    assert log == ["sets out", "is awaited", "experts back", "sets out", "shared back", "is awaited"]
+    assert log == ["started", "waited for", "experts back", "started", "shared back", "waited for"]
     torch.testing.assert_close(x.grad, torch.full_like(x, 4.0))
 
 
-def test_rows_that_depend_on_nothing_still_make_the_journey_back(log):
+def test_rows_that_depend_on_nothing_still_take_part_in_the_backward(log):
     """A rank without tokens computes nothing; its peers must not wait for it."""
     anchor = torch.randn(2, 3, requires_grad=True) * 1
     exchange = AsyncAllToAll(SINGLE_RANK, send=[2], receive=[2], label="from experts")
     arrived = exchange.wait(exchange.start(torch.zeros(2, 3), anchor=anchor))
     log.clear()
     arrived.sum().backward()
-    assert log == ["sets out", "is awaited"]
+    assert log == ["started", "waited for"]
 
 
 @pytest.mark.parametrize("k", [1, 3])

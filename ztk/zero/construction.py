@@ -132,7 +132,7 @@ class _Construction:
         for touched in self._touched:
             if touched in but or (not all_of_them and _is_shared(touched.parameter)):
                 kept.append(touched)
-            elif not touched.holders:
+            elif not touched.pins:
                 touched.shard(source=0)
         self._touched = kept
 
