@@ -1,0 +1,332 @@
+"""Two trees train alike: same losses, bytes on the wire, memory by tier and disk traffic in 40 configurations of the main job.
+
+    python scripts/compare_commits.py [REVISION]                  this tree beside a revision (default 9a5936c), both run here
+    python scripts/compare_commits.py --record FILE               this tree's figures, as JSON
+    python scripts/compare_commits.py --against FILE              this tree beside recorded figures
+
+The configurations are stages 0 to 3 x tiers x precisions, spread over five layouts on 2 ranks. Everything compared is counted or
+computed, nothing is measured: losses, gradient norms and loss scales to the bit, bytes per collective and of the disk per step, the memory
+ledger's bytes per step and its peaks (`ztk/runtime/memory.py`: booked by who allocates, so resident sets and times play no part).
+A counter that one tree lacks counts as zero. Only names of the run folder's contract are read, and only groups and keys that are promised
+are set, so that a tree with other inner names can be compared.
+
+The bits of a loss belong to a processor and a torch: a record from others is refused. Exit code 0: all equal, 1: a configuration
+differs or failed, 2: nothing could be compared.
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RUNNER = Path(__file__).with_name("run_configurations.py")
+REVISION = "9a5936c"
+RANKS, STEPS, MICRO_BATCH = 2, 3, 2
+LAYOUTS = ("dp", "tp2", "pp2", "ep2", "sp2")
+STAGES = (0, 1, 2, 3)
+TIERS = ("none", "cpu", "nvme")
+PRECISIONS = ("fp32", "bf16", "fp16")
+# Columns of the table and the keys that belong to each, by how they begin. A key is in the first that fits.
+SUBJECTS = {
+    "numbers": ("loss", "grad_norm", "skipped", "lr", "steps", "parameters"),
+    "wire": ("comm.",),
+    "memory": ("memory.",),
+    "peak memory": ("peak_memory.",),
+    "disk": ("io.",),
+}
+OF_ROWS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")  # besides all counters of bytes
+OF_SUMMARY = ("steps", "parameters", "loss_digest")
+# What the figures of two machines must share to be comparable, as keys of `env.json`.
+MACHINE = ("device_name", "cpu_count", "torch")
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """One run of the main job. accumulation_steps: micro-batches per optimizer step."""
+
+    layout: str
+    stage: int
+    tier: str
+    precision: str
+    accumulation_steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} stage{self.stage} {self.tier} {self.precision} x{self.accumulation_steps}"
+
+    def arguments(self, *, folder: Path) -> list[str]:
+        """Of `run.py`. Without text there is no evaluation and no sample; without wandb nothing else is started."""
+        return [
+            f"topology={self.layout}",
+            f"zero=stage{self.stage}",
+            f"offload={self.tier}",
+            f"precision={self.precision}",
+            f"model={'tiny_moe' if self.layout == 'ep2' else 'tiny'}",
+            "data=synthetic",
+            "logger=disabled",
+            f"train.steps={STEPS}",
+            f"train.micro_batch_size={MICRO_BATCH}",
+            f"train.accumulation_steps={self.accumulation_steps}",
+            f"hydra.run.dir={folder}",
+        ]
+
+
+def choose() -> tuple[Configuration, ...]:
+    """Every stage with every tier and precision, in turn on the five layouts, and stage 3 on NVMe once more on the last four."""
+    cells = [*itertools.product(STAGES, TIERS, PRECISIONS)]
+    shared = [(LAYOUTS[number % len(LAYOUTS)], *cell) for number, cell in enumerate(cells)]
+    more = [
+        ("tp2", 3, "nvme", "bf16"),
+        ("pp2", 3, "nvme", "fp32"),
+        ("ep2", 3, "nvme", "bf16"),
+        ("sp2", 3, "nvme", "fp32"),
+    ]
+    return tuple(
+        Configuration(
+            layout=layout,
+            stage=stage,
+            tier=tier,
+            precision=precision,
+            # A pipeline without micro-batches has nothing to interleave; elsewhere one and two take turns.
+            accumulation_steps=2 if layout == "pp2" or (stage + TIERS.index(tier)) % 2 else 1,
+        )
+        for layout, stage, tier, precision in (*shared, *more)
+    )
+
+
+CONFIGURATIONS = choose()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Figures of a tree by `Configuration.name`, and where they come from (`MACHINE`, commit, date)."""
+
+    origin: dict[str, Any]
+    figures: dict[str, Figures]
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"    {json.dumps(name)}: {json.dumps(figures)}" for name, figures in self.figures.items()]
+        body = ",\n".join(lines)
+        path.write_text(
+            f'{{\n  "origin": {json.dumps(self.origin)},\n  "figures": {{\n{body}\n  }}\n}}\n', encoding="utf-8"
+        )
+
+    @staticmethod
+    def load(path: Path) -> "Record":
+        """Raises ValueError if the file is not a record."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return Record(origin=values["origin"], figures=values["figures"])
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--against {path}: not a record of figures ({error!r}): write one with --record FILE"
+            ) from error
+
+
+def read_figures(folder: Path) -> Figures:
+    """What of a run folder is counted or computed: counters as lists over the steps, peaks as numbers.
+
+    Raises ValueError if the run is not done or a figure is missing.
+    """
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    if summary.get("status") != "done" or len(rows) != STEPS:
+        raise ValueError(
+            f"{folder}: status {summary.get('status')}, {len(rows)} of {STEPS} rows: {summary.get('error')}"
+        )
+    counters = [key for key in rows[0] if key.endswith("_bytes") and key.startswith(("comm.", "memory.", "io."))]
+    peaks = [key for key in summary if key.startswith("peak_memory.") and key.endswith("_bytes")]
+    wanted = [key for key in (*OF_ROWS, *counters) if any(key not in row for row in rows)]
+    wanted += [key for key in OF_SUMMARY if key not in summary]
+    if wanted or not counters or not peaks:
+        raise ValueError(f"{folder}: no {', '.join(wanted) or 'counters'} in metrics.jsonl or summary.json")
+    return {
+        **{key: summary[key] for key in (*OF_SUMMARY, *peaks)},
+        **{key: [row[key] for row in rows] for key in (*OF_ROWS, *counters)},
+    }
+
+
+def differences(before: Figures, *, after: Figures) -> dict[str, tuple[Any, Any]]:
+    """Keys whose figures are not the same, with both; an absent key is the same as zeros."""
+
+    def is_zero(value: Any) -> bool:
+        return value is None or not any(value if isinstance(value, list) else [value])
+
+    found = {}
+    for key in dict.fromkeys((*before, *after)):
+        one, other = before.get(key), after.get(key)
+        absent = key not in before or key not in after
+        if one != other and not (absent and is_zero(one) and is_zero(other)):
+            found[key] = (one, other)
+    return found
+
+
+def subject_of(key: str) -> str:
+    """The table's column that `key` belongs to."""
+    return next(subject for subject, beginnings in SUBJECTS.items() if key.startswith(beginnings))
+
+
+def comparability_fault(recorded: Mapping[str, Any], *, here: Mapping[str, Any]) -> str | None:
+    """Why figures from the machine `recorded` mean nothing on the machine `here`; None if they do."""
+    others = [
+        f"{key} {recorded.get(key)!r}, here {here.get(key)!r}" for key in MACHINE if recorded.get(key) != here.get(key)
+    ]
+    if not others:
+        return None
+    return f"recorded on another machine ({'; '.join(others)}): compare with a revision, which runs both trees here"
+
+
+def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Console) -> Record:
+    """Runs the main job of `tree`. Raises ValueError if a run fails, or ran other code than the tree's."""
+    origin, figures = {}, {}
+    with tempfile.TemporaryDirectory(prefix="compare_commits.") as scratch:
+        folders = [Path(scratch, str(number)) for number in range(len(configurations))]
+        logs = [folder.with_suffix(".log") for folder in folders]
+        lines = [
+            {"ranks": RANKS, "arguments": configuration.arguments(folder=folder), "log": str(log)}
+            for configuration, folder, log in zip(configurations, folders, logs, strict=True)
+        ]
+        plan = Path(scratch, "plan.json")
+        plan.write_text(json.dumps(lines), encoding="utf-8")
+        command = [sys.executable, str(RUNNER), str(tree), str(plan)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as runner:
+            for configuration, folder, log in zip(configurations, folders, logs, strict=True):
+                codes = runner.stdout.readline().strip()
+                if not codes or any(json.loads(codes)):
+                    runner.terminate()
+                    said = log.read_text(encoding="utf-8")[-2000:] if log.exists() else ""
+                    raise ValueError(f"{tree}: {configuration.name} failed (exit codes {codes}): {said}")
+                figures[configuration.name] = read_figures(folder)
+                environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+                commit = environment["commit"]
+                if not commit or not commit.startswith(head_of(tree)):
+                    raise ValueError(f"{tree}: the run imported ztk of commit {commit}, not the tree's {head_of(tree)}")
+                origin = {key: environment[key] for key in (*MACHINE, "triton", "commit")}
+                console.print(f"{tree.name}: {configuration.name}", highlight=False)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Record(origin={"date": now, **origin}, figures=figures)
+
+
+def head_of(tree: Path) -> str:
+    """The commit that is checked out in `tree`."""
+    return git("rev-parse", "HEAD", tree=tree)
+
+
+def git(*arguments: str, tree: Path = REPOSITORY) -> str:
+    """Raises ValueError with git's own words if it fails."""
+    done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """A temporary worktree of `revision`."""
+    with tempfile.TemporaryDirectory(prefix="compare_commits.") as scratch:
+        tree = Path(scratch, git("rev-parse", "--short", f"{revision}^{{commit}}"))
+        git("worktree", "add", "--detach", str(tree), revision)
+        try:
+            yield tree
+        finally:
+            git("worktree", "remove", "--force", str(tree))
+
+
+def machine_here() -> dict[str, Any]:
+    """What a run's `env.json` says of this machine."""
+    import torch
+
+    from ztk.report.environment import device_name
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {"device_name": device_name(device), "cpu_count": os.cpu_count(), "torch": torch.__version__}
+
+
+def compare(before: Record, *, after: Record, console: Console) -> int:
+    """Prints one row per configuration and every figure that differs; returns how many configurations do."""
+    table = Table(
+        title=f"{before.origin['commit'][:9]} beside {after.origin['commit'][:9]}: {STEPS} steps, {RANKS} ranks"
+    )
+    for column in ("configuration", *SUBJECTS, "loss digest"):
+        table.add_column(column, no_wrap=True)
+    lines, differing = [], 0
+    for name, figures in after.figures.items():
+        found = differences(before.figures[name], after=figures)
+        subjects = {subject_of(key) for key in found}
+        cells = ["DIFFERS" if subject in subjects else "equal" for subject in SUBJECTS]
+        table.add_row(name, *cells, figures["loss_digest"][:12], style="red" if found else None)
+        lines += [f"{name}: {key} {one} -> {other}" for key, (one, other) in found.items()]
+        differing += bool(found)
+    console.print(table)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{len(after.figures)} configurations, {differing} differ")
+    return differing
+
+
+def main() -> int:
+    options, console = parse(), Console(width=140)
+    chosen = [configuration for configuration in CONFIGURATIONS if options.only in configuration.name]
+    try:
+        if not chosen:
+            raise ValueError(
+                f"--only {options.only}: no configuration's name contains it; names are like {CONFIGURATIONS[0].name!r}"
+            )
+        return run(options, chosen=chosen, console=console)
+    except ValueError as error:
+        console.print(f"compare_commits: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 2
+
+
+def run(options: argparse.Namespace, *, chosen: Sequence[Configuration], console: Console) -> int:
+    """What the options ask for; returns 1 if a configuration differs."""
+    tree = options.tree.resolve()
+    before = None
+    if options.against:
+        before = Record.load(options.against)
+        missing = [configuration.name for configuration in chosen if configuration.name not in before.figures]
+        fault = comparability_fault(before.origin, here=machine_here())
+        if missing:
+            fault = f"no figures of {', '.join(missing)}: record them again"
+        if fault:
+            raise ValueError(f"--against {options.against}: {fault}")
+    elif not options.record:
+        with checkout(options.revision) as other:
+            before = run_tree(other, configurations=chosen, console=console)
+    after = run_tree(tree, configurations=chosen, console=console)
+    if options.record:
+        after.save(options.record)
+        console.print(f"{len(after.figures)} configurations recorded: {options.record}")
+    return 0 if before is None else int(compare(before, after=after, console=console) > 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", nargs="?", default=REVISION, help="what to compare with (default: %(default)s)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write this tree's figures")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with recorded figures, not with a revision"
+    )
+    parser.add_argument("--tree", type=Path, default=REPOSITORY, help="the checkout to examine (default: this one)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only configurations whose name contains this")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
