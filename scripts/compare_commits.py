@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
 RUNNER = Path(__file__).with_name("run_configurations.py")
 REVISION = "9a5936c"
 RANKS, STEPS, MICRO_BATCH = 2, 3, 2
