@@ -69,7 +69,7 @@ def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
     whole: dict[tuple[str, str], Tensor] = {}
     for shards in engine.comm.gather_objects(own):
         for kind, name, part, start, value in shards:
-            full = whole.setdefault((kind, name), torch.full((_numel(part.whole),), torch.nan))
+            full = whole.setdefault((kind, name), torch.full((_numel(part.full_shape),), torch.nan))
             full[part.positions(start, stop=start + value.numel())] = value.to(full.dtype)
     assert not any(value.isnan().any() for value in whole.values())
     return whole

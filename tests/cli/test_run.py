@@ -83,9 +83,9 @@ def test_an_interrupt_stops_a_sweep_at_once(tmp_path):
         time.sleep(0.05)
     time.sleep(0.1)
     sweep.send_signal(signal.SIGINT)
-    _, told = sweep.communicate(timeout=10)
+    _, printed = sweep.communicate(timeout=10)
     assert sweep.returncode == 130
-    assert b"Traceback" not in told
+    assert b"Traceback" not in printed
     assert len(folders(tmp_path)) == 1
     for file in tmp_path.rglob("pid*"):
         assert not Path("/proc", file.read_text()).exists()

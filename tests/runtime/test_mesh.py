@@ -58,7 +58,7 @@ def test_positions_of_a_box_are_those_of_its_elements_in_the_whole():
         Part.cut((5, 7, 3), dim=0, start=2, stop=5),
         Part.cut((5, 7, 3), dim=1, start=3, stop=4),
         Part.cut((5, 7, 3), dim=2, start=1, stop=3),
-        Part(whole=(5, 7, 3), start=(1, 2, 0), shape=(3, 4, 2)),
+        Part(full_shape=(5, 7, 3), start=(1, 2, 0), shape=(3, 4, 2)),
     ):
         flat = part.of(whole).flatten()
         assert flat.numel() == part.numel

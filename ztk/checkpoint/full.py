@@ -111,6 +111,6 @@ def _put_together(
                 comm.broadcast(box.view(-1).view(torch.uint8), source=rank, label=name).wait()
             if keeps:
                 if name not in whole:
-                    whole[name] = torch.empty(part.whole, dtype=item.dtype)
+                    whole[name] = torch.empty(part.full_shape, dtype=item.dtype)
                 part.of(whole[name]).copy_(box)
     return whole

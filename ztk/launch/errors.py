@@ -1,7 +1,7 @@
 """What a failing rank leaves behind, and which of several failures came first.
 
-When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time
-to the microsecond and with the mark `secondary` if the error only says that another rank is gone.
+When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time to the
+microsecond, and marks it `secondary` if the error only says that another rank is gone.
 """
 
 import json
@@ -22,9 +22,9 @@ _SECONDARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if it could write none.
+    """time: seconds since 1970. secondary: the error only says that another rank is gone. trace: empty if the rank could write none.
 
-    code: with which its process ended, 128 + n after signal n.
+    code: the exit code of its process, 128 + n after signal n.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class RankFailure:
 
     @property
     def killed(self) -> bool:
-        """A signal ended the rank, which says nothing against starting the others again."""
+        """A signal ended the rank; the other ranks may be started again."""
         return not self.kind and self.code > 128 and not self.secondary
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailure:
-    """A rank that ended without a word. noticed: seconds since 1970 when its end was seen."""
+    """A rank that ended without writing its error. noticed: seconds since 1970 when its end was seen."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
@@ -109,7 +109,7 @@ def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> Non
 
 
 def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
-    """What an earlier start of the rank left must not be taken for this one's."""
+    """Removes the error of an earlier start of the rank, which must not be taken for this one's."""
     error_path(output_dir, rank=rank).unlink(missing_ok=True)
 
 
@@ -121,5 +121,5 @@ def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | N
 
 
 def first_cause(failures: list[RankFailure]) -> RankFailure:
-    """The earliest failure that is more than the loss of a peer, else the earliest."""
+    """The earliest failure that is not just the loss of a peer; if all are, the earliest."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time))

@@ -1,7 +1,7 @@
 """Bytes per tier, counted where they are allocated.
 
-The ledger is arithmetic, not a probe: whoever allocates a long-lived buffer books it, whoever frees it takes it off.
-The same figures are printed, logged and asserted, so a claim about memory can be checked against the ZeRO formulas
+The ledger is arithmetic, not a probe: code that allocates a long-lived buffer adds its bytes, code that frees it subtracts them.
+The same numbers are printed, logged and asserted, so a claim about memory can be checked against the ZeRO formulas
 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5) to the byte.
 """
 
