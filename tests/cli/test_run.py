@@ -1,4 +1,4 @@
-"""The whole way of `python run.py`, with a task that does nothing but say who it is. Each start costs seconds, so they are few."""
+"""`python run.py` from the arguments to the exit code, with a task that only writes its rank. A start takes seconds, so there are few."""
 
 import json
 import os

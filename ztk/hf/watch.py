@@ -59,6 +59,8 @@ class _Completing(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = module.__spec__.loader = self._loader  # tracebacks and inspect ask the loader for the source
+        module.__loader__ = module.__spec__.loader = (
+            self._loader
+        )  # tracebacks and inspect ask the loader for the source
         self._loader.exec_module(module)
         _complete(module)

@@ -60,10 +60,12 @@ def _rebuilt(failure: RankFailure, log: str, killed: tuple[int, ...]) -> RankErr
 
 
 def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of a rank's error."""
     return Path(output_dir, "ranks", f"rank{rank}.error.json")
 
 
 def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of a rank's output."""
     return Path(output_dir, "ranks", f"rank{rank}.log")
 
 
@@ -101,6 +103,7 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
 
 
 def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
+    """Writes the error of a rank completely or not at all."""
     path = error_path(output_dir, rank=failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(f".{os.getpid()}")
@@ -114,6 +117,7 @@ def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
 
 
 def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:
+    """The error that a rank has written, or None."""
     try:
         return RankFailure(**json.loads(error_path(output_dir, rank=rank).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -140,7 +140,9 @@ def _tasks_on_node(text: str, *, node: int) -> int:
 def _first_host(nodes: str) -> str:
     """The first name of a list like `node[03-07,12],login1`."""
     if shutil.which("scontrol"):
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, check=False
+        )
         if done.returncode == 0 and done.stdout.split():
             return done.stdout.split()[0]
     match = re.match(r"(?P<stem>[^,\[]+)(\[(?P<first>\d+))?", nodes)

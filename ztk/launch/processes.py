@@ -80,7 +80,7 @@ def _start(child: Child, *, log) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=None if log is None else subprocess.STDOUT,
-        preexec_fn=before_exec,
+        preexec_fn=before_exec,  # noqa: PLW1509 - this process has no threads
     )
 
 

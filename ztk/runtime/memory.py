@@ -27,11 +27,13 @@ class MemoryLedger:
         self._lock = threading.Lock()  # I/O and communication threads book too
 
     def add(self, *, tier: Tier, category: str, nbytes: int) -> None:
+        """Counts `nbytes` more on `tier` under `category`."""
         with self._lock:
             self._bytes[tier][category] += nbytes
             self._peak[tier] = max(self._peak[tier], sum(self._bytes[tier].values()))
 
     def remove(self, *, tier: Tier, category: str, nbytes: int) -> None:
+        """Counts `nbytes` less."""
         with self._lock:
             self._bytes[tier][category] -= nbytes
             assert self._bytes[tier][category] >= 0, f"{category} on {tier} freed more often than allocated"

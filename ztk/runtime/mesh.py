@@ -37,6 +37,9 @@ class Topology:
     pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks over which a layer's experts
     are distributed; they are data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the
     data group that share a node's fast links, see `ztk.zero.exchange`; 1: not used.
+
+    Raises:
+        ValueError: a degree is less than 1.
     """
 
     pipeline: int = 1
@@ -159,10 +162,12 @@ class MeshCounters:
 
     @property
     def busy_seconds(self) -> float:
+        """Seconds that the transports worked."""
         return sum(counters.busy_seconds for counters in self._counters)
 
     @property
     def wait_seconds(self) -> float:
+        """Seconds that the step waited for them."""
         return sum(counters.wait_seconds for counters in self._counters)
 
     def reset(self) -> None:

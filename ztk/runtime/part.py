@@ -50,6 +50,7 @@ class Part:
 
     @property
     def is_full(self) -> bool:
+        """Whether this is the full parameter."""
         return self.shape == self.full_shape
 
     def of(self, tensor: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class Comm:
 
         def task():
             if self.before is not None:
-                self.before(f"{direction.split()[0]} {label}")
+                self.before(f"{direction.partition(' ')[0]} {label}")
             with torch.no_grad():
                 return run()
 

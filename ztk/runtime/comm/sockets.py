@@ -23,7 +23,11 @@ class PeerSockets:
     """
 
     def __init__(self, introductions: Mapping[int, socket.socket], *, rank: int, timeout_seconds: float) -> None:
-        """introductions: an open idle connection to every peer; both ends construct this object at the same time."""
+        """introductions: an open idle connection to every peer; both ends construct this object at the same time.
+
+        Raises:
+            PeerLost: a rank died or did not answer in time.
+        """
         self._rank, self._timeout = rank, timeout_seconds
         self._sockets: dict[int, socket.socket] = {}
         for peer, connection in introductions.items():
@@ -47,7 +51,12 @@ class PeerSockets:
         self._guard(to, lambda: (connection.sendall(header), connection.sendall(payload)), label=label)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        """Fills `out` with the next message of rank `source`, which must have its size and this label."""
+        """Fills `out` with the next message of rank `source`, which must have its size and this label.
+
+        Raises:
+            CommMismatch: the message has another size or label.
+            PeerLost: the rank is gone or late.
+        """
         connection, payload = self._sockets[source], _bytes_of(out)
         header = bytearray(_HEADER.size)
         self._fill(memoryview(header), connection=connection, peer=source, label=label)

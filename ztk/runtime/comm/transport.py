@@ -43,7 +43,7 @@ class SeparateMemory:
     """The common part of transports whose ranks do not share memory."""
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
-        self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the two in order by itself
+        self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the order of the two
         return self.all_gather(full, label=label)
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:
@@ -51,7 +51,11 @@ class SeparateMemory:
 
 
 class SingleRankTransport(SeparateMemory):
-    """The transport of a world of one: no operation moves anything."""
+    """The transport of a world of one: no operation moves anything.
+
+    Raises:
+        ValueError: `send` or `recv` is called, which need a second rank.
+    """
 
     blocking = True
     checks_labels = True
