@@ -13,6 +13,7 @@ session = Session()
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
 def run(choices: DictConfig) -> float:
+    """Runs one composed job. Returns its final loss."""
     return session.run_job(choices)
 
 

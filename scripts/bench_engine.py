@@ -7,7 +7,7 @@ The model has the same parameters, first values and function for all candidates.
 trained it by DDP yesterday, given to `ztk.parallelize(fast_linear=True)`, which makes its linear layers multiply as ztk's do; `own`: each
 what it has, torch's for `compute` and the peers and ztk's for ztk, so that kernels count as well.
 
-All candidates run once per round, each round in another order, in fresh processes with one thread per rank; the figures are medians
+All candidates run once per round, each round in another order, in fresh processes with one thread per rank; the numbers are medians
 over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
 tokens/s, `cpu ratio` the CPU seconds, relative to the best peer that offers the same stage and tier (above 1: ztk is faster);
 `of compute` is the CPU time over that of forward, backward and AdamW alone. ztk keeps freed memory (`ztk.runtime.host_memory`, about 4 %);
@@ -56,7 +56,7 @@ class ZeroInitContext:
     def __init__(self, interpreter: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         script = str(Path(__file__).with_name("bench_rank.py"))
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [interpreter, script],
             env=environment,

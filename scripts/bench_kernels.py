@@ -5,7 +5,7 @@ reference, and only behind it p20, p50 and p80 of forward and of forward with ba
 each peer present (torch eager, torch.compile, torch's fused forms, SDPA, liger-kernel). Rows go to
 experiments/results/<gpu>/kernels-<date>-<commit>.json, and docs/kernels.md is written again.
 
-Without a GPU nothing is timed: the ahead-of-time figures and the page are refreshed. `--dry-run` walks the same code over
+Without a GPU nothing is timed: the ahead-of-time metrics and the page are refreshed. `--dry-run` walks the same code over
 small shapes on the CPU and writes nothing.
 """
 
@@ -239,7 +239,7 @@ def main() -> int:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not options.dry_run else "cpu"
     if device == "cpu" and not options.dry_run:
-        print("no GPU here: speed stays unmeasured; refreshing the ahead-of-time figures and docs/kernels.md")
+        print("no GPU here: speed stays unmeasured; refreshing the ahead-of-time metrics and docs/kernels.md")
         kernels_page.refresh_aot()
         kernels_page.write()
         return 0

@@ -4,7 +4,7 @@
     python scripts/bench_pipeline.py --micro-batches 16 --unit-ms 30 --activation-mb 4
 
 Ranks, schedule, messages and gradients are the engine's own. Only the layers are made for measuring: equal, and they pass their
-time asleep, so that more ranks than cores do not slow each other down. One unit is the time of a forward, of the gradient of a stage's
+`time.sleep` calls, so that more ranks than cores do not slow each other down. One unit is the time of a forward, of the gradient of a stage's
 input, and of that of its weights, each. Idle is what a rank does not compute between the batch's first start and last stop on any rank.
 """
 
@@ -67,7 +67,7 @@ class Measured:
     sent_mb: float  # of the rank that sends most, a batch
 
 
-class Asleep(nn.Module):
+class WaitingLayer(nn.Module):
     """x -> x, in `seconds`; its backward takes as long for the input and as long for the weight."""
 
     def __init__(self, seconds: float) -> None:
@@ -79,12 +79,12 @@ class Asleep(nn.Module):
         self.deferred = deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight, self)
+        return _Wait.apply(x, self.weight, self)
 
 
-class _Sleep(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, layer: Asleep) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, layer: WaitingLayer) -> Tensor:
         ctx.layer, ctx.parameter = layer, weight
         time.sleep(layer.seconds)
         return x.clone()
@@ -109,7 +109,7 @@ def run(process: Process, *, schedule: str, options: argparse.Namespace) -> list
     virtual = SCHEDULES[schedule]
     layers = options.ranks * virtual
     model = PipelineModule(
-        [LayerSpec(Asleep, options.unit_ms / 1e3 / virtual) for _ in range(layers)],
+        [LayerSpec(WaitingLayer, options.unit_ms / 1e3 / virtual) for _ in range(layers)],
         loss_fn=lambda outputs, labels: (outputs * labels).mean(),
     )
     engine = parallelize(

@@ -115,7 +115,7 @@ def build(task: Task, *, process: Process) -> Step:
         return zero_redundancy(task)
     common = {"process": process, "optimizer": OPTIMIZER, "precision": PrecisionPolicy(dtype=DTYPES[task.dtype])}
     if is_plain(task):
-        model = whole(task)
+        model = full_model(task)
     else:
         with torch.device("meta"):
             model = Decoder(config(task))
@@ -149,10 +149,10 @@ def config(task: Task) -> DecoderConfig:
 
 def is_plain(task: Task) -> bool:
     """The candidate's model is made of torch's own layers."""
-    return task.modules == "torch" or task.modules == "own" and not task.candidate.startswith("ztk")
+    return task.modules == "torch" or (task.modules == "own" and not task.candidate.startswith("ztk"))
 
 
-def whole(task: Task) -> nn.Module:
+def full_model(task: Task) -> nn.Module:
     """The model with its first values, float32."""
     decoder = initialise(Decoder(config(task)), seed=SEED)
     return plain_decoder(decoder) if is_plain(task) else decoder
@@ -167,7 +167,7 @@ def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
 
 def compute(task: Task) -> Step:
     """Forward, backward and torch's fused AdamW, no communication; in 16 bit with fp32 masters, like everybody else."""
-    model = whole(task)
+    model = full_model(task)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[task.dtype])
     parameters = list(model.parameters())
@@ -197,7 +197,7 @@ def compute(task: Task) -> Step:
 
 def zero_redundancy(task: Task) -> Step:
     """torch's ZeroRedundancyOptimizer over DistributedDataParallel, autocast in 16 bit."""
-    model = whole(task)
+    model = full_model(task)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
@@ -247,7 +247,7 @@ def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
     }
     if task.dtype != "fp32":
         settings[task.dtype] = {"enabled": True}
-    model = whole(task)
+    model = full_model(task)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

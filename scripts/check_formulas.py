@@ -34,7 +34,7 @@ HOME = {"none": Tier.device, "cpu": Tier.host, "nvme": Tier.nvme}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class Metrics:
     """Of one rank."""
 
     padded: int
@@ -43,7 +43,7 @@ class Figures:
     elements: int
 
 
-def run(process: Process, *, stage: int, offload: str, folder: str) -> Figures:
+def run(process: Process, *, stage: int, offload: str, folder: str) -> Metrics:
     with torch.device("meta"):
         model = Decoder(CONFIG)
     engine = parallelize(
@@ -63,14 +63,14 @@ def run(process: Process, *, stage: int, offload: str, folder: str) -> Figures:
         engine.step()
     moved = sum(count for kind, count in process.comm.counters.elements.items() if kind != "scalars")
     state = {tier: engine.memory.by_category(tier) for tier in Tier}
-    figures = Figures(
+    metrics = Metrics(
         padded=sum(bucket.size for bucket in engine.zero.buckets),
         slots=sum(len(bucket.pieces) for bucket in engine.zero.buckets),
         state=state,
         elements=moved // STEPS,
     )
     engine.close()
-    return figures
+    return metrics
 
 
 def expected(*, stage: int, offload: str, world: int, padded: int) -> dict[str, tuple[Tier, int]]:

@@ -4,7 +4,7 @@
 
 identity: stages 0 to 3 on the device, in main memory and on disk train to the same bits; an optimizer on the host agrees within
     rounding. And NCCL's collectives, in a world of one, do what the CPU's do.
-memory: model state by the CUDA allocator's own figures, beside the ledger and the formula of the ZeRO paper.
+memory: model state by the CUDA allocator's own counters, beside the ledger and the formula of the ZeRO paper.
 speed: tokens/s and model FLOP utilisation of a model of 1B parameters in bf16 beside plain PyTorch and FSDP2.
 
 Each item runs in a process of its own, so that one failure costs one row. Writes experiments/results/GPU/check_gpu.json; exit code 1

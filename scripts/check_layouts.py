@@ -15,7 +15,7 @@ pp2_ep2 in bf16 is 0.3 to 2.5 times its one-rank run's error from that run (592a
   the error that these have themselves, which is their distance to fp32 from the same state. Two that are both as exact as that one
   differ by no more (the triangle inequality), and one step has no time to go astray. Both are norms over the steps in which tokens
   choose alike, a quarter of the 20 at least: a token that rounding sends to another expert moves a gradient as far as ten roundings.
-* The geometric mean of the whole run's error over 8 first weights is at most twice one rank's. Logarithms of the errors have a standard
+* The geometric mean of the error of the entire run over 8 first weights is at most twice one rank's. Logarithms of the errors have a standard
   deviation of about 0.4, the difference of two means of 8 thus one of 0.2, and log 2 is 3.5 times that: by chance 1 row in 4000.
 * Both hold for the row's first stage and tier, and all others have its bits.
 
@@ -63,7 +63,7 @@ LESS_EXACT = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exactness:
-    """Of a layout in 16 bit, beside one rank's own. step: distances of steps from the same states. run: mean error of whole runs."""
+    """Of a layout in 16 bit, beside one rank's own. step: distances of steps from the same states. run: mean error of entire runs."""
 
     step: Distance
     own_step: Distance
@@ -262,8 +262,8 @@ def table(rows: list[Row], *, columns: list[tuple[int, str]]) -> Table:
         made.add_column(title)
     for row in rows:
         ratios = [f"{ratio:.2f}" for ratio in row.exactness.ratios] if row.exactness else [""] * 3
-        verdict = ("equal" if row.one_digest else "DIFFER") + ("" if row.as_exact else ", LESS EXACT")
-        made.add_row(row.layout, row.dtype, f"{row.bound:.0e}", *map(shown, row.cells), *ratios, verdict)
+        result = ("equal" if row.one_digest else "DIFFER") + ("" if row.as_exact else ", LESS EXACT")
+        made.add_row(row.layout, row.dtype, f"{row.bound:.0e}", *map(shown, row.cells), *ratios, result)
     return made
 
 

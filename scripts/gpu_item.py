@@ -41,7 +41,7 @@ OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 SEED, STEPS = 0, 20
 # Dense bf16 FLOP/s of the data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
-# The host updates in another order of operations: fp32 losses drift by rounding, 16-bit ones by whole 16-bit steps.
+# The host updates in another order of operations: fp32 losses drift by rounding, 16-bit ones by full 16-bit steps.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
 

@@ -1,4 +1,4 @@
-"""Write docs/kernels.md from data: the ops' counted floors, the newest measured rows per GPU, the ahead-of-time figures.
+"""Write docs/kernels.md from data: the ops' counted floors, the newest measured rows per GPU, the ahead-of-time metrics.
 
 `python scripts/kernels_page.py [--aot]` regenerates the page, with `--aot` after compiling every kernel again.
 """
@@ -46,7 +46,7 @@ GOALS = {
 
 
 def refresh_aot() -> None:
-    """Compile every kernel for every target and keep the figures."""
+    """Compile every kernel for every target and keep the metrics."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "ztk.kernels.aot", "--json"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -106,7 +106,7 @@ def measured() -> str:
     if not documents:
         return (
             "**Speed is unmeasured.** No row from a GPU exists in `experiments/results/`: nothing on this page says how fast "
-            "a kernel runs. The floors above are counted, the figures below come from the compiler."
+            "a kernel runs. The floors above are counted, the metrics below come from the compiler."
         )
     parts = []
     for gpu, document in documents.items():
@@ -143,7 +143,7 @@ def measured() -> str:
 
 def ahead_of_time() -> str:
     if not AOT_FILE.exists():
-        return "No figures yet: run `python scripts/kernels_page.py --aot`."
+        return "No metrics yet: run `python scripts/kernels_page.py --aot`."
     rows = json.loads(AOT_FILE.read_text())
     lines = [
         [
@@ -182,7 +182,7 @@ bfloat16 products. Shares of measured rows are always of what the same machine r
 
 {measured()}
 
-## Ahead-of-time figures
+## Ahead-of-time metrics
 
 What the compilers make of every kernel, on any machine: `python -m ztk.kernels.aot`. A budget is registers, stack (zero
 unless the spec gives a reason), the widest global load and store, barriers, the target's matrix instructions and

@@ -1,4 +1,4 @@
-"""The library door: every name is there, and importing the door costs nothing."""
+"""The library's interface: every name is there, and `import ztk` loads no other library."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""ztk: train models larger than one device. The library door.
+"""ztk: train models larger than one device. The library's interface.
 
     engine = ztk.parallelize(model, process=ztk.Process.start(), optimizer=ztk.OptimizerPolicy(lr=3e-4),
                              zero=ztk.ZeroPolicy(stage=3), offload=ztk.OffloadPolicy(optimizer="cpu"))

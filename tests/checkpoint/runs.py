@@ -61,18 +61,18 @@ def train_steps(engine: Engine, *, start: int, stop: int) -> list[float]:
 
 
 def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
-    """Every state element of the model, by kind and name, whole, on every rank."""
+    """Every state element of the model, by kind and name, complete, on every rank."""
     own = [
         (shard.kind, shard.name, shard.part, shard.start, shard.value.clone().cpu())
         for shard in engine.zero.state_shards()
     ]
-    whole: dict[tuple[str, str], Tensor] = {}
+    full: dict[tuple[str, str], Tensor] = {}
     for shards in engine.comm.gather_objects(own):
         for kind, name, part, start, value in shards:
-            full = whole.setdefault((kind, name), torch.full((_numel(part.whole),), torch.nan))
-            full[part.positions(start, stop=start + value.numel())] = value.to(full.dtype)
-    assert not any(value.isnan().any() for value in whole.values())
-    return whole
+            values = full.setdefault((kind, name), torch.full((_numel(part.full_shape),), torch.nan))
+            values[part.positions(start, stop=start + value.numel())] = value.to(values.dtype)
+    assert not any(value.isnan().any() for value in full.values())
+    return full
 
 
 def digest(states: dict[tuple[str, str], Tensor]) -> str:
@@ -87,7 +87,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def whole_weights(engine: Engine) -> str:
+def full_weights(engine: Engine) -> str:
     """A hash over the parameters as the model computes with them."""
     return digest({("parameter", name): value.float().clone() for name, value in engine.zero.whole_parameters()})
 
@@ -107,7 +107,7 @@ def outcome(engine: Engine, *, losses: list[float]) -> Outcome:
     return Outcome(
         losses=losses,
         states=digest(canonical(engine)),
-        weights=whole_weights(engine),
+        weights=full_weights(engine),
         control=engine.control.state.nan_to_num(-1).tolist(),
     )
 

@@ -1,4 +1,4 @@
-"""Stretches of flattened tensors as boxes: the same elements as by lists of positions, and no list."""
+"""Ranges of flattened tensors as boxes: the same elements as by lists of positions."""
 
 import random
 import time
@@ -14,13 +14,13 @@ SHAPES = [(), (1,), (7,), (3, 5), (4, 1, 6), (2, 3, 4, 5), (0, 4), (5, 0)]
 
 def elements(box: Box, *, shape: tuple[int, ...]) -> torch.Tensor:
     """Flat positions in a tensor of `shape`."""
-    whole = torch.arange(prod(shape)).view(shape)
+    full = torch.arange(prod(shape)).view(shape)
     places = tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
-    return whole[places].flatten().contiguous()
+    return full[places].flatten().contiguous()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_cover_a_stretch_in_order(shape):
+def test_boxes_cover_a_range_in_order(shape):
     for start in range(prod(shape) + 1):
         for stop in range(start, prod(shape) + 1):
             boxes = list(boxes_of(shape, start=start, stop=stop))
@@ -38,7 +38,7 @@ def random_box(shape: tuple[int, ...], *, chance: random.Random) -> Box:
 def test_overlaps_are_found_and_read_through_few_elements():
     chance = random.Random(0)
     shape = (4, 6, 5)
-    whole = torch.arange(prod(shape)).view(shape)
+    full = torch.arange(prod(shape)).view(shape)
     for _ in range(300):
         one, other = random_box(shape, chance=chance), random_box(shape, chance=chance)
         both = set(elements(one, shape=shape).tolist()) & set(elements(other, shape=shape).tolist())
@@ -54,8 +54,8 @@ def test_overlaps_are_found_and_read_through_few_elements():
             seen += piece.view(part, outer=one, first=first).flatten().tolist()
         assert seen == elements(common, shape=shape).tolist()
     assert torch.equal(
-        Box(start=(1, 2, 0), shape=(2, 1, 5)).view(whole.view(-1), outer=Box(start=(0, 0, 0), shape=shape), first=0),
-        whole[1:3, 2:3],
+        Box(start=(1, 2, 0), shape=(2, 1, 5)).view(full.view(-1), outer=Box(start=(0, 0, 0), shape=shape), first=0),
+        full[1:3, 2:3],
     )
 
 

@@ -1,4 +1,4 @@
-"""What is not whole is never taken for whole, and the error says which file and what is left."""
+"""A damaged checkpoint is never loaded, and the error names the file and the remaining checkpoints."""
 
 import hashlib
 import json
@@ -115,7 +115,7 @@ def test_folders_of_tags_are_read_as_deepspeed_scripts_fill_them(copy, tmp_path,
     (tmp_path / "out" / "latest").write_text("global_step3")
     assert resolve(tmp_path / "out") == tmp_path / "out" / "global_step3" / "step-000003"
     assert main(["verify", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    assert capsys.readouterr().out.count("complete") == 2
 
 
 def test_deepspeeds_own_folder_names_the_way_in(tmp_path, capsys):

@@ -40,7 +40,7 @@ def read_masters(process, *, folder: str) -> dict[str, torch.Tensor]:
 
 def test_verify_and_show(saved, capsys):
     assert main(["verify", str(saved)]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    assert capsys.readouterr().out.count("complete") == 2
     assert main(["show", str(saved), "--parameters"]) == 0
     out = capsys.readouterr().out
     assert (

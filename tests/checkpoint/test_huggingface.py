@@ -160,7 +160,7 @@ def test_an_adapter_is_saved_alone_resumed_and_exported_for_peft(ranks, tmp_path
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logits_of(loaded), resumed[0], **TOLERANCE)
 
-    with pytest.raises(CheckpointError, match="trained parameters alone"):
-        export_safetensors(tmp_path / "saved", to=tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="only the trained parameters"):
+        export_safetensors(tmp_path / "saved", to=tmp_path / "full")
     with pytest.raises(CheckpointError, match="no adapter 'other': it has default"):
         export_adapter(tmp_path / "saved", to=tmp_path / "other", adapter="other")

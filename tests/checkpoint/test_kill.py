@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_kills_leave_a_whole_checkpoint(tmp_path):
+def test_kills_leave_a_complete_checkpoint(tmp_path):
     command = [sys.executable, ROOT / "scripts" / "kill_checkpoints.py", "--runs", "6", "--folder", tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

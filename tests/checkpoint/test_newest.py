@@ -1,4 +1,4 @@
-"""An unattended restart goes on from the newest whole checkpoint, and says what it passed over."""
+"""An unattended restart continues from the newest complete checkpoint and reports the damaged ones."""
 
 import shutil
 import warnings
@@ -36,7 +36,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_a_whole_one_is_taken_without_a_word(ranks, copy):
+def test_a_complete_one_is_loaded_without_a_warning(ranks, copy):
     found = ranks(2).run(newest, folder=str(copy))
     assert [(name, faults, told) for name, faults, told, _ in found] == [("step-000002", (), [])] * 2
 
@@ -59,7 +59,7 @@ def test_a_pointer_to_nowhere_is_told(ranks, copy):
     assert name == "step-000002" and "step-000009" in faults[0] and "step-000009" in told[0]
 
 
-def test_with_nothing_whole_left_nobody_starts_anew_by_himself(ranks, copy, tmp_path):
+def test_without_a_complete_checkpoint_nothing_starts(ranks, copy, tmp_path):
     for step in (1, 2):
         flip(copy / f"step-00000{step}" / "rank-00000.safetensors")
     texts = ranks(2).run(newest_error, folder=str(copy), setup=SETUP)
@@ -70,7 +70,7 @@ def test_with_nothing_whole_left_nobody_starts_anew_by_himself(ranks, copy, tmp_
 
 def test_an_older_one_is_no_help_against_another_optimizer(ranks, copy):
     texts = ranks(2).run(newest_error, folder=str(copy), setup=Setup(optimizer="sgd"))
-    assert "another optimizer" in texts[0] and "no whole checkpoint" not in texts[0]
+    assert "another optimizer" in texts[0] and "no complete checkpoint" not in texts[0]
 
 
 def newest(process, *, folder: str) -> tuple[str, tuple[str, ...], list[str], str]:

@@ -46,16 +46,16 @@ def saved(ranks, tmp_path_factory) -> Path:
 def test_patterns_choose_what_is_loaded_and_the_rest_stays(ranks, saved, layout):
     chosen = ("blocks.0.*", "*.down.weight")
     setup = replace(SETUP, layout=layout)
-    whole = masters(ranks(2).run(load_part, setup=setup, folder=str(saved))[0][1])
+    full = masters(ranks(2).run(load_part, setup=setup, folder=str(saved))[0][1])
     before, after, report = ranks(2).run(load_part, setup=setup, folder=str(saved), only=chosen)[0]
-    names = {name for name in whole if name.startswith("blocks.0.") or name.endswith(".down.weight")}
-    assert 0 < len(names) < len(whole) and set(report.kept) == whole.keys() - names
+    names = {name for name in full if name.startswith("blocks.0.") or name.endswith(".down.weight")}
+    assert 0 < len(names) < len(full) and set(report.kept) == full.keys() - names
     assert set(report.unused) >= set(report.kept)
     for key, value in after.items():
         if key[1] not in names:
             assert torch.equal(value, before[key]), key
         elif key[0] == "master":
-            assert torch.equal(value, whole[key[1]]) and not torch.equal(value, before[key])
+            assert torch.equal(value, full[key[1]]) and not torch.equal(value, before[key])
 
 
 def test_a_pattern_that_matches_nothing_is_named(ranks, saved):

@@ -33,14 +33,14 @@ def test_exit_codes(outcomes, code, tmp_path):
 
 
 def test_the_table_has_every_job_and_every_error(tmp_path):
-    figures = {
+    metrics = {
         "final_loss": 1.25,
         "tokens_per_second": 41234.0,
         "step_seconds_median": 0.5,
         "loss_digest": "abcdef0123",
     }
     jobs = [
-        job(tmp_path / "0", overrides=("zero=stage0", "seed=1"), **figures, **{"peak_memory.device_bytes": 2_000_000}),
+        job(tmp_path / "0", overrides=("zero=stage0", "seed=1"), **metrics, **{"peak_memory.device_bytes": 2_000_000}),
         job(
             tmp_path / "1", Outcome.failed, overrides=("zero=stage1", "seed=1"), error="rank 1: [boom]", status="failed"
         ),

@@ -1,4 +1,4 @@
-"""The whole way of `python run.py`, with a task that does nothing but say who it is. Each start costs seconds, so they are few."""
+"""`python run.py` from the arguments to the exit code, with a task that only writes its rank. A start takes seconds, so there are few."""
 
 import json
 import os
@@ -83,9 +83,9 @@ def test_an_interrupt_stops_a_sweep_at_once(tmp_path):
         time.sleep(0.05)
     time.sleep(0.1)
     sweep.send_signal(signal.SIGINT)
-    _, told = sweep.communicate(timeout=10)
+    _, printed = sweep.communicate(timeout=10)
     assert sweep.returncode == 130
-    assert b"Traceback" not in told
+    assert b"Traceback" not in printed
     assert len(folders(tmp_path)) == 1
     for file in tmp_path.rglob("pid*"):
         assert not Path("/proc", file.read_text()).exists()

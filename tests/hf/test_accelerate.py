@@ -92,9 +92,9 @@ def loop(*, source, folder, stage, named=False, resume=False) -> dict:
             accelerator.save_state(folder)
     state = accelerator.get_state_dict(model)  # at stage 3 rank 0 alone has it
     assert accelerator.unwrap_model(model) is model.module
-    whole = None if state is None else {name: value.clone() for name, value in state.items()}
+    full = None if state is None else {name: value.clone() for name, value in state.items()}
     accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "state": whole}
+    return {"losses": losses, "norms": norms, "state": full}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -14,7 +14,7 @@ def hf_config():
 
 
 def loaded(*, source: str) -> dict:
-    """Bytes read from files, in all and at most at once, those of whole parameters in memory, the values afterwards, and what was
+    """Bytes read from files, in all and at most at once, those of full parameters in memory, the values afterwards, and what was
     missing or left over."""
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +58,7 @@ def test_every_rank_reads_its_slices(hf, model_folder):
     results = hf(loaded, source=model_folder)
     total = same_values(results[0]["values"], AutoModelForCausalLM.from_pretrained(model_folder))
     largest = max(value.nbytes for value in results[0]["values"].values())
-    row = 4 * 96  # a slice that ends inside a row reads it whole; the widest is the one of down_proj
+    row = 4 * 96  # a slice that ends inside a row reads all of it; the widest is the one of down_proj
     for found in results:
         assert not found["info"]["missing_keys"] and not found["info"]["unexpected_keys"]
         assert total / 2 <= found["read"] <= total / 2 + row * len(found["values"])
@@ -77,7 +77,7 @@ def test_a_checkpoint_in_another_form_is_converted_by_groups(hf, tmp_path):
     results = hf(loaded, source=str(tmp_path))
     total = same_values(results[0]["values"], AutoModelForCausalLM.from_pretrained(tmp_path))
     assert not results[0]["info"]["missing_keys"]
-    assert total / 2 < results[0]["read"] <= 1.05 * total  # experts are read whole by every rank
+    assert total / 2 < results[0]["read"] <= 1.05 * total  # experts are read completely by every rank
 
 
 def test_what_the_checkpoint_lacks_is_initialised(hf, tmp_path):

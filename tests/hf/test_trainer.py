@@ -106,7 +106,7 @@ def resumed_with_less(*, folder: str, source: str, lora: bool) -> dict:
     )
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_saving_and_resuming_at_stage_3(hf, model_folder, tmp_path, lora):
     """Checkpoints on the way, the best at the end, the final weights; then on from half way, at stage 3 and at stage 2."""
     from safetensors.torch import load_file
@@ -115,9 +115,9 @@ def test_saving_and_resuming_at_stage_3(hf, model_folder, tmp_path, lora):
     folder = str(tmp_path / "out")
     expected = plain(model_folder, str(tmp_path / "plain"), lora=lora)
     case = {"source": model_folder, "folder": folder, "config": small.ds_config(3), "lora": lora}
-    whole = hf(train, **case, **SAVING, load_best_model_at_end=True)[0]
-    close(whole, expected)
-    assert whole["best"].endswith("checkpoint-8")
+    full = hf(train, **case, **SAVING, load_best_model_at_end=True)[0]
+    close(full, expected)
+    assert full["best"].endswith("checkpoint-8")
     close(hf(train, **case, resume=f"{folder}/checkpoint-4")[0], expected)
     close(hf(resumed_with_less, folder=folder, source=model_folder, lora=lora)[0], expected)
 

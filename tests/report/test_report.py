@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ztk import report
+from ztk.report.environment import device_name
 from ztk.report.folder import write_json
 from ztk.report.reporter import Reporter, ReportPolicy
 from ztk.runtime import MemoryLedger, PhaseClock, Tier
@@ -165,7 +166,7 @@ def test_digest_sees_one_bit_of_any_step_and_no_row_interval(tmp_path):
 
 def test_resumed_run_ends_with_the_digest_and_rows_of_an_uninterrupted_one(tmp_path):
     losses = [4.0, 3.0, 2.5, 2.0]
-    whole = train(make_reporter(tmp_path / "whole"), losses=losses)
+    full = train(make_reporter(tmp_path / "full"), losses=losses)
     first = make_reporter(tmp_path / "cut")
     with first:
         for loss in losses[:2]:
@@ -173,8 +174,8 @@ def test_resumed_run_ends_with_the_digest_and_rows_of_an_uninterrupted_one(tmp_p
         saved = json.loads(json.dumps(first.past()))
         first.step(loss=torch.tensor(9.0), tokens=64, metrics=Metrics)  # after the checkpoint: made again
     resumed = train(make_reporter(tmp_path / "cut", first_step=2, **saved), losses=losses[2:])
-    assert resumed["loss_digest"] == whole["loss_digest"]
-    assert resumed["steps"] == 4 and resumed["tokens"] == whole["tokens"]
+    assert resumed["loss_digest"] == full["loss_digest"]
+    assert resumed["steps"] == 4 and resumed["tokens"] == full["tokens"]
     assert [row["loss"] for row in rows_of(tmp_path / "cut")] == losses
 
 
@@ -308,7 +309,7 @@ def test_load_reads_one_run_and_a_sweep(tmp_path):
     assert list(runs["zero"][:2]) == ["stage0", "stage3"]
     assert len(history) == 9 and set(history["run"]) == {"0", "1", "3"}
     assert report.load(tmp_path / "0").runs["run"].item() == "."
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(ValueError, match="contains no run"):
         report.load(tmp_path / "0" / "nowhere")
 
 
@@ -321,3 +322,8 @@ def test_intervals_are_checked(key):
 def test_unknown_tracker_mode():
     with pytest.raises(ValueError, match="logger.mode=on"):
         report.TrackerPolicy(mode="on")
+
+
+def test_the_environment_of_a_run_on_a_gpu_has_the_gpus_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert device_name(torch.device("cuda", 1)) == "GPU 1"

@@ -93,7 +93,7 @@ def exercise_buffer(comm: Comm, *, everyone: list[torch.Tensor], total: torch.Te
         assert torch.equal(own, shards[rank])
         comm.all_gather(full, label="test").wait()
         assert torch.equal(full, total)
-    comm.all_gather(full[: 128 * comm.size], label="part").wait()  # not the whole buffer
+    comm.all_gather(full[: 128 * comm.size], label="part").wait()  # not the full buffer
     del full, own, out
     until = time.monotonic() + 10
     while getattr(
@@ -119,7 +119,7 @@ def counted(process) -> dict:
 
 
 def test_counters_follow_the_zero_paper(ranks):
-    """A gather or reduce-scatter counts the whole tensor, an all-reduce twice."""
+    """A gather or reduce-scatter counts the full tensor, an all-reduce twice."""
     n = 256 * 2 * 4
     for found in ranks(2).run(counted):
         assert found["bytes"] == {"all_gather": n, "reduce_scatter": n, "all_reduce": 2 * n}

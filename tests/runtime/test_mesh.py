@@ -51,16 +51,16 @@ def test_a_degree_below_one_is_refused():
         Topology(tensor=0)
 
 
-def test_positions_of_a_box_are_those_of_its_elements_in_the_whole():
-    whole = torch.arange(5 * 7 * 3).view(5, 7, 3)
+def test_positions_of_a_box_are_those_of_its_elements_in_the_full_tensor():
+    full = torch.arange(5 * 7 * 3).view(5, 7, 3)
     for part in (
         Part.everything((5, 7, 3)),
         Part.cut((5, 7, 3), dim=0, start=2, stop=5),
         Part.cut((5, 7, 3), dim=1, start=3, stop=4),
         Part.cut((5, 7, 3), dim=2, start=1, stop=3),
-        Part(whole=(5, 7, 3), start=(1, 2, 0), shape=(3, 4, 2)),
+        Part(full_shape=(5, 7, 3), start=(1, 2, 0), shape=(3, 4, 2)),
     ):
-        flat = part.of(whole).flatten()
+        flat = part.of(full).flatten()
         assert flat.numel() == part.numel
         assert torch.equal(part.positions(0, stop=part.numel), flat)
         assert torch.equal(part.positions(1, stop=part.numel - 1), flat[1:-1])

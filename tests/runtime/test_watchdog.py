@@ -66,8 +66,8 @@ def one_is_late(process: Process) -> str:
 
 def test_a_rank_that_is_late_is_named_once_and_waited_for(ranks):
     waiting, late = ranks(2).run(one_is_late)
-    assert "rank 1 has not come yet and was last at 'all_gather first" in waiting
-    assert waiting.count("has not come yet") == 1
+    assert "rank 1 has not arrived yet and was last at 'all_gather first" in waiting
+    assert waiting.count("has not arrived yet") == 1
     assert late == ""
 
 

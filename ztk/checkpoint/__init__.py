@@ -1,4 +1,4 @@
-"""Checkpoints that belong to the model: saved by slices under one layout, loaded under any other."""
+"""Checkpoints that do not depend on the layout: saved as slices under one layout, loaded under any other."""
 
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
 from ztk.checkpoint.folder import Retention, checkpoints, resolve
@@ -18,10 +18,10 @@ __all__ = [
     "SaveReport",
     "Saver",
     "checkpoints",
+    "full_state_dict",
     "load",
     "load_newest",
     "read_manifest",
     "resolve",
     "save",
-    "full_state_dict",
 ]

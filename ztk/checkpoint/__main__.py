@@ -20,7 +20,7 @@ from ztk.checkpoint.manifest import read_manifest
 from ztk.checkpoint.verify import describe, verify_all
 
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_DIR = "a checkpoint, a folder of checkpoints, a run folder, or a folder of tags as DeepSpeed scripts fill it"
+_DIR = "a checkpoint, a folder of checkpoints, a run folder, or a folder of tags written by a DeepSpeed script"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = options.command(options)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads, such as `head`, has enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CheckpointError, OSError) as error:
@@ -46,10 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     verify = commands.add_parser("verify", help="read every byte and check it")
-    verify.add_argument("dir", help=f"{_DIR}, of which all are checked")
+    verify.add_argument("dir", help=f"{_DIR}; all checkpoints in it are checked")
     verify.set_defaults(command=_verify)
 
-    show = commands.add_parser("show", help="say what a checkpoint holds")
+    show = commands.add_parser("show", help="print what a checkpoint contains")
     show.add_argument("dir", help=_DIR)
     show.add_argument("--parameters", action="store_true", help="list them")
     show.set_defaults(command=_show)
@@ -61,12 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument(
         "--torch-distributed", action="store_true", help="a torch.distributed.checkpoint folder, optimizer states too"
     )
-    kind.add_argument("--adapter", action="store_true", help="an adapter of peft: its weights and configuration alone")
+    kind.add_argument("--adapter", action="store_true", help="only the weights and configuration of a peft adapter")
     kind.add_argument(
-        "--own-names", action="store_true", help="a native decoder keeps its names; else it becomes a LlamaForCausalLM"
+        "--own-names",
+        action="store_true",
+        help="keep the names of a native decoder; without it the decoder becomes a LlamaForCausalLM",
     )
-    export.add_argument("--dtype", choices=_DTYPES, help="of the weights; else the one that the model computed in")
-    export.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one safetensors file (%(default)s)")
+    export.add_argument(
+        "--dtype", choices=_DTYPES, help="dtype of the weights; default: the one that the model computed in"
+    )
+    export.add_argument(
+        "--shard-bytes", type=int, default=SHARD_BYTES, help="largest size of one safetensors file (%(default)s)"
+    )
     export.set_defaults(command=_export)
 
     bring = commands.add_parser(
@@ -86,7 +92,7 @@ def _verify(options: argparse.Namespace) -> int:
     reports = verify_all(options.dir)
     for report in reports:
         rate = report.nbytes / 1e9 / max(report.seconds, 1e-9)
-        state = f"{len(report.faults)} faults" if report.faults else "whole"
+        state = f"{len(report.faults)} faults" if report.faults else "complete"
         print(f"{report.path}: {state}, {report.nbytes / 1e6:.1f} MB in {report.seconds:.2f} s ({rate:.2f} GB/s)")
         for fault in report.faults:
             print(f"  {fault}")

@@ -1,8 +1,8 @@
-"""What a model says of itself in a checkpoint, and what follows from that for a Hugging Face folder.
+"""The description of a model in a checkpoint, and the Hugging Face names and configuration that follow from it.
 
 A checkpoint's `model` is None or a dictionary with at most one of the first two:
     "decoder": the DecoderConfig of a native decoder
-    "transformers": the configuration of a model that has one with `to_json_string`, as those of transformers have
+    "transformers": the configuration of a model that has one with `to_json_string`, as those of transformers do
     "adapters": name -> configuration of each adapter of peft
 """
 
@@ -41,7 +41,7 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
     """(own name -> name in the folder, config.json or None) of a checkpoint. dtype: of the weights.
 
-    A model with adapters has none: its names are peft's, and no model of transformers has them.
+    A model with adapters has no config.json: its names are peft's, which no model of transformers has.
     """
     model, names = manifest.model or {}, [info.name for info in [*manifest.parameters, *manifest.buffers]]
     rename = TO_LLAMA if "decoder" in model and is_llama(model["decoder"]) else {}
@@ -57,7 +57,11 @@ def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[s
 
 
 def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """(own name -> name in `adapter_model.safetensors`, `adapter_config.json`). Raises CheckpointError if there is no such adapter."""
+    """(own name -> name in `adapter_model.safetensors`, `adapter_config.json`).
+
+    Raises:
+        CheckpointError: there is no such adapter.
+    """
     configs = (manifest.model or {}).get("adapters") or {}
     if adapter not in configs:
         has = f"it has {', '.join(configs)}" if configs else "its model had no adapter of peft"
@@ -69,14 +73,14 @@ def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], d
 
 
 def renamed(name: str, *, rename: Mapping[str, str]) -> str:
-    """After all replacements, in their order. rename: regular expression -> replacement."""
+    """`name` after all replacements, in their order. rename: regular expression -> replacement."""
     for pattern, replacement in rename.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: sets become sorted lists, members of enumerations their values."""
+    """The value as JSON: sets become sorted lists, enum members their values."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

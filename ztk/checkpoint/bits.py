@@ -6,7 +6,7 @@ import zlib
 import torch
 from torch import Tensor
 
-# One checksum covers so many bytes of an entry; a reader verifies whatever it uses in blocks of this size.
+# Bytes of an entry that one checksum covers; a reader verifies what it uses in blocks of this size.
 BLOCK_BYTES = 1 << 20
 
 DTYPE_NAMES = {

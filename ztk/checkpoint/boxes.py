@@ -1,4 +1,4 @@
-"""Stretches of flattened tensors as boxes, which overlap by arithmetic on their corners: no list of positions, whatever the size."""
+"""Ranges of flattened tensors as boxes. Overlaps are arithmetic on corners: no list of positions, whatever the size."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,28 +20,30 @@ class Box:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of its elements laid one after the other."""
+        """The strides of its elements, stored contiguously."""
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     def moved(self, by: tuple[int, ...]) -> "Box":
+        """The same box at another place: every index plus `by`."""
         return Box(start=tuple(a + b for a, b in zip(self.start, by, strict=True)), shape=self.shape)
 
     def overlap(self, other: "Box") -> "Box | None":
+        """The indices that both boxes have, or None."""
         start = tuple(map(max, self.start, other.start))
         stops = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)]
         shape = tuple(stop - first for stop, first in zip(stops, start, strict=True))
         return Box(start=start, shape=shape) if all(size > 0 for size in shape) else None
 
     def first_in(self, outer: "Box") -> int:
-        """Where its first element lies among those of `outer`, one after the other."""
+        """The position of its first element among those of `outer`, stored contiguously."""
         return sum((a - b) * step for a, b, step in zip(self.start, outer.start, outer.strides, strict=True))
 
     def span_in(self, outer: "Box") -> int:
-        """How many of `outer`'s elements lie from its first to its last, both included."""
+        """The number of `outer`'s elements from its first to its last, both included."""
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, outer.strides, strict=True))
 
     def rows(self, *, outer: "Box", limit: int) -> Iterator["Box"]:
-        """Itself in pieces that span at most `limit` elements of `outer` each, or one index of an axis."""
+        """Splits it into boxes that span at most `limit` elements of `outer` each, or one index of an axis."""
         axis = next((axis for axis, size in enumerate(self.shape) if size > 1), None)
         if axis is None or self.span_in(outer) <= limit:
             yield self
@@ -54,13 +56,13 @@ class Box:
             yield from piece.rows(outer=outer, limit=limit) if step == 1 else (piece,)
 
     def view(self, flat: Tensor, *, outer: "Box", first: int) -> Tensor:
-        """Its elements in contiguous `flat`, which has those of `outer` from the `first` on: a view."""
+        """A view of its elements in contiguous `flat`, which has the elements of `outer` from `first` on."""
         offset = flat.storage_offset() + self.first_in(outer) - first
         return flat.as_strided(self.shape, outer.strides, offset)
 
 
 def boxes_of(shape: tuple[int, ...], *, start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a flattened tensor of `shape` as boxes whose elements lie one after the other, in order.
+    """Elements [start, stop) of a flattened tensor of `shape` as boxes with contiguous elements, in order.
 
     At most 2 * len(shape) - 1 of them.
     """

@@ -1,4 +1,4 @@
-"""Other formats into a checkpoint of ztk."""
+"""Converts other formats into a checkpoint of ztk."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from ztk.checkpoint.sources import (
 )
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama: tied ones may lie there twice
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama: tied ones may be stored twice
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)
 _CONTROL = {
     "loss_scale": 1.0,
@@ -50,14 +50,17 @@ def import_checkpoint(
     rename: Mapping[str, str] | None = None,
     as_decoder: bool = False,
 ) -> Path:
-    """Writes `to/step-N` from what `open_source` recognises, and returns that folder.
+    """Writes `to/step-N` from a source that `open_source` recognises, and returns that folder.
 
-    rename: regular expression -> replacement, applied to every name in this order. as_decoder: the folder is one of a Llama of
-    transformers and becomes a checkpoint of the native decoder, whose configuration the manifest then has.
+    rename: regular expression -> replacement, applied to every name in this order. as_decoder: the source is a Llama of transformers and
+    becomes a checkpoint of the native decoder, with the decoder's configuration in the manifest.
 
-    The result holds weights, in fp32, and the optimizer states if the source has the same ones for every parameter that has any; without
-    them it is loaded with `weights_only=True`. Where others have states, a parameter without is frozen, or with the values of another a
-    second name of that one. Raises CheckpointError for a source that cannot be read or does not fit together.
+    The result has fp32 weights. It has optimizer states if the source has the same ones for every parameter that has any; without them,
+    load it with `weights_only=True`. If other parameters have states, a parameter without states is frozen, or, if its values equal those
+    of another parameter, tied to that one.
+
+    Raises:
+        CheckpointError: the source cannot be read or is inconsistent.
     """
     source, model = open_source(path), _model_of(Path(path), as_decoder=as_decoder)
     plan = _plan(source, rename=(rename or {}) | (FROM_LLAMA if as_decoder else {}), model=model)
@@ -76,9 +79,10 @@ def import_checkpoint(
 
 
 def open_source(path: str | os.PathLike) -> Source:
-    """Recognises what `path` is: a safetensors file or folder, a torch.save file, a torch.distributed.checkpoint folder, one of DeepSpeed.
+    """Recognises a safetensors file or folder, a torch.save file, and a folder of torch.distributed.checkpoint or DeepSpeed.
 
-    Raises CheckpointError for anything else.
+    Raises:
+        CheckpointError: `path` is none of these.
     """
     path = Path(path)
     if _is_own(path):
@@ -98,7 +102,7 @@ def open_source(path: str | os.PathLike) -> Source:
     if single.is_file():
         return SafetensorsSource([single])
     raise CheckpointError(
-        f"{path} is nothing that can be imported: neither a .safetensors file, a folder with model.safetensors or its index, a "
+        f"{path} cannot be imported: it is neither a .safetensors file, a folder with model.safetensors or its index, a "
         "file of torch.save, nor a folder of torch.distributed.checkpoint or DeepSpeed"
     )
 
@@ -113,7 +117,7 @@ def _is_own(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """places: key of the source -> kind and name in the checkpoint, for what is taken. kinds: the optimizer's states, if there are any."""
+    """places: key of the source -> kind and name in the checkpoint, for what is imported. kinds: the optimizer's states, if there are any."""
 
     places: dict[Key, Key]
     kinds: list[str] | None
@@ -122,7 +126,7 @@ class _Plan:
 
 
 def _model_of(path: Path, *, as_decoder: bool) -> dict[str, Any] | None:
-    """What `config.json` beside the weights says, as a manifest has it."""
+    """The manifest's model description from `config.json` beside the weights."""
     file = path / "config.json"
     if not file.is_file():
         if as_decoder:
@@ -155,8 +159,8 @@ def _state_names(shapes: Mapping[Key, tuple[int, ...]]) -> list[str] | None:
     """The optimizer's states if every parameter that has any has the same ones."""
     kinds = list(dict.fromkeys(kind for kind, _ in shapes if kind not in _NOT_MOMENTS))
     trained = {name for kind, name in shapes if kind not in _NOT_MOMENTS}
-    whole = all(shapes.get((kind, name)) == shapes.get((MASTER, name), ()) for kind in kinds for name in trained)
-    return kinds if kinds and whole else None
+    complete = all(shapes.get((kind, name)) == shapes.get((MASTER, name), ()) for kind in kinds for name in trained)
+    return kinds if kinds and complete else None
 
 
 def _twin(source: Source, *, name: str, among: set[str]) -> str | None:

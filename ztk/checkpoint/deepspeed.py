@@ -1,10 +1,10 @@
-"""Reads what DeepSpeed's `save_checkpoint` wrote at ZeRO stages 1 to 3, without DeepSpeed.
+"""Reads checkpoints that DeepSpeed's `save_checkpoint` wrote at ZeRO stages 1 to 3, without DeepSpeed.
 
 Layout of a folder `global_stepN` (as of 0.19, unchanged for years; see DeepSpeed's own utils/zero_to_fp32.py):
     *_model_states.pt   names and shapes of the parameters per group, frozen parameters, buffers, counters
     *_optim_states.pt   one per rank: fp32 master weights and moments, flat
-Stages 1 and 2 lay the parameters of a group one after the other and cut the whole into one partition per rank. Stage 3 cuts every
-parameter into equal parts, the last one padded, and each rank's file has its parts one after the other.
+Stages 1 and 2 concatenate the parameters of a group and cut the result into one partition per rank. Stage 3 cuts every parameter into
+equal parts, the last one padded, and each rank's file has its parts one after the other.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import BUFFER
-from ztk.checkpoint.sources import FROZEN, MASTER, STRETCH, Key
+from ztk.checkpoint.sources import FROZEN, MASTER, RANGE_ELEMENTS, Key
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -28,7 +28,11 @@ class DeepSpeedSource:
     """Master weights, moments, frozen parameters and buffers of one `global_stepN` folder. Files stay memory-mapped."""
 
     def __init__(self, path: Path) -> None:
-        """path: the folder, or the one with `latest` in it. Raises CheckpointError for one that is not whole or unknown."""
+        """path: the folder, or the one with `latest` in it.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of an unknown kind.
+        """
         self._path = _step_folder(path)
         models = [_load(file) for file in _files(self._path, suffix="_model_states.pt")]
         optims = [_load(file)["optimizer_state_dict"] for file in _files(self._path, suffix="_optim_states.pt")]
@@ -47,7 +51,7 @@ class DeepSpeedSource:
         self._parts: dict[Key, list[Tensor]] = {}
         self._shapes: dict[Key, tuple[int, ...]] = {}
         for kind, flats in _flat_states(optims, stage=self._stage).items():
-            (self._add_whole_parameters if self._stage == 3 else self._add_groups)(kind, flats=flats, optim=first)
+            (self._add_full_parameters if self._stage == 3 else self._add_groups)(kind, flats=flats, optim=first)
         for name in self._model.get("buffer_names") or ():
             self._add(BUFFER, name=name, shape=self._model["module"][name].shape, parts=[self._model["module"][name]])
         self.tied = {str(name): str(other) for name, other in dict(self._model.get("shared_params") or {}).items()}
@@ -61,7 +65,7 @@ class DeepSpeedSource:
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
         for part in self._parts[key]:
-            yield from (part[start : start + STRETCH] for start in range(0, part.numel(), STRETCH))
+            yield from (part[start : start + RANGE_ELEMENTS] for start in range(0, part.numel(), RANGE_ELEMENTS))
 
     def _add(self, kind: str, *, name: str, shape, parts: list[Tensor]) -> None:
         left, cut = prod(shape), []
@@ -82,7 +86,7 @@ class DeepSpeedSource:
                 self._add(kind, name=name, shape=shape, parts=list(_cut(partitions, span=span)))
                 offset = span.stop + (paddings[number][index] if paddings else 0)
 
-    def _add_whole_parameters(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
+    def _add_full_parameters(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
         """Stage 3. flats[r][g]: rank r's sub-group g; a parameter's part may lie in two of them."""
         offset = 0
         for name, shape in ((name, shape) for shapes in self._model["param_shapes"] for name, shape in shapes.items()):
@@ -95,14 +99,14 @@ class DeepSpeedSource:
         fragments = [model.get("frozen_param_fragments") or {} for model in models]
         for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
             self._add(FROZEN, name=name, shape=shape, parts=[found[name] for found in fragments])
-        if self._stage < 3:  # stage 1 lists no frozen parameters, but the module has every parameter whole
+        if self._stage < 3:  # stage 1 lists no frozen parameters, but the module has every full parameter
             known = {name for _, name in self._shapes} | set(self.tied)
             for name, value in self._model["module"].items():
                 if name not in known and isinstance(value, Tensor):
                     self._add(FROZEN, name=name, shape=value.shape, parts=[value])
 
     def _control(self, optim: dict) -> dict[str, float]:
-        """The step control's scalars, as far as DeepSpeed has them."""
+        """The step control's scalars that DeepSpeed has."""
         scaler, skipped = optim.get("loss_scaler"), int(self._model.get("skipped_steps") or 0)
         return {
             "step": float(self.step - skipped),
@@ -123,7 +127,11 @@ def _step_folder(path: Path) -> Path:
 
 
 def _files(folder: Path, *, suffix: str) -> list[Path]:
-    """By rank. Raises CheckpointError if there is none, or for tensor and pipeline parallelism."""
+    """The files by rank.
+
+    Raises:
+        CheckpointError: there is none, or it was saved with tensor, pipeline or expert parallelism.
+    """
     found = [file for file in folder.iterdir() if file.name.endswith(suffix)]
     if not found:
         raise CheckpointError(f"{folder} has no *{suffix} file")
@@ -138,7 +146,7 @@ def _files(folder: Path, *, suffix: str) -> list[Path]:
 def _flat_states(optims: list[dict], *, stage: int) -> dict[str, list[list[Tensor]]]:
     """By kind, then rank, then group."""
     if stage not in (1, 2, 3):
-        raise CheckpointError(f"ZeRO stage {stage} of DeepSpeed is not known here")
+        raise CheckpointError(f"ZeRO stage {stage} of DeepSpeed is not supported")
     master, states = (
         ("fp32_flat_groups", "optimizer_state_dict")
         if stage == 3
@@ -155,7 +163,7 @@ def _flat_states(optims: list[dict], *, stage: int) -> dict[str, list[list[Tenso
 
 
 def _cut(tensors: list[Tensor], *, span: range) -> Iterator[Tensor]:
-    """Elements `span` of the tensors laid one after the other."""
+    """Elements `span` of the concatenated tensors."""
     start = 0
     for tensor in tensors:
         first, last = max(span.start, start), min(span.stop, start + tensor.numel())
@@ -168,7 +176,7 @@ def _cut(tensors: list[Tensor], *, span: range) -> Iterator[Tensor]:
 
 
 class _Opaque:
-    """Stands for any class that is not torch's: keeps what the pickle sets, runs nothing."""
+    """Replaces any class that is not torch's: keeps the state from the pickle, runs nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -195,7 +203,7 @@ _ALLOWED = {
 
 
 class _SafePickle:
-    """What `torch.load` needs of a pickle module. Only tensors and containers are made; nothing of a file is ever run."""
+    """The pickle module given to `torch.load`. It makes only tensors and containers and never runs code of a file."""
 
     __name__ = "ztk.checkpoint.deepspeed"
 
@@ -211,5 +219,5 @@ class _SafePickle:
 def _load(file: Path) -> dict:
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_SafePickle)
-    except Exception as error:  # zip, pickle and value errors: all mean the same here
+    except Exception as error:  # zip, pickle and value errors all mean the same here
         raise CheckpointError(f"{file} is damaged or not a file of torch.save: {error}") from error

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, and how the ranks agree that it did."""
+"""Errors of checkpoints, and how the ranks agree on them."""
 
 import errno
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ class CheckpointError(ValueError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint lacks bytes, or has others than were written: an older one may be whole."""
+    """A checkpoint lacks bytes, or has other bytes than were written: an older one may be complete."""
 
 
 class SaveFailed(RuntimeError):
     """A checkpoint could not be written. The text names rank, file and cause; the previous checkpoint is as it was."""
 
 
-_MENDS = {
+_FIXES = {
     errno.ENOSPC: "free space on that disk, keep fewer checkpoints (checkpoint.keep), or save to another disk",
     errno.EDQUOT: "the disk quota is used up: raise it, or save to another disk",
     errno.EROFS: "the filesystem is read-only: save to another one",
@@ -30,11 +30,11 @@ _MENDS = {
 
 
 def describe(error: BaseException) -> str:
-    """An error as half a sentence with its mend."""
+    """An error as half a sentence with its fix."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        mend = _MENDS.get(error.errno, "check that disk, or save to another one")
-        return f"{where}{error.strerror or error}; {mend}"
+        fix = _FIXES.get(error.errno, "check that disk, or save to another one")
+        return f"{where}{error.strerror or error}; {fix}"
     if isinstance(error, (CheckpointError, SaveFailed)):
         return str(error)
     return f"{type(error).__name__}: {error}"
@@ -48,14 +48,15 @@ class Agreement:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Runs the block, then all ranks compare: if any failed, all raise the same error, of the failures' own class if that is a kind of
-        `error` and the same everywhere.
+        """Runs the block, then all ranks compare their results: if any failed, all raise the same error.
+
+        The error has the class of the failures if that is a subclass of `error` and the same on all ranks.
         """
         failure = None
         try:
             yield
         except (PeerLost, CommMismatch):
-            raise  # nobody is there to compare with
+            raise  # there is no other rank to compare with
         except Exception as error:
             failure = error
         own_kind = type(failure) if isinstance(failure, self._error) else self._error

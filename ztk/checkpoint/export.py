@@ -1,5 +1,6 @@
-"""Out of a checkpoint into other formats, a stretch at a time: a Hugging Face style safetensors folder, one plain state_dict file, or
-a folder of torch.distributed.checkpoint.
+"""Exports a checkpoint in other formats, one range of a tensor at a time.
+
+Formats: a safetensors folder as Hugging Face has it, one state_dict file, or a folder of torch.distributed.checkpoint.
 """
 
 import json
@@ -23,8 +24,8 @@ from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 
-STRETCH = 4 << 20  # elements in memory at once
-SHARD_BYTES = 5 << 30  # of an exported file, as Hugging Face cuts
+RANGE_ELEMENTS = 4 << 20  # elements in memory at once
+SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +38,13 @@ class ExportReport:
 
 
 class Weights:
-    """The whole weights of a checkpoint by name: parameters as their masters, then persistent buffers. Tied names appear once."""
+    """The full weights of a checkpoint by name: master weights, then persistent buffers. Tied names appear once."""
 
     def __init__(
         self, manifest: Manifest, *, dtype: torch.dtype | None, names: Mapping[str, str] | None = None
     ) -> None:
-        """dtype: of floating parameters; None: the one that the model computed in. names: own name -> the one to use, for those that are
-        wanted; None: all under their own.
+        """dtype: of floating parameters; None: the one that the model computed in. names: own name -> exported name of the tensors to
+        export; None: all, under their own names.
         """
         self._reader, self._dtype = StateReader(manifest), dtype
         infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
@@ -66,8 +67,8 @@ class Weights:
         info = self._infos[name]
         kind = BUFFER if info.name in self._buffers else "master" if info.trainable else "parameter"
         numel = prod(info.shape)
-        for start in range(0, numel, STRETCH):
-            values = self._reader.read(name=info.name, kind=kind, start=start, stop=min(start + STRETCH, numel))
+        for start in range(0, numel, RANGE_ELEMENTS):
+            values = self._reader.read(name=info.name, kind=kind, start=start, stop=min(start + RANGE_ELEMENTS, numel))
             yield values.to(self._dtype_of(info))
 
     def close(self) -> None:
@@ -84,12 +85,15 @@ def export_safetensors(
 ) -> ExportReport:
     """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`, and `config.json`.
 
-    path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, names
-    and configuration, unless `own_names`; a model of transformers keeps its names and has its own configuration. A "config" in the
-    checkpoint's `extra` takes the place of either. Raises CheckpointError for a damaged checkpoint and for one that lacks
-    weights, ValueError if `to` exists.
+    path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, with its
+    names and configuration, unless `own_names`; a model of transformers keeps its names and configuration. A "config" in the checkpoint's
+    `extra` replaces either configuration.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or lacks weights.
+        ValueError: `to` exists.
     """
-    manifest = _whole_manifest(path)
+    manifest = _full_manifest(path)
     names, config = None, None
     if not own_names:
         names, config = transformers_view(manifest, dtype=dtype or DTYPES[manifest.parameters[0].dtype])
@@ -115,8 +119,11 @@ def export_adapter(
 ) -> ExportReport:
     """Writes `to/adapter_model.safetensors` and `to/adapter_config.json`, which `peft.PeftModel.from_pretrained(base, to)` loads.
 
-    path: as for `load`; a checkpoint of the trained parameters alone will do. Raises as `export_safetensors`, and CheckpointError
-    if the model had no such adapter.
+    path: as for `load`; a checkpoint of only the trained parameters is enough.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or the model had no such adapter.
+        ValueError: `to` exists.
     """
     manifest = read_manifest(resolve(path))
     names, config = adapter_view(manifest, adapter=adapter)
@@ -130,15 +137,15 @@ def export_adapter(
 def export_state_dict(
     path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None
 ) -> ExportReport:
-    """Writes one file that `torch.load(to, weights_only=True)` turns into a state_dict, tied names included.
+    """Writes one file that `torch.load(to, weights_only=True)` reads as a state_dict, with tied names.
 
     The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
     """
-    manifest, to = _whole_manifest(path), Path(to)
+    manifest, to = _full_manifest(path), Path(to)
     temporary = _temporary_beside(to)
     weights = Weights(manifest, dtype=dtype)
     try:
-        state = {spec.key: _whole(weights, spec=spec) for spec in weights.specs}
+        state = {spec.key: _full_tensor(weights, spec=spec) for spec in weights.specs}
         state |= {name: state[canonical] for name, canonical in manifest.tied.items()}
         to.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, temporary)
@@ -153,13 +160,13 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
     """Writes a folder that `torch.distributed.checkpoint.load` reads into any sharding: fp32 weights as "model.NAME", persistent buffers
     too, optimizer states as "optim.state.NAME.KIND" and the step as "optim.state.NAME.step", as FSDP2's `get_state_dict` names them.
 
-    "optim.param_groups" has the hyperparameters, with the rates before the schedule's factor: what `get_state_dict` of a model and a
-    torch optimizer asks for is there, so `dcp.load` and `set_state_dict` go on with the run. Tied names have their weights too.
-    Tensors lie in a temporary file while they are collected, not in memory. Raises as `export_safetensors`.
+    "optim.param_groups" has the hyperparameters, with the rates before the schedule's factor. These are all keys of `get_state_dict` of a
+    model and a torch optimizer, so `dcp.load` and `set_state_dict` continue the run. Tied names have their weights too. Tensors are
+    collected in a temporary file, not in memory. Raises as `export_safetensors`.
     """
     from torch.distributed import checkpoint as dcp
 
-    manifest, to = _whole_manifest(path), Path(to)
+    manifest, to = _full_manifest(path), Path(to)
     with _new_folder(to) as folder:
         scratch = folder.with_name(f"{folder.name}.scratch")
         try:
@@ -173,7 +180,7 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
 
 
 def _small_state(manifest: Manifest) -> dict[str, object]:
-    """What torch's optimizers keep beside tensors of the parameters' size."""
+    """The state of torch's optimizers besides tensors of the parameters' size."""
     if manifest.state_names is None:
         return {}
     steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
@@ -185,7 +192,7 @@ def _small_state(manifest: Manifest) -> dict[str, object]:
 
 
 def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-    """(key, whole tensor) of weights, buffers and moments; the tensors are a memory-mapped file."""
+    """(key, full tensor) of weights, buffers and moments; the tensors are a memory-mapped file."""
     wanted = [("buffer", info, f"model.{info.name}") for info in manifest.buffers]
     for info in manifest.parameters:
         wanted.append(("master" if info.trainable else "parameter", info, f"model.{info.name}"))
@@ -199,27 +206,35 @@ def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor
             dtype = reader.dtype(name=info.name, kind=kind)
             numel = prod(info.shape)
             flat = memory[offset : offset + numel * dtype.itemsize].view(dtype)
-            for start in range(0, numel, STRETCH):
-                stop = min(start + STRETCH, numel)
+            for start in range(0, numel, RANGE_ELEMENTS):
+                stop = min(start + RANGE_ELEMENTS, numel)
                 flat[start:stop].copy_(reader.read(name=info.name, kind=kind, start=start, stop=stop))
             offset += 8 * numel
             yield key, flat.view(info.shape)
 
 
-def _whole_manifest(path: str | os.PathLike) -> Manifest:
-    """Raises CheckpointError for a checkpoint of the trained parameters alone."""
+def _full_manifest(path: str | os.PathLike) -> Manifest:
+    """The manifest of a checkpoint with all parameters.
+
+    Raises:
+        CheckpointError: it contains only the trained parameters.
+    """
     manifest = read_manifest(resolve(path))
     if manifest.left_out:
         raise CheckpointError(
-            f"{manifest.path} holds the trained parameters alone and lacks {len(manifest.left_out)} frozen ones such as "
-            f"{manifest.left_out[0]}: export an adapter of it, or save whole checkpoints"
+            f"{manifest.path} contains only the trained parameters and lacks {len(manifest.left_out)} frozen ones such as "
+            f"{manifest.left_out[0]}: export an adapter of it, or save complete checkpoints"
         )
     return manifest
 
 
 @contextmanager
 def _new_folder(to: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `to` at the end, or nothing at all. Raises ValueError if `to` exists."""
+    """A temporary folder that becomes `to` at the end; after an error nothing is left.
+
+    Raises:
+        ValueError: `to` exists.
+    """
     temporary = _temporary_beside(to)
     temporary.mkdir(parents=True)
     try:
@@ -269,7 +284,7 @@ def _write(path: Path, *, specs: list[TensorSpec], weights: Weights) -> int:
     return writer.nbytes
 
 
-def _whole(weights: Weights, *, spec: TensorSpec) -> Tensor:
+def _full_tensor(weights: Weights, *, spec: TensorSpec) -> Tensor:
     out = torch.empty(spec.shape, dtype=spec.dtype)
     flat, start = out.view(-1), 0
     for values in weights.ranges(spec.key):

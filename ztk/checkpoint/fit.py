@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model, and which of the model's parameters it will set."""
+"""Checks that a checkpoint fits a model, and finds which of the model's parameters it sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +13,19 @@ from ztk.checkpoint.manifest import FROZEN, Manifest, TensorInfo
 from ztk.checkpoint.model import ModelInfo
 from ztk.checkpoint.reader import StateReader
 
-_SHOWN = 4  # names in an error text
-_STRETCH = 1 << 20  # elements compared at once
+_SHOWN = 4  # names shown in an error
+_RANGE_ELEMENTS = 1 << 20  # elements compared at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """What the caller of `load` wants set. Raises ValueError for wishes that exclude each other.
+    """What `load` sets.
 
     weights_only: no optimizer states. only: shell patterns of the parameters and buffers to set; the others stay as they are.
-    strict: the names are the same on both sides; otherwise what is on one side alone is left alone.
+    strict: the names must be the same on both sides; otherwise names on one side only are ignored.
+
+    Raises:
+        ValueError: the options exclude each other.
     """
 
     weights_only: bool = False
@@ -32,39 +35,41 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if not self.weights_only and (self.only is not None or not self.strict):
             raise ValueError(
-                "only= and strict=False load weights: a part of the optimizer's states is no state to go on from; "
+                "only= and strict=False load weights: part of the optimizer's states is not enough to continue from; "
                 "add weights_only=True"
             )
 
     @property
     def is_partial(self) -> bool:
+        """Whether some names may stay unset."""
         return self.only is not None or not self.strict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """kept: the model's parameters and buffers that stay as they are. unused: those of the checkpoint that go nowhere."""
+    """kept: the model's parameters and buffers that stay as they are. unused: those of the checkpoint that are not loaded."""
 
     kept: tuple[str, ...]
     unused: tuple[str, ...]
 
 
 def with_buffers_of(info: ModelInfo, *, manifest: Manifest) -> Manifest:
-    """`manifest` with the model's buffers among its buffers: an imported state_dict does not tell them from parameters."""
+    """`manifest` with the model's buffers listed as buffers: an imported state_dict does not distinguish them from parameters."""
     names = {buffer.name for buffer in info.buffers} - {buffer.name for buffer in manifest.buffers}
     found = [saved for saved in manifest.parameters if saved.name in names]
     others = [saved for saved in manifest.parameters if saved.name not in names]
     return replace(manifest, parameters=others, buffers=[*manifest.buffers, *found])
 
 
-def match(manifest: Manifest, *, info: ModelInfo, wish: LoadOptions) -> Match:
-    """What a load sets by `wish`; a frozen parameter that the checkpoint has left out on purpose is kept in any case.
+def match(manifest: Manifest, *, info: ModelInfo, options: LoadOptions) -> Match:
+    """What a load with `options` sets. A frozen parameter that the checkpoint has left out on purpose is kept in any case.
 
-    Raises CheckpointError for a pattern that matches nothing.
+    Raises:
+        CheckpointError: a pattern matches nothing.
     """
     saved = _names_and_shapes([*manifest.parameters, *manifest.buffers], manifest=manifest)
     own = [entry.name for entry in [*info.parameters, *info.buffers]]
-    for pattern in wish.only or ():
+    for pattern in options.only or ():
         if not any(fnmatchcase(name, pattern) for name in own):
             raise CheckpointError(f"only={pattern!r} matches none of the model's names, such as {_named(own)}")
     left_out = set(manifest.left_out)
@@ -72,8 +77,8 @@ def match(manifest: Manifest, *, info: ModelInfo, wish: LoadOptions) -> Match:
         name
         for name in own
         if name in left_out
-        or (not wish.strict and name not in saved)
-        or (wish.only is not None and not any(fnmatchcase(name, pattern) for pattern in wish.only))
+        or (not options.strict and name not in saved)
+        or (options.only is not None and not any(fnmatchcase(name, pattern) for pattern in options.only))
     ]
     used = (set(own) | info.tied.keys()) - set(kept)
     unused = [name for name in saved if name not in used and manifest.tied.get(name) not in used]
@@ -81,22 +86,23 @@ def match(manifest: Manifest, *, info: ModelInfo, wish: LoadOptions) -> Match:
 
 
 def check_fits(
-    manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, wish: LoadOptions, matched: Match
+    manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, options: LoadOptions, matched: Match
 ) -> None:
-    """Raises CheckpointError if names, shapes or optimizer states are not the model's, as far as they are to be set.
+    """Checks the names, shapes and optimizer states that will be set. state_names: those of the model's optimizer.
 
-    state_names: those of the model's optimizer.
+    Raises:
+        CheckpointError: they are not the model's.
     """
     where = manifest.path
     for saved, own, ties in (
         (manifest.parameters, info.parameters, info.tied),
         (manifest.buffers, info.buffers, {}),
     ):
-        _check_names(saved, engine_infos=own, manifest=manifest, ties=ties, wish=wish, kept=set(matched.kept))
-    if wish.weights_only:
+        _check_names(saved, engine_infos=own, manifest=manifest, ties=ties, options=options, kept=set(matched.kept))
+    if options.weights_only:
         return
     if manifest.state_names is None:
-        raise CheckpointError(f"{where} holds weights only, no optimizer states; load it with weights_only=True")
+        raise CheckpointError(f"{where} contains only weights, no optimizer states; load it with weights_only=True")
     if manifest.state_names != list(state_names):
         raise CheckpointError(
             f"{where} was saved with another optimizer: it has the states {_named(manifest.state_names)}, this one keeps "
@@ -114,18 +120,22 @@ def check_fits(
 
 
 def check_ties(manifest: Manifest, *, info: ModelInfo, reader: StateReader) -> None:
-    """What the model ties may lie twice in the checkpoint, as FSDP stores it, if the values are the same. Raises CheckpointError if not."""
+    """Checks that a tied parameter that the checkpoint stores twice, as FSDP does, has the same values.
+
+    Raises:
+        CheckpointError: the values differ.
+    """
     shapes = {saved.name: saved.shape for saved in manifest.parameters}
     for name, canonical in info.tied.items():
         if name not in shapes or canonical not in shapes:
             continue
-        for start in range(0, prod(shapes[name]), _STRETCH):
-            stop = min(start + _STRETCH, prod(shapes[name]))
+        for start in range(0, prod(shapes[name]), _RANGE_ELEMENTS):
+            stop = min(start + _RANGE_ELEMENTS, prod(shapes[name]))
             one, other = (_weights(reader, name=either, start=start, stop=stop) for either in (name, canonical))
             if not torch.equal(one, other):
                 raise CheckpointError(
-                    f"{manifest.path} is of another model: {name} stands alone in it, with other values than {canonical}, and is "
-                    "tied in the model; build the model it was saved from"
+                    f"{manifest.path} is of another model: {name} and {canonical} have different values in it and are tied in "
+                    "the model; build the model it was saved from"
                 )
 
 
@@ -140,7 +150,7 @@ def _check_names(
     engine_infos: list[TensorInfo],
     manifest: Manifest,
     ties: dict[str, str],
-    wish: LoadOptions,
+    options: LoadOptions,
     kept: set[str],
 ) -> None:
     saved = _names_and_shapes(saved_infos, manifest=manifest)
@@ -153,7 +163,7 @@ def _check_names(
     ]
     faults = [
         *([f"it lacks {_named(missing)}"] if missing else []),
-        *([f"it has {_named(unknown)}, which the model has not"] if unknown and not wish.is_partial else []),
+        *([f"it has {_named(unknown)}, which the model lacks"] if unknown and not options.is_partial else []),
         *([f"its shapes differ: {_named(other)}"] if other else []),
     ]
     if faults:
@@ -169,7 +179,7 @@ def _names_and_shapes(infos: list[TensorInfo], *, manifest: Manifest) -> dict[st
 
 
 def _named(names: list[str]) -> str:
-    """A few names and how many more."""
+    """A few names and the number of the others."""
     if not names:
         return "none"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -1,12 +1,12 @@
-"""Names in a checkpoint folder, and the few steps that must never leave it without a whole checkpoint.
+"""Names in a checkpoint folder, and the file operations that must never leave it without a complete checkpoint.
 
 [Note: Commit]
     step-000120.tmp-1f3a/   rank files and the manifest are written and synced here; ignored by everything that loads
     step-000120/            the same folder after one rename: complete, always
     latest                  a file with the name of the folder to resume from, replaced by one rename
-A folder that is to go is first renamed to a `.tmp-` name, so that a kill while its files are removed leaves nothing that looks whole.
-What a kill leaves under such a name is removed by the next save. If a step is saved again (after a resume from an
-earlier one), its folder is called step-000120.2, because no folder can be replaced in one step; the older one then goes.
+A folder is renamed to a `.tmp-` name before it is removed, so that a kill meanwhile leaves nothing that looks complete. The next save removes
+what a kill leaves under such a name. If a step is saved again (after a resume from an
+earlier one), its folder is called step-000120.2, because a folder cannot be replaced in one step; then the older one is removed.
 """
 
 import os
@@ -29,7 +29,8 @@ class Retention:
     """Which checkpoints stay: the `keep` newest (None: all), those of every `keep_every`-th step (0: none), and with
     `keep_best` the one with the smallest metric. The newest always stays.
 
-    Raises ValueError for numbers that cannot be meant.
+    Raises:
+        ValueError: a number is out of range.
     """
 
     keep: int | None = 2
@@ -57,10 +58,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """The step folder that `path` means: itself, or the latest of a folder of checkpoints, of a run folder, or of the folders of tags that
-    `engine.save_checkpoint` of the DeepSpeed door fills.
+    """The step folder of `path`: itself, or the latest one of a folder of checkpoints, of a run folder, or of a folder of tags.
 
-    Raises CheckpointError if there is none, or if `latest` names one that is not there.
+    `engine.save_checkpoint` of ztk.deepspeed writes folders of tags.
+
+    Raises:
+        CheckpointError: there is none, or `latest` names one that does not exist.
     """
     path = Path(path)
     if not path.is_dir():
@@ -70,7 +73,7 @@ def resolve(path: str | os.PathLike) -> Path:
         path = path / "checkpoints"
     found = checkpoints(path)
     if not found and not (path / LATEST).exists():
-        read_manifest(path)  # says what it is if it is none
+        read_manifest(path)  # its error says what `path` is
         return path
     pointer = path / LATEST
     if not pointer.exists():  # killed between the first rename and the first pointer
@@ -78,11 +81,15 @@ def resolve(path: str | os.PathLike) -> Path:
     name = pointer.read_bytes().decode(errors="replace").strip()
     if name and (path / name).is_dir():
         return path / name if _STEP.fullmatch(name) else resolve(path / name)
-    raise CheckpointError(f"{pointer} names {name!r}, which is not there; {usable(path)}")
+    raise CheckpointError(f"{pointer} names {name!r}, which does not exist; {usable(path)}")
 
 
 def every_checkpoint(path: Path) -> list[Path]:
-    """All step folders that `path` means, see `resolve`. Raises CheckpointError if there is none."""
+    """All step folders of `path`, see `resolve`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     found = checkpoints(path) or checkpoints(path / "checkpoints")
     if not found and (path / LATEST).is_file():
         found = [step for tag in sorted(path.iterdir()) for step in checkpoints(tag)]
@@ -90,7 +97,11 @@ def every_checkpoint(path: Path) -> list[Path]:
 
 
 def open_manifest(path: Path) -> Manifest:
-    """`read_manifest`, and in the error what can be loaded instead."""
+    """`read_manifest`, with an error that lists the checkpoints that can be loaded instead.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
     try:
         return read_manifest(path)
     except CheckpointError as error:
@@ -98,12 +109,12 @@ def open_manifest(path: Path) -> Manifest:
 
 
 def usable(folder: Path, *, without: Path | None = None) -> str:
-    """Half a sentence on the checkpoints of `folder` that look whole: right manifest, all files there at their right length."""
-    good = [path.name for path in checkpoints(folder) if path != without and _looks_whole(path)]
+    """Half a sentence on the checkpoints of `folder` that look complete: valid manifest, all files with the right length."""
+    good = [path.name for path in checkpoints(folder) if path != without and _looks_complete(path)]
     return f"still usable in {folder}: {', '.join(reversed(good))}" if good else f"{folder} has no other checkpoint"
 
 
-def _looks_whole(path: Path) -> bool:
+def _looks_complete(path: Path) -> bool:
     try:
         manifest = read_manifest(path)
         return all((path / file.file).stat().st_size == file.nbytes for file in manifest.files)
@@ -112,7 +123,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def prepare(folder: Path, *, step: int, token: str) -> Path:
-    """Removes what killed saves left and makes the temporary folder of this one. Raises OSError."""
+    """Removes the leftovers of killed saves and makes the temporary folder of this save. OSError passes through."""
     folder.mkdir(parents=True, exist_ok=True)
     for child in folder.iterdir():
         if _LEFTOVER.fullmatch(child.name):
@@ -131,7 +142,7 @@ def _free_name(folder: Path, *, step: int) -> str:
 
 
 def commit(temporary: Path) -> Path:
-    """Makes a folder whose files are all synced the latest checkpoint. See [Note: Commit]. Raises OSError."""
+    """Makes a folder with synced files the latest checkpoint. See [Note: Commit]. OSError passes through."""
     final = temporary.with_name(temporary.name.rpartition(".tmp-")[0])
     sync_folder(temporary)
     os.rename(temporary, final)
@@ -139,7 +150,7 @@ def commit(temporary: Path) -> Path:
     try:
         _point_to(final, token=temporary.name.rpartition(".tmp-")[2])
     except OSError:
-        final.rename(temporary)  # all or nothing: a save that is reported as failed leaves no checkpoint
+        final.rename(temporary)  # a save that is reported as failed leaves no checkpoint
         raise
     sync_folder(final.parent)
     return final
@@ -157,7 +168,7 @@ def _point_to(final: Path, *, token: str) -> None:
 
 
 def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
-    """Removes checkpoints that `retention` does not keep, and older ones of the same step. Returns the removed. Raises OSError."""
+    """Removes checkpoints that `retention` does not keep, and older ones of the same step. Returns those. OSError passes through."""
     if retention.keep is None:
         return []
     manifests: dict[Path, Manifest] = {}
@@ -165,7 +176,7 @@ def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
         try:
             manifests[path] = read_manifest(path)
         except CheckpointError:
-            continue  # damaged: not ours to remove
+            continue  # damaged: left for the user
     by_age = sorted(manifests, key=lambda path: (path == newest, manifests[path].created), reverse=True)
     kept = {newest, *by_age[: retention.keep]}
     if retention.keep_every:
@@ -181,7 +192,7 @@ def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
 
 
 def discard(path: Path, *, token: str) -> None:
-    """Removes a folder so that no part of it can be taken for whole. See [Note: Commit]."""
+    """Removes a folder so that no part of it looks complete. See [Note: Commit]."""
     if ".tmp-" not in path.name:
         path = path.rename(path.with_name(f"{path.name}.tmp-{token}"))
         sync_folder(path.parent)
@@ -189,7 +200,7 @@ def discard(path: Path, *, token: str) -> None:
 
 
 def write_file(path: Path, *, data: bytes) -> None:
-    """A new file with this content, on the medium. Raises OSError with the file's name."""
+    """Writes and syncs a new file. An OSError has the file's name."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_at(fd, memoryview(data), offset=0, path=path)
@@ -199,7 +210,7 @@ def write_file(path: Path, *, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """The folder's entries are on the medium."""
+    """Syncs the folder's entries."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fsync(fd, path=path)

@@ -1,7 +1,7 @@
-"""The whole model's state_dict, of what the ranks hold: shards of parameters, and on meshes that cut the model parts of it.
+"""The full model's state_dict, assembled from the ranks' shards and, where a mesh divides the model, their parts of it.
 
-Phases: every rank copies what its model holds into main memory, one bucket gathered at a time; the ranks say what they have; every
-part that somebody lacks goes around once, by the first rank that has it.
+Phases: every rank copies its model's parameters into main memory, gathering one bucket at a time; the ranks exchange what they have; the
+first rank that has a part broadcasts it if another rank lacks it.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ztk.runtime.part import Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Held:
-    """What a rank has of one parameter or buffer."""
+    """The part of one parameter or buffer that a rank has."""
 
     part: Part
     dtype: torch.dtype
@@ -28,10 +28,10 @@ class _Held:
 def full_state_dict(
     engine: Subject, *, everywhere: bool = False, exclude_frozen: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole model's state_dict in main memory, whatever the ranks hold of it: on rank 0, or `everywhere`; None on the others.
+    """The full model's state_dict in main memory: on rank 0, or `everywhere`; None on the others.
 
-    In the dtype that the model computes in, tied names and persistent buffers included. Every rank calls it. `engine.module.state_dict()`
-    has this rank's parts alone.
+    The dtype is the one that the model computes in; tied names and persistent buffers are included. A collective call.
+    `engine.module.state_dict()` has only this rank's parts.
     """
     keeps = everywhere or engine.process.comm.rank == 0
     state = gather_state(engine, keeps=keeps, exclude_frozen=exclude_frozen)
@@ -39,16 +39,15 @@ def full_state_dict(
 
 
 def is_cut(engine: Subject) -> bool:
-    """Ranks have different parts of the model, over which ZeRO shards."""
+    """Whether ranks have different parts of the model, over which ZeRO shards."""
     topology = engine.process.mesh.topology
     return max(topology.tensor, topology.expert, topology.pipeline) > 1
 
 
 def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Weights in main memory by name, tied names and persistent buffers included; empty on ranks that do not keep it. Collective over
-    all ranks.
+    """Weights in main memory by name, with tied names and persistent buffers; empty on ranks that do not keep them. A collective call.
 
-    keeps: rank 0 does, and either all others or none of them. In memory a rank has its own parts besides, before they are put together.
+    keeps: true on rank 0, and on either all others or none of them. A rank also has its own parts in memory until all are assembled.
     """
     comm, module = engine.process.comm, engine.module
     cut = is_cut(engine)
@@ -74,7 +73,7 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those of a state_dict, under every name."""
+    """The buffers of a state_dict, under every name."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
@@ -96,8 +95,8 @@ def _parameters_held(engine: Subject) -> dict[str, _Held]:
 def _put_together(
     values: dict[str, Tensor], *, of_ranks: list[dict[str, _Held]], comm: Comm, keeps: bool
 ) -> dict[str, Tensor]:
-    """One part on its way at a time; copies of it stay where they are."""
-    whole, seen = {}, set()
+    """Sends one part at a time; only one copy of each part is sent."""
+    full, seen = {}, set()
     for rank, theirs in enumerate(of_ranks):
         for name, item in theirs.items():
             part = item.part
@@ -110,7 +109,7 @@ def _put_together(
             if box.numel():
                 comm.broadcast(box.view(-1).view(torch.uint8), source=rank, label=name).wait()
             if keeps:
-                if name not in whole:
-                    whole[name] = torch.empty(part.whole, dtype=item.dtype)
-                part.of(whole[name]).copy_(box)
-    return whole
+                if name not in full:
+                    full[name] = torch.empty(part.full_shape, dtype=item.dtype)
+                part.of(full[name]).copy_(box)
+    return full

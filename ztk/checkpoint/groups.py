@@ -1,4 +1,4 @@
-"""The optimizer's hyperparameters in a checkpoint: for people and for other frameworks. A load takes them from the run's own policy."""
+"""The optimizer's hyperparameters in a checkpoint, for people and other frameworks. A load uses those of the run's own policy."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ztk.kernels import Hyper
 def gather_groups(engine: Subject) -> list[dict[str, Any]]:
     """One dictionary per set of hyperparameters: by name, "options" of the optimizer, and "params", the parameters' names. Collective.
 
-    Rates are those before the schedule's factor; they come from an fp32 table and are given to 7 digits.
+    Rates are those before the schedule's factor; they come from an fp32 table and are rounded to 7 digits.
     """
     options = engine.zero.optimizer.options
     table = engine.control.hyper.tolist()
@@ -32,16 +32,14 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
 
 
 def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """As `get_optimizer_state_dict` gives them for torch's optimizer of the same kind; None for lion, which torch lacks."""
+    """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind; None for lion, which torch lacks."""
     made = []
     for group in groups:
         optimizer = _torch_optimizer(group)
         if optimizer is None:
             return None
         (own,) = optimizer.state_dict()["param_groups"]  # with the flags of the torch that is installed
-        made.append(
-            {**own, "params": group["params"], "initial_lr": group["lr"]}
-        )  # initial_lr: what schedulers look for
+        made.append({**own, "params": group["params"], "initial_lr": group["lr"]})  # initial_lr: schedulers read it
     return made
 
 

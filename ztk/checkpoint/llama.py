@@ -1,5 +1,6 @@
-"""The native decoder under the names and the configuration of Hugging Face's Llama, which computes the same: RMSNorm before attention
-and MLP, rotary positions that turn halves, grouped queries, SwiGLU, no biases.
+"""The native decoder under the names and the configuration of Hugging Face's Llama.
+
+Both compute the same: RMSNorm before attention and MLP, rotary positions on halves, grouped queries, SwiGLU, no biases.
 """
 
 import re
@@ -44,12 +45,12 @@ _DEFAULT_THETA = 10000.0  # of Llama, where its configuration names none
 
 
 def is_llama(config: Mapping[str, Any]) -> bool:
-    """Whether a decoder of this configuration (a DecoderConfig as a dictionary) is one: experts are not."""
+    """Whether a decoder of this configuration (a DecoderConfig as a dictionary) is a Llama: with experts it is not."""
     return not config.get("experts")
 
 
 def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` for a DecoderConfig as a dictionary, but for the weights' dtype."""
+    """`config.json` for a DecoderConfig as a dictionary, without the weights' dtype."""
     theta = config["rope_theta"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -59,7 +60,7 @@ def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "rope_theta": theta,  # where transformers before 5 look, and where those from 5 on do
+        "rope_theta": theta,  # read by transformers before 5, and by 5 and later
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "bos_token_id": None,
         "eos_token_id": None,
@@ -67,7 +68,11 @@ def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_config(llama: Mapping[str, Any]) -> dict[str, Any]:
-    """The DecoderConfig, as a dictionary, of a `config.json`. Raises CheckpointError for what the decoder does not compute."""
+    """The DecoderConfig, as a dictionary, of a `config.json`.
+
+    Raises:
+        CheckpointError: the decoder does not compute this model.
+    """
     rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     head_dim = llama["hidden_size"] // llama["num_attention_heads"]

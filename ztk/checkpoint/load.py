@@ -1,6 +1,6 @@
 """Loading into an engine of any layout.
 
-Phases: rank 0 says which checkpoint, all check that it fits, each reads its own slices, agree, share replicated parameters.
+Phases: rank 0 chooses the checkpoint, all check that it fits, each reads its own slices, they agree, they broadcast replicated parameters.
 """
 
 import os
@@ -25,12 +25,12 @@ from ztk.runtime.part import Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """What was loaded. data_state, extra: as given to `save`. step: optimizer steps made.
+    """The result of a load. data_state, extra: as given to `save`. step: optimizer steps made.
 
     same_world: the number of ranks is that of the save, so the random number generators were restored too.
-    read_bytes: that this rank read from the files. kept: the model's parameters and buffers that stayed as they were; unused: names of the
-    checkpoint that went nowhere. Both are empty but for `only`, `strict=False` and checkpoints of trained parameters alone.
-    passed_over: what was wrong with later checkpoints, see `load_newest`.
+    read_bytes: bytes that this rank read from the files. kept: the model's parameters and buffers that stayed as they were; unused: names of
+    the checkpoint that were not loaded. Both are empty except with `only`, `strict=False` and checkpoints of only the trained parameters.
+    passed_over: the faults of later checkpoints, see `load_newest`.
     """
 
     path: Path
@@ -61,11 +61,14 @@ def load(
     strict: False sets what the model and the checkpoint both have; look at the report's `kept` and `unused`. Shapes must be equal in any
         case. Both go with weights_only=True.
 
-    Reads by offset what this rank keeps, one block of a file at a time. Raises CheckpointError (a ValueError), on all ranks
-    alike, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), a foreign one, another model or another optimizer. If that
-    comes after some state was set, the engine may be loaded again from elsewhere, but must not go on as it is.
+    Reads by offset what this rank keeps, one block of a file at a time.
+
+    Raises:
+        CheckpointError: a ValueError, the same on all ranks, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), one of
+            another program, another model or another optimizer. If some state was set before the error, load the engine again from
+            another checkpoint before it trains.
     """
-    comm, wish = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
+    comm, options = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
     agreement = Agreement(comm, error=CheckpointError)
     folder = None
     with agreement.step():
@@ -75,9 +78,9 @@ def load(
     info = ModelInfo.gather(engine)
     with agreement.step():
         manifest = with_buffers_of(info, manifest=open_manifest(folder))
-        matched = match(manifest, info=info, wish=wish)
+        matched = match(manifest, info=info, options=options)
         names = engine.zero.optimizer.state_names
-        check_fits(manifest, state_names=names, info=info, wish=wish, matched=matched)
+        check_fits(manifest, state_names=names, info=info, options=options, matched=matched)
         reader = StateReader(manifest)
         if comm.rank == 0:
             reader.check_files()
@@ -108,7 +111,7 @@ def load(
 
 
 def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_only: bool) -> Callable[..., Tensor]:
-    """`read` for `Zero.load_state`: what was trained may be loaded frozen and, as weights, the other way round."""
+    """The `read` of `Zero.load_state`. A trained parameter may be loaded as a frozen one and, with `weights_only`, the other way round."""
 
     def read(*, name: str, kind: str, start: int, stop: int) -> Tensor:
         if kind in ("master", "parameter"):
@@ -130,7 +133,7 @@ def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) 
 
 
 def _restore_progress(engine: Subject, *, manifest: Manifest) -> None:
-    """Step control and counters, as if this engine had made the steps."""
+    """Sets step control and counters as if this engine had made the steps."""
     scaling = engine.control.scaling
     alike = scaling.dynamic == manifest.layout["dynamic_loss_scale"]
     alike = alike and (scaling.dynamic or manifest.control["loss_scale"] == scaling.initial)

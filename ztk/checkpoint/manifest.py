@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds and where each stretch of it lies. It is written last and covers itself with a hash."""
+"""`manifest.json`: what a checkpoint contains, and in which file each range is. It is written last and has a hash of itself."""
 
 import hashlib
 import json
@@ -22,10 +22,10 @@ RNG = "rng"  # the kind of a rank's random number generators
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A stretch [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block.
+    """A range [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block.
 
-    box: where one rank held a part of the parameter only (tensor and expert parallelism), that part: `[first index, size]` per dimension;
-        the stretch counts the part's elements. None: the stretch counts those of the whole.
+    box: `[first index, size]` per dimension of the rank's part of the parameter (tensor and expert parallelism); the range then counts
+        the part's elements. None: the range counts those of the full parameter.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TensorInfo:
 
     name: str
     shape: list[int]
-    dtype: str  # the parameter's own, in which the model computed
+    dtype: str  # of the parameter, in which the model computed
     trainable: bool
 
 
@@ -64,10 +64,10 @@ class Manifest:
     """control: the step control's device scalars by name (step, loss scale and so on; "nan" and "inf" as words).
 
     state_names: the optimizer's states beside "master", or None for a checkpoint of weights alone.
-    tied: other name -> canonical name. layout: how it was sharded, for the reader's information only.
-    data, extra: what the training program gave, JSON values.
-    model: what the model said of itself, see `ztk.checkpoint.architecture`. groups: the optimizer's hyperparameters, each with the names
-        of its parameters under "params". left_out: frozen parameters that a checkpoint of trained ones does not hold.
+    tied: other name -> canonical name. layout: how it was sharded, for information only.
+    data, extra: JSON values from the training program.
+    model: the model's description, see `ztk.checkpoint.architecture`. groups: the optimizer's hyperparameters, each with the names
+        of its parameters under "params". left_out: frozen parameters that a checkpoint of trained ones does not have.
     """
 
     step: int
@@ -110,7 +110,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes. Every one of them is covered: by the hash, or because it must be what it is."""
+    """The file's bytes. Every byte is covered by the hash or has a fixed value."""
     content = asdict(manifest)
     del content["path"]
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -118,7 +118,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder. Raises DamagedCheckpoint for a missing or damaged one, CheckpointError for one of another version."""
+    """The manifest of a step folder.
+
+    Raises:
+        DamagedCheckpoint: it is missing or damaged.
+        CheckpointError: it is of another version.
+    """
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -127,9 +132,9 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     start = len(_PREFIX) + 64
-    whole = data.startswith(_PREFIX) and data[start : start + len(_MIDDLE)] == _MIDDLE and data.endswith(_SUFFIX)
+    is_complete = data.startswith(_PREFIX) and data[start : start + len(_MIDDLE)] == _MIDDLE and data.endswith(_SUFFIX)
     text = data[start + len(_MIDDLE) : -len(_SUFFIX)]
-    if not whole or hashlib.sha256(text).hexdigest().encode() != data[len(_PREFIX) : start]:
+    if not is_complete or hashlib.sha256(text).hexdigest().encode() != data[len(_PREFIX) : start]:
         raise DamagedCheckpoint(
             f"{path} is truncated, damaged or not a manifest of ztk (its hash does not fit its content)"
         )
@@ -151,7 +156,7 @@ def _decode(content: dict[str, Any], *, path: str) -> Manifest:
 
 
 def _what_it_is(folder: Path) -> str:
-    """Why a folder might have no manifest."""
+    """Why a folder may have no manifest."""
     if not folder.exists():
         return "there is no such folder"
     if not folder.is_dir():
@@ -163,4 +168,4 @@ def _what_it_is(folder: Path) -> str:
         return "this is a Hugging Face folder; bring it in with `python -m ztk.checkpoint import`"
     if "latest" in names or any("mp_rank_" in name for name in names):
         return "this is a folder of DeepSpeed; bring it in with `python -m ztk.checkpoint import`"
-    return "this is not a ztk checkpoint, or one whose writing never ended"
+    return "this is not a ztk checkpoint, or one that was not completely written"

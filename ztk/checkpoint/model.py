@@ -1,4 +1,4 @@
-"""What a model has to say about itself in a checkpoint: parameters, ties, persistent buffers, and the step control's scalars."""
+"""The model in a checkpoint: its parameters, ties, persistent buffers, and the step control's scalars."""
 
 import math
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from ztk.checkpoint.manifest import TensorInfo
 from ztk.checkpoint.subject import Subject
 from ztk.kernels import State
 
-# Scalars that only mean something to the loss scaling that wrote them.
+# Scalars that only the kind of loss scaling that wrote them can use.
 _SCALING = {State.loss_scale, State.good_steps, State.hysteresis_left}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """The whole model, as all ranks together hold it. own_buffers: which of the buffers this rank is the first to have."""
+    """The full model of all ranks together. own_buffers: the buffers of which this rank is the first owner."""
 
     parameters: list[TensorInfo]
     buffers: list[TensorInfo]
@@ -53,7 +53,7 @@ def parameter_infos(engine: Subject) -> list[TensorInfo]:
         for placement in bucket.layout.placements:
             infos[placement.name] = TensorInfo(
                 name=placement.name,
-                shape=list(engine.zero.part_of(placement.name, bucket=bucket).whole),
+                shape=list(engine.zero.part_of(placement.name, bucket=bucket).full_shape),
                 dtype=DTYPE_NAMES[bucket.traits.dtype],
                 trainable=bucket.traits.trainable,
             )
@@ -61,7 +61,7 @@ def parameter_infos(engine: Subject) -> list[TensorInfo]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Second names of parameters -> the first."""
+    """Further names of parameters -> the first name."""
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         name: canonical[id(parameter)]
@@ -71,7 +71,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of those that belong into a state_dict."""
+    """(name, buffer) of the buffers that belong into a state_dict."""
     seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
@@ -90,7 +90,7 @@ def buffer_infos(module: nn.Module) -> list[TensorInfo]:
 
 
 def control_values(state: Tensor) -> dict[str, float | str]:
-    """The control state [8] by name; JSON has no words for what is not finite."""
+    """The control state [8] by name; values that are not finite become words, because JSON lacks them."""
     values = state.tolist()
     return {item.name: values[item] if math.isfinite(values[item]) else str(values[item]) for item in State}
 

@@ -1,4 +1,4 @@
-"""What an unattended restart goes on from."""
+"""The checkpoint from which an unattended restart continues."""
 
 import os
 import warnings
@@ -14,9 +14,12 @@ from ztk.checkpoint.subject import Subject
 def load_newest(engine: Subject, *, folder: str | os.PathLike) -> LoadReport | None:
     """Sets the engine's state from the latest checkpoint of `folder`; None if there never was one. Every rank calls it.
 
-    A damaged checkpoint is passed over for the newest other one: the report's `passed_over` says which file and what is wrong with it, and
-    rank 0 warns (RuntimeWarning). Raises CheckpointError if there is none that is whole, and as `load` for what is no damage, such as
-    another model: an older checkpoint would not help.
+    If a checkpoint is damaged, the newest other one is loaded: the report's `passed_over` names the file and the fault, and rank 0 warns
+    (RuntimeWarning).
+
+    Raises:
+        CheckpointError: all checkpoints are damaged, or an error of `load` that is no damage, such as another model: an older checkpoint
+            would not help.
     """
     comm = engine.process.comm
     found, faults = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 else None)[0]
@@ -27,11 +30,11 @@ def load_newest(engine: Subject, *, folder: str | os.PathLike) -> LoadReport | N
             faults.append(str(error))
             continue
         if faults and comm.rank == 0:
-            warnings.warn(f"goes on from {path} because {'; '.join(faults)}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"continues from {path} because {'; '.join(faults)}", RuntimeWarning, stacklevel=2)
         return replace(report, passed_over=tuple(faults))
     if faults:
         raise CheckpointError(
-            f"{folder} has no whole checkpoint to go on from: {'; '.join(faults)}; to start anew, move that folder away"
+            f"{folder} has no complete checkpoint to continue from: {'; '.join(faults)}; to start again, move that folder away"
         )
     return None
 

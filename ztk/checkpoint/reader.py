@@ -1,4 +1,4 @@
-"""Reads any span of any state of a checkpoint by offset, and believes no byte whose checksum it has not seen."""
+"""Reads any range of any state of a checkpoint by offset, and verifies the checksum of every byte it uses."""
 
 import os
 import zlib
@@ -15,13 +15,13 @@ from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
 from ztk.runtime.part import Part
 
-CACHED_BLOCKS = 8  # neighbouring ranges share the block at their seam, in each kind of state
+CACHED_BLOCKS = 8  # neighbouring ranges share a block, in each kind of state
 OPEN_FILES = 64
-_CHUNK = 1 << 20  # elements in memory beside what is asked for, where parts are cut differently
+_CHUNK = 1 << 20  # elements in memory beside the result, where parts are cut differently
 
 
 class StateReader:
-    """Opens files when they are first needed. Memory: CACHED_BLOCKS blocks, and at times _CHUNK elements, beside what is asked for."""
+    """Opens files when they are first needed. Memory: CACHED_BLOCKS blocks, and at times _CHUNK elements, beside the result."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest, self._folder = manifest, Path(manifest.path)
@@ -37,11 +37,16 @@ class StateReader:
         self.read_bytes = 0
 
     def check_files(self) -> None:
-        """All files are there at their length, their headers intact. Raises DamagedCheckpoint."""
+        """Checks that all files have their length and intact headers.
+
+        Raises:
+            DamagedCheckpoint: one does not.
+        """
         for file in self._manifest.files:
             self._open(file)
 
     def has(self, *, name: str, kind: str) -> bool:
+        """Whether the checkpoint has state `kind` of `name`."""
         return (kind, self._manifest.tied.get(name, name)) in self._entries
 
     def dtype(self, *, name: str, kind: str) -> torch.dtype:
@@ -49,9 +54,12 @@ class StateReader:
         return DTYPES[self._entries[kind, self._manifest.tied.get(name, name)][0][0].dtype]
 
     def read(self, *, name: str, kind: str, start: int, stop: int, part: Part | None = None) -> Tensor:
-        """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU. Raises CheckpointError.
+        """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU.
 
-        part: the elements are those of this part of the whole, which the files may have cut in another way.
+        part: count the elements of this part of the full tensor, which the files may have divided in another way.
+
+        Raises:
+            CheckpointError: the checkpoint lacks elements or is damaged.
         """
         name = self._manifest.tied.get(name, name)
         ranges = self._entries[kind, name]
@@ -88,24 +96,24 @@ class StateReader:
         out: Tensor,
         part: Part | None,
     ) -> None:
-        """Where files and `part` cut the whole differently: each entry gives what it has."""
-        whole = self._shape(name, kind=kind)
-        part, missing, at = part or Part.everything(whole), out.numel(), 0
-        for wanted in boxes_of(part.shape, start=start, stop=start + out.numel()):
-            target = out[at : at + wanted.numel]
-            wanted, at = wanted.moved(part.start), at + wanted.numel
+        """Reads a part that the files divide differently: each entry contributes its overlap."""
+        full_shape = self._shape(name, kind=kind)
+        part, missing, at = part or Part.everything(full_shape), out.numel(), 0
+        for box in boxes_of(part.shape, start=start, stop=start + out.numel()):
+            target = out[at : at + box.numel]
+            wanted, at = box.moved(part.start), at + box.numel
             for entry, file in ranges:
-                missing -= self._copy_overlap(entry, file=file, whole=whole, wanted=wanted, target=target)
+                missing -= self._copy_overlap(entry, file=file, full_shape=full_shape, wanted=wanted, target=target)
         if missing:
             raise CheckpointError(
                 f"{self._folder}: {missing} of {out.numel()} elements of {kind} of {name} are in no file or in several"
             )
 
     def _copy_overlap(
-        self, entry: Entry, *, file: StateFile, whole: tuple[int, ...], wanted: Box, target: Tensor
+        self, entry: Entry, *, file: StateFile, full_shape: tuple[int, ...], wanted: Box, target: Tensor
     ) -> int:
-        """What `entry` has of box `wanted` of the whole, whose flat elements are `target`. Returns how many elements that were."""
-        corner, shape = zip(*entry.box, strict=True) if entry.box else ((0,) * len(whole), whole)
+        """Copies the overlap of `entry` with box `wanted` into `target`, the box's flat elements. Returns the number of elements."""
+        corner, shape = zip(*entry.box, strict=True) if entry.box else ((0,) * len(full_shape), full_shape)
         copied, offset = 0, entry.start
         for held in boxes_of(tuple(shape), start=entry.start, stop=entry.stop):
             outer, first = held.moved(tuple(corner)), offset
@@ -124,7 +132,7 @@ class StateReader:
         return tuple(next(info.shape for info in infos if info.name == name))
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
-        """What `ztk.checkpoint.rng.rng_states` gave on `rank`."""
+        """The result of `ztk.checkpoint.rng.rng_states` on `rank`."""
         file = self._manifest.files[rank]
         states = {}
         for entry in file.entries:
@@ -134,7 +142,7 @@ class StateReader:
         return states
 
     def faults(self) -> list[str]:
-        """Reads everything; a text for each missing or cut file and for each damaged block."""
+        """Reads everything; returns a text for each missing or truncated file and for each damaged block."""
         found, scratch = [], memoryview(bytearray(self._manifest.block_bytes))
         for file in self._manifest.files:
             try:
@@ -152,7 +160,7 @@ class StateReader:
         return found
 
     def _copy(self, entry: Entry, *, file: StateFile, first: int, out: Tensor) -> None:
-        """Elements of `entry` from element `first` of its tensor into `out`: whole blocks straight, parts of blocks by way of the cache."""
+        """Elements of `entry` from element `first` of its tensor into `out`: full blocks directly, parts of blocks through the cache."""
         itemsize, size = out.itemsize, self._manifest.block_bytes
         begin = (first - entry.start) * itemsize  # bytes from the entry's start
         end = begin + out.nbytes
@@ -166,7 +174,7 @@ class StateReader:
                 part[:] = self._block(entry, file=file, number=number)[low - number * size : high - number * size]
 
     def _block(self, entry: Entry, *, file: StateFile, number: int) -> memoryview:
-        """The `number`-th block of an entry, verified; from the cache if it is there."""
+        """The `number`-th block of an entry, verified; from the cache if it has the block."""
         key = (file.file, entry.offset, number)
         if key not in self._blocks:
             nbytes = _block_nbytes(entry, number=number, size=self._manifest.block_bytes)

@@ -1,7 +1,7 @@
 """Saving. Phases: agree on a temporary folder, every rank writes its own slices, agree, rank 0 commits, agree.
 
-Asynchronously the ranks only copy their slices to main memory before training goes on; the rest runs on a thread of each rank, which
-speaks to the others over connections of its own.
+An asynchronous save only copies the slices to main memory before training continues; the rest runs on a thread of each rank, which
+communicates over its own connections.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from ztk.runtime.comm import connect
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveReport:
-    """A save that is complete. stall_seconds: how long this rank's training stood still; seconds: until it was the latest.
+    """A complete save. stall_seconds: how long this rank's training waited; seconds: until it was the latest checkpoint.
 
-    nbytes: of this rank's file; total_nbytes: of all.
+    nbytes: of this rank's file; total_nbytes: of all files.
     """
 
     path: Path
@@ -49,25 +49,25 @@ class SaveReport:
 
 @dataclass(kw_only=True)
 class _Job:
-    """One save under way."""
+    """One save in progress."""
 
     temporary: Path
     token: str
-    draft: dict[str, Any]  # the manifest but for the files
+    draft: dict[str, Any]  # the manifest without the files
     source: ShardSource
     writer: TensorFileWriter
     started: float
     stall_seconds: float = 0.0
-    read: threading.Event | None = None  # the state was read behind training, which waits for this before it changes it
+    read: threading.Event | None = None  # set when the state is read; training waits for it before it changes the state
 
 
 class Saver:
-    """Saves an engine's checkpoints into one folder; every rank makes one and calls it alike.
+    """Saves an engine's checkpoints into one folder. Every rank makes one and makes the same calls.
 
-    asynchronous: training goes on after the state is copied to main memory (as many bytes as the rank's state, booked in the
-        engine's ledger). With optimizer states on NVMe nothing is copied: they are read and written behind the next forward and
+    asynchronous: training continues after the state is copied to main memory (as many bytes as the rank's state, counted in the
+        engine's ledger). With optimizer states on NVMe nothing is copied: they are read and written during the next forward and
         backward, and the next update waits until they are read.
-    trained_only: frozen parameters are left out, as beside an adapter; whoever loads has them from where they came.
+    trained_only: frozen parameters are left out, for example with an adapter; a load keeps those of the model.
     A failed save raises SaveFailed on all ranks: a synchronous one at once, an asynchronous one at the next `save` or `wait`.
     """
 
@@ -88,7 +88,7 @@ class Saver:
         self._trained_only = trained_only
         self._staging = Staging()
         self._thread: threading.Thread | None = None
-        self._job: _Job | None = None  # that of the thread
+        self._job: _Job | None = None  # the one that the thread runs
         self._outcome: SaveReport | Exception | None = None
         self._background: Comm | None = None
         self.stall_seconds = 0.0  # of all saves so far
@@ -101,15 +101,18 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """A background save is under way."""
+        """Whether a background save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, *, data_state: Any = None, extra: Any = None, metric: float | None = None) -> SaveReport | None:
-        """Saves the engine after its last optimizer step. Returns None if the save goes on behind: `wait` has its report.
+        """Saves the engine after its last optimizer step. Returns None if the save continues in the background: `wait` returns its report.
 
         data_state, extra: JSON values, the same on all ranks; `load` gives them back. metric: smaller is better, for `keep_best`.
-        Raises SaveFailed on all ranks if any fails, also for the asynchronous save before this one; ValueError between
-        micro-batches of a step and for values that JSON does not know.
+
+
+        Raises:
+            SaveFailed: on all ranks, if this save or the asynchronous one before it failed on any.
+            ValueError: between micro-batches of a step, and for values that JSON lacks.
         """
         started = time.perf_counter()
         draft = self._draft(data_state=data_state, extra=extra, metric=metric)
@@ -128,7 +131,11 @@ class Saver:
             self.stall_seconds += time.perf_counter() - started
 
     def wait(self) -> SaveReport | None:
-        """Waits for the background save, if there is one, and returns its report once. Raises SaveFailed if it failed."""
+        """Waits for the background save, if there is one, and returns its report once.
+
+        Raises:
+            SaveFailed: the save failed.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -157,16 +164,16 @@ class Saver:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"and then: {failure}")  # the first cause stays the one that is shown
+            error.add_note(f"and then: {failure}")  # the first cause stays the error that is shown
 
     # Phases
 
     def _draft(self, *, data_state: Any, extra: Any, metric: float | None) -> dict[str, Any]:
-        """The manifest but for the files, checked."""
+        """The manifest without the files, checked."""
         engine = self._engine
         if engine.micro_steps % engine.accumulation_steps:
             raise ValueError(
-                f"the engine stands after micro-batch {engine.micro_steps % engine.accumulation_steps} of "
+                f"the engine is after micro-batch {engine.micro_steps % engine.accumulation_steps} of "
                 f"{engine.accumulation_steps} of a step; save after a step() that returned True"
             )
         for name, value in (("data_state", data_state), ("extra", extra), ("metric", metric)):
@@ -202,7 +209,7 @@ class Saver:
         }
 
     def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
-        """All ranks have an empty file in one temporary folder."""
+        """Opens an empty file per rank in one temporary folder."""
         comm, rank = self._process.comm, self._process.rank
         agreement = Agreement(comm, error=SaveFailed)
         info = ModelInfo.gather(self._engine)
@@ -231,12 +238,12 @@ class Saver:
         return _Job(temporary=temporary, token=token, draft=draft, source=source, writer=writer, started=started)
 
     def _stage(self, job: _Job) -> None:
-        """Afterwards the engine's state may change: it is in main memory, or the engine waits by itself until it is read."""
+        """Afterwards the engine's state may change: it is in main memory, or the engine will wait until it is read."""
         source = job.source
         agreement = Agreement(self._process.comm, error=SaveFailed)
         try:
             with agreement.step():
-                if self._engine.zero.tiers["optimizer"] == Tier.nvme:  # main memory is what this tier spares
+                if self._engine.zero.tiers["optimizer"] == Tier.nvme:  # this tier is chosen to save main memory
                     source.keep_small()
                     job.read = threading.Event()
                     self._engine.zero.hold_state(until=partial(self._await_reading, job))
@@ -248,7 +255,7 @@ class Saver:
         except BaseException as error:
             job.writer.close()
             if job.read is not None:
-                job.read.set()  # nobody will read
+                job.read.set()  # no thread will read
             if not isinstance(error, SaveFailed):
                 raise
             raise self._failed(
@@ -320,9 +327,9 @@ class Saver:
         return tuple(removed)
 
     def _failed(self, error: SaveFailed, *, step: int, temporary: Path | None, comm: Comm) -> SaveFailed:
-        """Removes what was written; says what is left. All ranks come here."""
+        """Removes what was written; the error says what is left. All ranks call it."""
         if comm.rank == 0 and temporary is not None and temporary.exists():
-            with contextlib.suppress(OSError):  # the next save tries again; this one has a more useful error to tell
+            with contextlib.suppress(OSError):  # the next save tries again; this error is more useful
                 folders.discard(temporary, token="")
         comm.barrier()
         return SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")

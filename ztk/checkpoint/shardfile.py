@@ -1,4 +1,4 @@
-"""What one rank contributes: its slices of all state, the buffers that no rank before it has, and its random number generators."""
+"""One rank's file: its slices of all state, the buffers that no lower rank has, and its random number generators."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -21,7 +21,7 @@ Append = Callable[..., None]  # (key, value=)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A rank's stretch [start, stop) of one flat tensor, or of the part of it that the rank holds."""
+    """A rank's range [start, stop) of one flat tensor, or of the part of it that the rank holds."""
 
     kind: str
     name: str
@@ -38,7 +38,7 @@ class Slice:
 
     @property
     def box(self) -> list[list[int]] | None:
-        """As the manifest has it."""
+        """The box in the manifest's form."""
         if self.part is None or self.part.is_full:
             return None
         return [[first, size] for first, size in zip(self.part.start, self.part.shape, strict=True)]
@@ -57,7 +57,7 @@ class ShardSource:
         self.slices = self._plan()
 
     def _plan(self) -> dict[tuple[str, str], Slice]:
-        """One slice per parameter and kind however many pieces it comes in, so that files do not depend on the offload tier."""
+        """One slice per parameter and kind, however many pieces it consists of, so that files do not depend on the offload tier."""
         slices: dict[tuple[str, str], Slice] = {}
         for part in self._engine.zero.state_slices():
             if part.kind == FROZEN and self._trained_only:
@@ -74,24 +74,24 @@ class ShardSource:
             )
         for (kind, name), value in self._small.items():
             slices[kind, name] = Slice(kind=kind, name=name, dtype=value.dtype, start=0, stop=value.numel())
-        kinds = list(dict.fromkeys(kind for kind, _ in slices))  # all of a kind together: an export reads one stretch
+        kinds = list(dict.fromkeys(kind for kind, _ in slices))  # all of a kind together: an export reads one range
         return dict(sorted(slices.items(), key=lambda item: kinds.index(item[0][0])))
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The slices as the file sees them."""
+        """The slices as tensors of the file."""
         return [
             TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop - part.start,)) for part in self.slices.values()
         ]
 
     def keep_small(self) -> None:
-        """What training changes between updates is copied: buffers. For a `stream` aside."""
+        """Copies the buffers, which training changes between updates. For a `stream` from another thread."""
         self._small = {key: value.clone() for key, value in self._small.items()}
 
     def stream(self, append: Append, *, aside: bool = False) -> None:
         """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time.
 
-        aside: from another thread than the training's, see `Zero.state_shards`.
+        aside: called from another thread than the training's, see `Zero.state_shards`.
         """
         with closing(self._engine.zero.state_shards(aside=aside)) as shards:
             for shard in shards:
@@ -113,12 +113,12 @@ class Staging:
         return sum(value.nbytes for value in self._values.values())
 
     def open(self, specs: list[TensorSpec]) -> None:
-        """Makes room; what was there is gone."""
+        """Allocates memory for `specs` and drops earlier values."""
         fits = {spec.key: (spec.shape, spec.dtype) for spec in specs} == {
             key: (tuple(value.shape), value.dtype) for key, value in self._values.items()
         }
         if not fits:
-            self._values = {}  # first the old, then the new: never both
+            self._values = {}  # freed before the new ones are allocated
             pin = torch.cuda.is_available()
             self._values = {spec.key: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pin) for spec in specs}
         self._filled = dict.fromkeys(self._values, 0)
@@ -135,11 +135,12 @@ class Staging:
 
 
 def file_name(rank: int) -> str:
+    """The name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def open_file(folder: Path, *, rank: int, specs: list[TensorSpec]) -> TensorFileWriter:
-    """Raises OSError."""
+    """Creates a rank's file. OSError passes through, with the fix where a shared folder is missing."""
     if not folder.is_dir():
         raise OSError(
             None,

@@ -1,4 +1,4 @@
-"""Weights and optimizer states in other people's formats, one tensor's stretch at a time."""
+"""Weights and optimizer states in other formats, one range of one tensor at a time."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.export import STRETCH
+from ztk.checkpoint.export import RANGE_ELEMENTS
 
 MASTER, FROZEN = "master", "parameter"
 Key = tuple[str, str]
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class _Weights:
-    """A source that knows nothing of a training run."""
+    """A source with weights only."""
 
     step = 0
     dynamic_loss_scale = False
@@ -67,7 +67,7 @@ class SafetensorsSource(_Weights):
         entries = {} if header is None else {key: value for key, value in header.items() if key != "__metadata__"}
         end = max((value["data_offsets"][1] for value in entries.values()), default=0)
         if header is None or size != 8 + length + end:
-            raise CheckpointError(f"{path} is truncated: {size} bytes do not hold what its header announces")
+            raise CheckpointError(f"{path} is truncated: {size} bytes are fewer than its header announces")
         for name, entry in entries.items():
             self._places[name] = (path, 8 + length, entry)
 
@@ -81,26 +81,30 @@ class SafetensorsSource(_Weights):
         with open(path, "rb") as file:
             file.seek(base + start)
             while start < stop:
-                data = bytearray(min(STRETCH * dtype.itemsize, stop - start))
+                data = bytearray(min(RANGE_ELEMENTS * dtype.itemsize, stop - start))
                 file.readinto(data)
                 yield torch.frombuffer(data, dtype=dtype)
                 start += len(data)
 
 
 class StateDictSource(_Weights):
-    """Weights in a file of `torch.save`: a state_dict, or a dict with one under "model" or "state_dict"."""
+    """Weights in a file of `torch.save`: a state_dict, or a dict with one under "model" or "state_dict".
+
+    Raises:
+        CheckpointError: the file cannot be read or contains no state_dict.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # zip, pickle and value errors: all mean the same here
-            raise CheckpointError(f"{path} is not a file of torch.save that holds tensors alone: {error}") from error
+            raise CheckpointError(f"{path} is not a file of torch.save that contains only tensors: {error}") from error
         for key in ("model", "state_dict"):
             if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
                 loaded = loaded[key]
         if not isinstance(loaded, dict) or not any(isinstance(value, Tensor) for value in loaded.values()):
-            raise CheckpointError(f"{path} holds no state_dict")
+            raise CheckpointError(f"{path} contains no state_dict")
         self._tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
     def shapes(self) -> dict[Key, tuple[int, ...]]:
@@ -108,12 +112,16 @@ class StateDictSource(_Weights):
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
         flat = self._tensors[key[1]].contiguous().view(-1)
-        yield from (flat[start : start + STRETCH] for start in range(0, flat.numel(), STRETCH))
+        yield from (flat[start : start + RANGE_ELEMENTS] for start in range(0, flat.numel(), RANGE_ELEMENTS))
 
 
 class TorchDistributedSource(_Weights):
-    """A folder of torch.distributed.checkpoint, as FSDP2 and torchtitan write it: "model.NAME" or "NAME", and the optimizer
-    states under "optim.state.NAME.KIND". One tensor is in memory at a time.
+    """A folder of torch.distributed.checkpoint, as FSDP2 and torchtitan write it.
+
+    Keys are "model.NAME" or "NAME", and "optim.state.NAME.KIND" for optimizer states. One tensor is in memory at a time.
+
+    Raises:
+        CheckpointError: its metadata cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +132,7 @@ class TorchDistributedSource(_Weights):
         self._path = path
         try:
             metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-        except Exception as error:  # a pickle: whatever it raises
+        except Exception as error:  # a pickle may raise any error
             raise CheckpointError(f"{path / '.metadata'} cannot be read: {error}") from error
         self._tensors = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
         self._keys: dict[Key, str] = {}

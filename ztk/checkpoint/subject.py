@@ -1,4 +1,4 @@
-"""What can be saved and loaded: the part of `ztk.engine.Engine` that a checkpoint is about."""
+"""What a checkpoint needs of an engine: the part of `ztk.engine.Engine` that is saved and loaded."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from ztk.zero import Zero
 
 
 class Control(Protocol):
-    """Owner of the step's scalars."""
+    """The owner of the step's scalars."""
 
     state: Tensor  # fp32 [8], see ztk.kernels.State
     scaling: LossScalePolicy

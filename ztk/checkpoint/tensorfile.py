@@ -1,4 +1,4 @@
-"""A safetensors file written piece by piece: the header is known before the first value is.
+"""A safetensors file written in pieces: the header is known before the values.
 
 The format is 8 bytes of header length, a JSON header, then the tensors' bytes without holes
 (https://github.com/huggingface/safetensors#format), so any safetensors reader opens these files.
@@ -35,12 +35,12 @@ class TensorSpec:
 
 
 class TensorFileWriter:
-    """Writes the tensors of `specs` in any order, each from its start to its end in as many parts as it comes in."""
+    """Writes the tensors of `specs` in any order, each from start to end in any number of parts."""
 
     def __init__(self, path: Path, *, specs: Iterable[TensorSpec], metadata: dict[str, str] | None = None) -> None:
-        """Creates the file, which must not exist, at its full length. Raises OSError."""
+        """Creates the file, which must not exist, at its full length. OSError passes through."""
         self.path = path
-        # Wide types first: every tensor is then aligned to its own items, which some readers map without copying.
+        # Wide types first: every tensor is then aligned to its items, which some readers require to map it without a copy.
         ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
         header, offsets = _header(ordered, metadata=metadata)
         self.header_nbytes = len(header)
@@ -58,7 +58,7 @@ class TensorFileWriter:
             raise
 
     def append(self, key: str, *, value: Tensor) -> None:
-        """The next elements of tensor `key`, on any device. Raises OSError."""
+        """Appends the next elements of tensor `key`, on any device. OSError passes through."""
         flat = value.detach().reshape(-1)
         step = flat.numel() if flat.device.type == "cpu" else COPY_BYTES // flat.itemsize
         for start in range(0, flat.numel(), max(step, 1)):
@@ -74,7 +74,7 @@ class TensorFileWriter:
         self._written[key] = done + len(data)
 
     def finish(self) -> None:
-        """Everything is on the medium. Raises OSError."""
+        """Syncs the file. OSError passes through."""
         for key, spec in self._specs.items():
             assert self._written[key] == spec.nbytes, f"{key}: {self._written[key]} of {spec.nbytes} bytes"
         fsync(self._fd, path=self.path)
@@ -113,7 +113,11 @@ def _header(specs: list[TensorSpec], *, metadata: dict[str, str] | None) -> tupl
 
 
 def write_at(fd: int, data: memoryview, *, offset: int, path: Path) -> None:
-    """All of `data` at `offset`. Raises OSError with the file's name."""
+    """Writes all of `data` at `offset`.
+
+    Raises:
+        OSError: with the file's name.
+    """
     while len(data):
         try:
             done = os.pwrite(fd, data, offset)
@@ -123,7 +127,11 @@ def write_at(fd: int, data: memoryview, *, offset: int, path: Path) -> None:
 
 
 def fsync(fd: int, *, path: Path) -> None:
-    """Raises OSError with the file's name: the first news of a failed delayed write comes here."""
+    """Syncs the file, which is where a failed delayed write is reported first.
+
+    Raises:
+        OSError: with the file's name.
+    """
     try:
         os.fsync(fd)
     except OSError as error:

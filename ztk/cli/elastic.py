@@ -11,10 +11,13 @@ from ztk.report.folder import SUMMARY, write_json
 
 
 def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
-    """Runs the ranks of `config`. With `launch.elastic`, when signals have ended some, the rest goes on from the latest checkpoint.
+    """Runs the ranks of `config`. With `launch.elastic`, the remaining ranks continue from the latest checkpoint when signals have ended some.
 
-    Each start leaves `config.yaml`; what the ranks of an earlier one wrote stays as `ranks-of-N`. GPUs of lost ranks are not used
-    again. The summary lists the losses as `lost_ranks`. Raises RankError for any other failure, and when too few ranks are left.
+    Each start writes `config.yaml`; the logs of an earlier start stay in `ranks-of-N`. GPUs of lost ranks are not used again. The summary
+    lists the lost ranks as `lost_ranks`.
+
+    Raises:
+        RankError: a rank failed in another way, or too few ranks are left.
     """
     folder = Path(config.output_dir)
     places, losses = list(range(config.launch.ranks)), []
@@ -41,7 +44,7 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
 
 
 def _set_aside(path: Path, *, name: str) -> None:
-    """The folder under another name, which a run that is repeated in its folder may have used before."""
+    """Renames the folder to `name`, or to `name.2`, `name.3`, .. where a run repeated in its folder has used that name before."""
     target, number = path.with_name(name), 1
     while target.exists():
         number += 1

@@ -27,7 +27,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One run of a command line: its folder, and what the command line said of it."""
+    """One run of a command line: its folder, and its overrides on the command line."""
 
     folder: Path
     overrides: tuple[str, ...]
@@ -42,7 +42,7 @@ class Job:
 
 
 def exit_code(jobs: Sequence[Job]) -> int:
-    """That of the jobs' outcome if they share it, else 1."""
+    """The exit code of the outcome that all jobs share; 1 if their outcomes differ."""
     outcomes = {job.outcome for job in jobs}
     return int(Outcome.failed if len(outcomes) > 1 else next(iter(outcomes), Outcome.done))
 

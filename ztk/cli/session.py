@@ -1,4 +1,4 @@
-"""What `run.py` does around Hydra: read the command line, run each job it composes, tell how it went."""
+"""What `run.py` does around Hydra: read the command line, run each job it composes, report how it went."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ from ztk.config import Config, ConfigError, Machine
 from ztk.launch import ExternalRank, RankError, first_cause, forget_failure, read_failure
 from ztk.report.folder import write_failed_summary, write_json
 
-# Errors whose text tells a user what to mend; of others the traceback is shown as well.
+# Errors whose text tells a user what to fix; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
 
@@ -125,11 +125,11 @@ class Session:
             write_failed_summary(folder, error="interrupted")
             raise
         finally:
-            _remove_if_empty(folder / "nvme")  # offload files have no name, their folder holds nothing any more
+            _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
         return Outcome.done
 
     def _be_rank(self, config: Config) -> Outcome:
-        """As a rank that somebody else watches: whoever fails writes the summary, with the first cause known by then."""
+        """Runs this process as a rank of another launcher. A rank that fails writes the summary, with the first cause known by then."""
         from ztk.worker import leave, run_task
 
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
@@ -142,8 +142,8 @@ class Session:
         failure = run_task(config, rank=self._external.rank)
         if failure is None:
             return Outcome.done
-        told = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
-        cause = first_cause([told_failure for told_failure in told if told_failure is not None])
+        failures = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
+        cause = first_cause([failure for failure in failures if failure is not None])
         write_failed_summary(config.output_dir, error=str(cause))
         self._external.tell_starter(failure)
         print(f"ztk: {failure}", file=sys.stderr)

@@ -177,10 +177,10 @@ def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
         if name not in own or part.is_full:
             continue
         value = own.pop(name)
-        if tuple(value.shape) == part.whole:
+        if tuple(value.shape) == part.full_shape:
             own[name] = part.of(value)
         else:
-            errors.append(f"{name} has shape {tuple(value.shape)}, the whole model's has {part.whole}")
+            errors.append(f"{name} has shape {tuple(value.shape)}, the whole model's has {part.full_shape}")
     return own, errors
 
 

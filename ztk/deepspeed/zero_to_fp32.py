@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ztk.checkpoint.deepspeed import DeepSpeedSource
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.export import STRETCH
+from ztk.checkpoint.export import RANGE_ELEMENTS
 from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
@@ -242,8 +242,8 @@ def _of_ztk(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor
 
 def _ranges(manifest: Manifest, *, name: str, kind: str, numel: int) -> Iterator[Tensor]:
     with StateReader(manifest) as reader:
-        for start in range(0, numel, STRETCH):
-            yield reader.read(name=name, kind=kind, start=start, stop=min(start + STRETCH, numel))
+        for start in range(0, numel, RANGE_ELEMENTS):
+            yield reader.read(name=name, kind=kind, start=start, stop=min(start + RANGE_ELEMENTS, numel))
 
 
 def _read(state: dict[str, LazyTensor], *, dtype: torch.dtype) -> dict[str, Tensor]:

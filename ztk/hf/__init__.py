@@ -1,4 +1,4 @@
-"""Hugging Face over ztk: what its libraries need beyond the name `deepspeed`. They are completed when a script imports them, see `watch`."""
+"""Hugging Face over ztk: changes its libraries need beyond the name `deepspeed`, made when a script imports them; see `watch`."""
 
 from ztk.hf.watch import watch
 

@@ -1,7 +1,7 @@
 """TRL's generation at stage 3.
 
 Before it generates with gathered parameters, TRL takes DeepSpeed's hooks off the model by private names of its optimizer, and puts them back.
-ztk has no such hooks: what `GatheredParameters` holds stays gathered through any number of forwards.
+ztk has no such hooks: parameters inside `GatheredParameters` stay gathered through any number of forwards.
 """
 
 from types import ModuleType

@@ -1,7 +1,7 @@
 """TRL's loss over the head's weight, at stage 3.
 
-It gathers the weight itself, in the forward and once more in the backward. What autograd gives back there is no parameter in ztk but the
-gathered values themselves, so nothing is left to gather.
+TRL gathers the weight itself, in the forward and again in the backward. In the backward, autograd returns the gathered values in ztk, not
+a parameter, so there is nothing to gather.
 """
 
 import functools

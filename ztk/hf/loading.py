@@ -1,8 +1,9 @@
 """`from_pretrained` at stage 3: every rank reads its own slices of the safetensors files.
 
-transformers reads the whole checkpoint into every rank's memory and hands it out module by module from rank 0. Here a parameter that was
-built sharded is filled where it sleeps: a rank reads 1/n of the bytes and holds no whole parameter, except for those that the
-checkpoint stores in another form than the model (experts one by one, fused projections), which are converted one group at a time.
+transformers reads the full checkpoint into every rank's memory and distributes it module by module from rank 0. Here a parameter that was
+built sharded is filled where its shard is stored: a rank reads 1/n of the bytes and never has a full parameter in memory. The exception
+are parameters that the checkpoint stores in another form than the model (experts one by one, fused projections): they are converted one
+group at a time.
 """
 
 import functools
@@ -38,8 +39,10 @@ def complete(modeling_utils: ModuleType) -> None:
 
 
 def load_slices(model: nn.Module, *, files: list[str], load_config: object) -> object:
-    """Fills `model`, which was built under zero.Init, and returns transformers' LoadStateDictInfo: what was missing, unexpected or of
-    another shape. load_config: its LoadStateDictConfig.
+    """Fills `model`, which was built under zero.Init.
+
+    load_config: transformers' LoadStateDictConfig. Returns transformers' LoadStateDictInfo: keys that were missing, unexpected or of
+    another shape.
     """
     core = sys.modules[_CORE]
     targets = model.state_dict(keep_vars=True)
@@ -70,8 +73,10 @@ def _can_slice(model: nn.Module, *, files: list[str] | None) -> bool:
 def _by_name(
     entries: dict[str, TensorSlice], *, model: nn.Module, targets: dict, mapping: list | None, core: ModuleType
 ) -> tuple[dict[str, TensorSlice], dict[str, TensorSlice]]:
-    """Model's name -> entry for those that are only called otherwise; file's name -> entry for those that transformers must convert or
-    report."""
+    """(model's name -> entry for tensors that at most change their name, file's name -> entry for the others).
+
+    transformers converts or reports the others.
+    """
     mapping = mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
@@ -88,7 +93,7 @@ def _by_name(
 
 
 def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: ModuleType) -> object:
-    """transformers' own conversion of `entries`, one group in memory at a time, and its report, in which all others are missing."""
+    """Converts `entries` with transformers' own code, one group in memory at a time. Its report lists all other tensors as missing."""
     lazy = {key: _Lazy(entry) for key, entry in entries.items()}
     with _without_threads(), _filling(core):
         info, _ = core.convert_and_load_state_dict_in_model(
@@ -98,18 +103,18 @@ def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: 
 
 
 class _Lazy:
-    """What transformers takes for a slice of a safetensors file."""
+    """Stands for a slice of a safetensors file in transformers' code."""
 
     def __init__(self, entry: TensorSlice) -> None:
         self._entry = entry
 
     def __getitem__(self, index: object) -> Tensor:
-        return self._entry.whole()[index]
+        return self._entry.full()[index]
 
 
 @contextmanager
 def _filling(core: ModuleType) -> Iterator[None]:
-    """Values that transformers would put in place of the model's parameters fill them where they sleep."""
+    """Values that transformers would put in place of the model's parameters are written into their shards instead."""
     original = core.set_param_for_module
 
     def set_param_for_module(model, target_name, param_value, loading_info, *args, **kwargs):
@@ -129,7 +134,7 @@ def _filling(core: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """Threads read ahead without bound: the whole checkpoint could be in memory."""
+    """Threads read ahead without bound: the full checkpoint could end up in memory."""
     before = os.environ.get(_DEACTIVATE_THREADS)
     os.environ[_DEACTIVATE_THREADS] = "1"
     try:
@@ -142,12 +147,12 @@ def _without_threads() -> Iterator[None]:
 
 @torch.no_grad()
 def _fill(target: Tensor, *, entry: TensorSlice | Tensor) -> None:
-    """The values of a parameter or buffer. Marks it as transformers does, which fills in the rest by itself."""
+    """Writes a parameter or buffer and marks it as initialized; transformers initializes what is not marked."""
     partitioned = partitioned_of(target)
     if partitioned is not None:
         partitioned.fill(
             entry.read if isinstance(entry, TensorSlice) else lambda start, stop: entry.reshape(-1)[start:stop]
         )
     else:
-        target.copy_(entry.whole() if isinstance(entry, TensorSlice) else entry)
+        target.copy_(entry.full() if isinstance(entry, TensorSlice) else entry)
     target._is_hf_initialized = True

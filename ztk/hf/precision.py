@@ -1,6 +1,6 @@
 """`TrainingArguments(bf16=True)` on ranks without a GPU.
 
-transformers asks for a GPU that knows bf16, or for use_cpu=True, which would switch DeepSpeed off. Ranks on CPUs compute in bf16.
+transformers requires a GPU with bf16 or use_cpu=True, which would switch DeepSpeed off. ztk's ranks on CPUs compute in bf16 too.
 """
 
 import functools

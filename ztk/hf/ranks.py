@@ -1,7 +1,7 @@
 """accelerate on ranks without a GPU.
 
-With DeepSpeed and no accelerator, accelerate names no backend for torch.distributed and then counts one process, whatever was started: every
-rank would train on all the data and gather from nobody. Ranks on CPUs speak gloo.
+With DeepSpeed and no accelerator, accelerate names no backend for torch.distributed and then assumes one process: every rank would train
+on all the data and gather from nobody. Ranks on CPUs use gloo.
 """
 
 import functools
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def complete(state: ModuleType) -> None:
-    """state: accelerate.state. Where it would name no backend for a rank that a launcher started, it names gloo."""
+    """state: accelerate.state. A rank that a launcher started gets gloo where accelerate would name no backend."""
     original = state.PartialState._prepare_backend
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Safetensors files, one stretch of one tensor at a time."""
+"""Safetensors files, one range of one tensor at a time."""
 
 from contextlib import ExitStack
 from math import prod
@@ -14,14 +14,14 @@ class TensorSlice:
         self.key, self.shape = key, tuple(entry.get_shape())
         self._entry, self._counter = entry, counter
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """All of it, in the file's dtype."""
         return self._counted(self._entry[...])
 
     def read(self, start: int, stop: int) -> Tensor:
         """Flat elements [start, stop), read as the rows that hold them."""
         if len(self.shape) == 0:
-            return self.whole().view(1)[start:stop]
+            return self.full().view(1)[start:stop]
         row = max(1, prod(self.shape[1:]))
         first, last = start // row, -(-stop // row)
         return self._counted(self._entry[first:last]).reshape(-1)[start - first * row : stop - first * row]

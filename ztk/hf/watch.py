@@ -1,6 +1,6 @@
-"""Hugging Face's modules, completed right after a script has imported them.
+"""Changes Hugging Face's modules right after a script has imported them.
 
-What is changed in them is listed here and nowhere else. Nothing of theirs is imported by this package.
+This is the complete list of the changes. This package imports none of these modules itself.
 """
 
 import importlib
@@ -20,8 +20,7 @@ COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
 
 
 def watch() -> None:
-    """From now on the modules above are completed when they are imported; those that are imported already at once. A second call does
-    nothing."""
+    """Completes the modules above: those already imported at once, the others when they are imported. A second call does nothing."""
     if any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Watcher())
@@ -35,7 +34,7 @@ def _complete(module: ModuleType) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Lets the other finders find, and puts itself behind the loader."""
+    """Finds the modules above with the other finders and wraps their loaders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -51,7 +50,7 @@ class _Watcher(MetaPathFinder):
 
 
 class _Completing(Loader):
-    """Another loader, and `complete` after it."""
+    """Runs another loader, then `complete`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -60,6 +59,8 @@ class _Completing(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = module.__spec__.loader = self._loader  # tracebacks and inspect ask it for the source
+        module.__loader__ = module.__spec__.loader = (
+            self._loader
+        )  # tracebacks and inspect ask the loader for the source
         self._loader.exec_module(module)
         _complete(module)

@@ -1,7 +1,7 @@
 """What a failing rank leaves behind, and which of several failures came first.
 
-When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time
-to the microsecond and with the mark `secondary` if the error only says that another rank is gone.
+When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time to the
+microsecond, and marks it `secondary` if the error only says that another rank is gone.
 """
 
 import json
@@ -22,9 +22,9 @@ _SECONDARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """time: seconds since 1970. secondary: says only that another rank is gone. trace: empty if it could write none.
+    """time: seconds since 1970. secondary: the error only says that another rank is gone. trace: empty if the rank could write none.
 
-    code: with which its process ended, 128 + n after signal n.
+    code: the exit code of its process, 128 + n after signal n.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class RankFailure:
 
     @property
     def killed(self) -> bool:
-        """A signal ended the rank, which says nothing against starting the others again."""
+        """A signal ended the rank; the other ranks may be started again."""
         return not self.kind and self.code > 128 and not self.secondary
 
     def __str__(self) -> str:
@@ -60,10 +60,12 @@ def _rebuilt(failure: RankFailure, log: str, killed: tuple[int, ...]) -> RankErr
 
 
 def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of a rank's error."""
     return Path(output_dir, "ranks", f"rank{rank}.error.json")
 
 
 def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of a rank's output."""
     return Path(output_dir, "ranks", f"rank{rank}.log")
 
 
@@ -87,7 +89,7 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailure:
-    """A rank that ended without a word. noticed: seconds since 1970 when its end was seen."""
+    """A rank that ended without writing its error. noticed: seconds since 1970 when its end was seen."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
@@ -101,6 +103,7 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
 
 
 def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
+    """Writes the error of a rank completely or not at all."""
     path = error_path(output_dir, rank=failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(f".{os.getpid()}")
@@ -109,11 +112,12 @@ def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> Non
 
 
 def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
-    """What an earlier start of the rank left must not be taken for this one's."""
+    """Removes the error of an earlier start of the rank, which must not be taken for this one's."""
     error_path(output_dir, rank=rank).unlink(missing_ok=True)
 
 
 def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:
+    """The error that a rank has written, or None."""
     try:
         return RankFailure(**json.loads(error_path(output_dir, rank=rank).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -121,5 +125,5 @@ def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | N
 
 
 def first_cause(failures: list[RankFailure]) -> RankFailure:
-    """The earliest failure that is more than the loss of a peer, else the earliest."""
+    """The earliest failure that is not just the loss of a peer; if all are, the earliest."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time))

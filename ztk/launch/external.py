@@ -17,7 +17,7 @@ _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What rank 0 said. `store` must live as long as the process group: rank 0 may be the one that serves it."""
+    """The text that rank 0 sent. `store` must live as long as the process group: rank 0 may be the one that serves it."""
 
     text: str
     store: object
@@ -25,7 +25,7 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalRank:
-    """A rank of somebody else's launcher."""
+    """A rank that another launcher started."""
 
     rank: int
     world_size: int
@@ -34,9 +34,9 @@ class ExternalRank:
 
     @staticmethod
     def of_environment() -> "ExternalRank | None":
-        """This process as a rank, or None if nobody started it as one.
+        """This process as a rank, or None if no launcher started it.
 
-        srun's variables are set once more under the names that torch reads.
+        srun's variables are also set under the names that torch reads.
         """
         if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             os.environ.update(_slurm_names(os.environ))
@@ -50,7 +50,11 @@ class ExternalRank:
         return ExternalRank(rank=int(os.environ["RANK"]), world_size=world, local_world_size=local, starter=starter)
 
     def arguments(self, arguments: list[str]) -> list[str]:
-        """The command line for this rank: after a restart with the run folder of the first start. Raises ValueError for a sweep."""
+        """The command line for this rank. After a restart it names the run folder of the first start.
+
+        Raises:
+            ValueError: the command line is a sweep.
+        """
         if any(argument in ("-m", "--multirun") or argument.startswith("sweep=") for argument in arguments):
             raise ValueError(
                 f"{self.starter} cannot sweep: use `python run.py -m ...`, which starts the ranks of every run"
@@ -64,7 +68,7 @@ class ExternalRank:
         return [*arguments, f"hydra.run.dir={_quoted(note.read_text(encoding='utf-8'))}"]
 
     def remember_folder(self, folder: str) -> None:
-        """If torchrun starts the ranks again, rank 0 finds this run folder. It does on one machine; for more name `hydra.run.dir`."""
+        """Notes the run folder for rank 0 of a restart by torchrun. Works on one machine; for several, set `hydra.run.dir`."""
         if self.rank == 0 and (note := _note_of_folder()) is not None:
             note.write_text(folder, encoding="utf-8")
 
@@ -92,7 +96,7 @@ class ExternalRank:
         return agreement
 
     def tell_starter(self, failure: RankFailure) -> None:
-        """torchrun shows the text of the error in its closing lines."""
+        """Writes the error for torchrun, which shows its text at the end."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
             Path(path).write_text(json.dumps({"message": {"message": str(failure), "extraInfo": extra}}))
@@ -136,7 +140,9 @@ def _tasks_on_node(text: str, *, node: int) -> int:
 def _first_host(nodes: str) -> str:
     """The first name of a list like `node[03-07,12],login1`."""
     if shutil.which("scontrol"):
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30, check=False
+        )
         if done.returncode == 0 and done.stdout.split():
             return done.stdout.split()[0]
     match = re.match(r"(?P<stem>[^,\[]+)(\[(?P<first>\d+))?", nodes)

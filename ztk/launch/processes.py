@@ -1,7 +1,7 @@
-"""Child processes that belong together: when one fails or a signal comes, all of them end.
+"""A group of child processes: when one fails or a signal arrives, all of them end.
 
-The parent imports no torch, has no threads and holds no GPU, so it may fork and it answers a signal at once. Each child leads its own
-process group: a Ctrl-C of the terminal reaches the parent alone, which then stops every group. Children also ask the kernel to be killed
+The parent imports no torch, has no threads and uses no GPU, so it may fork and it handles a signal at once. Each child leads its own
+process group: Ctrl-C in the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them
 when the parent dies.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 from ztk.launch.errors import RankFailure, failure_of_exit
 
 _POLL_SECONDS = 0.05
-_LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to say what they saw
+_LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to write their errors
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Child:
-    """One process. environment: the whole of it. log: where its output goes, None: to the terminal. cores: it runs on these alone."""
+    """One process. environment: all its variables. log: where its output goes, None: to the terminal. cores: the ones it may use."""
 
     rank: int
     command: Sequence[str]
@@ -40,11 +40,11 @@ def _silent(rank: int) -> None:
 
 
 def run_children(
-    children: Sequence[Child], *, told: Callable[[int], RankFailure | None] = _silent
+    children: Sequence[Child], *, failure_of: Callable[[int], RankFailure | None] = _silent
 ) -> list[RankFailure]:
     """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
 
-    told: what a failed rank has written about itself, if it has.
+    failure_of: returns the failure that a rank has written about itself, or None.
     Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
     """
     processes: list[subprocess.Popen] = []
@@ -53,7 +53,7 @@ def run_children(
             for child in children:
                 log = None if child.log is None else logs.enter_context(open(child.log, "w"))
                 processes.append(_start(child, log=log))
-            failures = _watch(processes, children=children, received=received, told=told)
+            failures = _watch(processes, children=children, received=received, failure_of=failure_of)
         finally:
             _stop(processes, received=received)
     if received:
@@ -80,7 +80,7 @@ def _start(child: Child, *, log) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=None if log is None else subprocess.STDOUT,
-        preexec_fn=before_exec,
+        preexec_fn=before_exec,  # noqa: PLW1509 - this process has no threads
     )
 
 
@@ -102,7 +102,7 @@ def _watch(
     *,
     children: Sequence[Child],
     received: list[int],
-    told: Callable[[int], RankFailure | None],
+    failure_of: Callable[[int], RankFailure | None],
 ) -> list[RankFailure]:
     """Waits for the end of all, of one that failed, or for a signal. Returns what failed."""
     ended: dict[int, float] = {}
@@ -118,7 +118,7 @@ def _watch(
         time.sleep(_POLL_SECONDS)
     failures = []
     for place, (child, process) in enumerate(zip(children, processes, strict=True)):
-        own = told(child.rank)
+        own = failure_of(child.rank)
         if own is not None:
             failures.append(own)
         elif place in ended and process.returncode != 0:

@@ -1,4 +1,4 @@
-"""Starts the ranks of one run on this machine as child commands; they meet through a file store (no port, no race)."""
+"""Starts the ranks of one run on this machine as child commands; they find each other through a file store (no port, no race)."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ def run_ranks(
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    places: `LOCAL_RANK`, and so the GPU, of each rank; its own number without it.
+    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
     `OMP_NUM_THREADS`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
@@ -49,7 +49,7 @@ def run_ranks(
             )
             for rank in range(ranks)
         ]
-        failures = run_children(children, told=lambda rank: read_failure(output_dir, rank=rank))
+        failures = run_children(children, failure_of=lambda rank: read_failure(output_dir, rank=rank))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if failures:
@@ -59,12 +59,12 @@ def run_ranks(
 
 
 def worker_command(config_path: str | os.PathLike) -> list[str]:
-    """What starts one rank of the run that `config_path` describes."""
+    """The command that starts one rank of the run that `config_path` describes."""
     return [sys.executable, "-m", "ztk.worker", os.fspath(config_path)]
 
 
 def python_path(*extra: str | os.PathLike) -> str:
-    """PYTHONPATH for a child: `extra` before all, then the folder that ztk lies in, then what it was."""
+    """PYTHONPATH for a child: `extra` first, then the folder that contains ztk, then the current value."""
     checkout = Path(__file__).resolve().parents[2]
     return os.pathsep.join([*map(os.fspath, extra), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
 

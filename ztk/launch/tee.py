@@ -9,9 +9,9 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Tee:
-    """Writes to the terminal as it is, and to a log without colours and without the frames of a progress bar.
+    """Writes the text unchanged to the terminal, and to a log without colours and without the frames of a progress bar.
 
-    What a frame redraws ends without a newline or moves the cursor; only lines that stay reach the log.
+    A frame that will be redrawn ends without a newline or moves the cursor; only permanent lines reach the log.
     """
 
     def __init__(self, terminal: TextIO, *, log: TextIO) -> None:
@@ -38,7 +38,7 @@ class Tee:
 
 
 def log_to(path: Path) -> TextIO:
-    """From now on Python's output also goes to `path`. Returns the log, for what the terminal shall not see."""
+    """From now on Python's output also goes to `path`. Returns the log, for text that the terminal should not show."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("w", buffering=1, encoding="utf-8")
     sys.stdout = Tee(sys.stdout, log=log)

@@ -111,7 +111,7 @@ class BufferPool:
             self._insert(range(lease.start, lease.stop))
 
     def memory(self, lease: Lease) -> Tensor:
-        """uint8 [stop - start]"""
+        """uint8 [stop - start]."""
         return self._region.bytes[lease.start : lease.stop]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The record of a run: its folder, what is shown while it goes on, its tables and picture, and reading it back.
+"""The record of a run: its folder, its live display, its tables and plot, and reading it back.
 
 Names are imported when they are used: the process that starts the ranks writes failed summaries without torch, pandas
 or matplotlib, and a rank loads no pandas to count bytes.

@@ -5,9 +5,10 @@ import struct
 
 
 class LossDigest:
-    """A chain over the bits of every step's float32 loss: two runs have equal digests if and only if no loss differs
-    in any bit. `value` is the whole state, so a resumed run that is given it ends with the digest of an uninterrupted
-    one.
+    """A hash chain over the bits of every step's float32 loss.
+
+    Two runs have equal digests if and only if no loss differs in any bit. `value` is the complete state: a resumed run that starts from
+    it ends with the digest of an uninterrupted run.
     """
 
     def __init__(self, value: str = "") -> None:

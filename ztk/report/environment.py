@@ -1,4 +1,4 @@
-"""What a run ran on."""
+"""The machine and the software of a run."""
 
 import importlib.metadata
 import os
@@ -31,7 +31,7 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
 
 
 def version(package: str) -> str | None:
-    """None if it is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -39,9 +39,7 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file lies in, with a + for uncommitted changes; None where there is no
-    git.
-    """
+    """The commit of the checkout that contains this file, with a + for uncommitted changes; None without git."""
     command = [
         "git",
         "-C",
@@ -60,9 +58,9 @@ def _commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """As it is sold."""
+    """The product name of the GPU or the processor."""
     if device.type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves, and the only thing that notebooks, sweeps and checks read.
+"""The run folder: all files of a run. Notebooks, sweeps and checks read nothing else.
 
 This file imports the standard library alone, so that the process that starts the ranks can write a failed summary.
 """
@@ -14,10 +14,9 @@ ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
 
 
 class RunFolder:
-    """Writes the JSON files of one run. Whole files appear at once or not at all; a row is on the file when `row`
-    returns.
+    """Writes the JSON files of one run. A file appears completely or not at all; a row is in the file when `row` returns.
 
-    JSON knows no infinity and no NaN: they are written as null.
+    JSON has no infinity and no NaN: they are written as null.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -27,9 +26,11 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
+        """Writes `env.json`."""
         write_json(self.path / ENVIRONMENT, values=values)
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -39,13 +40,14 @@ class RunFolder:
         self._metrics.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
     def drop_rows_after(self, step: int) -> None:
-        """Forgets the rows of steps that a run resumed at `step` makes again."""
+        """Removes the rows of steps that a run resumed at `step` will repeat."""
         assert self._metrics is None, "rows are dropped before the first is written"
         kept = [row for row in read_rows(self.path) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         _replace(self.path / METRICS, text=text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes `summary.json`."""
         write_json(self.path / SUMMARY, values=summary)
 
     def close(self) -> None:
@@ -55,10 +57,10 @@ class RunFolder:
 
 
 def write_failed_summary(path: str | os.PathLike, *, error: str) -> None:
-    """Says in `summary.json` that the run failed and why, keeping what its rows tell.
+    """Writes to `summary.json` that the run failed and why, beside what its rows contain.
 
-    Works for a run that died before it wrote anything, and for one whose rank 0 has left a summary: what that says
-    besides `status` and `error` stays.
+    Works for a run that died before it wrote anything, and for one whose rank 0 has written a summary: its other keys
+    stay.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: str | os.PathLike, *, values: Mapping[str, Any]) -> None:
-    """Writes the file at once or not at all."""
+    """Writes the file completely or not at all."""
     _replace(Path(path), text=json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The counters of one rank, read as flat numbers, and how those of all ranks meet."""
+"""The counters of one rank as flat numbers, and gathering those of all ranks."""
 
 import json
 from collections.abc import Callable, Mapping

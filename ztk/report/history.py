@@ -20,12 +20,15 @@ class Runs(NamedTuple):
 def load(path: str | os.PathLike) -> Runs:
     """Reads every run folder at or below `path`. A run without a summary has status "running".
 
-    The column `run` is the folder relative to `path` ("." for `path` itself). Raises ValueError if there is no run.
+    The column `run` is the folder relative to `path` ("." for `path` itself).
+
+    Raises:
+        ValueError: there is no run.
     """
     root = Path(path)
     folders = sorted({file.parent for name in (SUMMARY, METRICS) for file in root.rglob(name)})
     if not folders:
-        raise ValueError(f"{root}: holds no run ({SUMMARY} or {METRICS}, at any depth)")
+        raise ValueError(f"{root} contains no run ({SUMMARY} or {METRICS}, at any depth)")
     runs, history = [], []
     for folder in folders:
         run = str(folder.relative_to(root))

@@ -28,7 +28,7 @@ _MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A title and what stands under it, name and value; `faults` are what to mend."""
+    """A title and its rows of name and value; `faults` says what to fix."""
 
     title: str
     rows: tuple[tuple[str, str], ...]
@@ -36,12 +36,12 @@ class Section:
 
 
 def describe_machine(*, folder: str | os.PathLike, runs_ops: bool) -> list[Section]:
-    """folder: where offload files would lie. runs_ops: every op computes once, which compiles it on a GPU."""
+    """Sections about this machine. folder: where offload files would be stored. runs_ops: run every op once, which compiles it on a GPU."""
     return [_versions(), _devices(), _ops(runs_ops), _communication(), _storage(folder), _memory()]
 
 
 def render(sections: Iterable[Section]) -> str:
-    """As ds_report prints: a title, then `name ...... value`."""
+    """Text in ds_report's form: a title, then `name ...... value`."""
     lines = []
     for section in sections:
         lines += ["-" * 80, section.title, "-" * 80]
@@ -76,7 +76,7 @@ def _devices() -> Section:
     faults = []
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        rows.append(("GPU", "none" if built else "none: this torch is built for CPUs alone"))
+        rows.append(("GPU", "none" if built else "none: this torch is built for CPUs only"))
         return Section(title="Devices", rows=tuple(rows))
     rows.append(("CUDA of torch", str(torch.version.cuda or torch.version.hip)))
     for number in range(torch.cuda.device_count()):
@@ -111,7 +111,7 @@ def _try(spec: OpSpec, *, device: str) -> str | None:
         spec.op(**inputs)
         if device == "cuda":
             torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the report is for
+    except Exception as error:  # noqa: BLE001 - the report is about any error
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
 
@@ -126,9 +126,11 @@ def _communication() -> Section:
         space = shutil.disk_usage(_SHARED_MEMORY)
         rows.append(("shared memory (/dev/shm)", f"{format_bytes(space.free)} of {format_bytes(space.total)} free"))
         if space.total < _SMALL_SHARED_MEMORY:
-            faults.append("/dev/shm is small: ranks on one machine meet there; in docker give --shm-size=1gb or more")
+            faults.append(
+                "/dev/shm is small: ranks of one machine share memory there; in docker give --shm-size=1gb or more"
+            )
     else:
-        rows.append(("shared memory (/dev/shm)", "none; ranks meet by sockets"))
+        rows.append(("shared memory (/dev/shm)", "none; ranks communicate by sockets"))
     return Section(title="Communication", rows=tuple(rows), faults=tuple(faults))
 
 
@@ -141,7 +143,7 @@ def _storage(folder: str | os.PathLike) -> Section:
     except ValueError as error:
         rows.append(("asynchronous direct I/O", "no"))
         faults.append(str(error))
-    return Section(title="Disk: for offloading, --folder names another", rows=tuple(rows), faults=tuple(faults))
+    return Section(title="Disk for offloading (choose another with --folder)", rows=tuple(rows), faults=tuple(faults))
 
 
 def _memory() -> Section:

@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from its folder alone."""
+"""The plot of a run, drawn from its folder."""
 
 import json
 import math
@@ -25,9 +25,7 @@ _OTHER_COLOR = "#bbbbbb"
 
 
 def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
-    """Writes a PNG with two panels: loss over steps, and model state per tier by category with its peak. Returns its
-    path.
-    """
+    """Writes a PNG with two panels and returns its path: loss over steps, and model state per tier by category with its peak."""
     path = Path(folder)
     rows = list(read_rows(path))
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
@@ -58,7 +56,7 @@ def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any
 
 
 def _smooth(values: list[float], *, span: float) -> list[float]:
-    """Exponential mean over about `span` values, with no pull towards the start; NaN is passed over."""
+    """Exponential mean over about `span` values, without bias towards the start; NaN is skipped."""
     keep, total, weight, smooth = max(0.0, (span - 1) / (span + 1)), 0.0, 0.0, []
     for value in values:
         if not math.isnan(value):
@@ -68,7 +66,7 @@ def _smooth(values: list[float], *, span: float) -> list[float]:
 
 
 def _held_out(rows: list[dict[str, Any]], *, summary: dict[str, Any]) -> dict[int, float]:
-    """Step -> validation loss: those between steps, and the last one, which the summary has."""
+    """Step -> validation loss: those in rows, and the last one from the summary."""
     measured = {row["step"]: row["validation_loss"] for row in rows if row.get("validation_loss") is not None}
     if (last := summary.get("validation_loss")) is not None:
         measured[summary["steps"]] = last

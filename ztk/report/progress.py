@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The live display of a run."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ztk.report.units import format_bytes, format_count
 
 
 class LiveProgress:
-    """A bar and a line of figures, redrawn in place. For a terminal; only one process may draw."""
+    """A progress bar and a line of metrics, redrawn in place. For a terminal; only one process may draw."""
 
     def __init__(self, *, console: Console, total_steps: int, start_step: int) -> None:
         self._console = console

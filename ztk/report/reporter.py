@@ -1,4 +1,4 @@
-"""The record of a run while it goes on: every rank holds one, rank 0's writes and draws."""
+"""Records a run while it goes on: every rank has a reporter, rank 0's writes and draws."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +24,12 @@ from ztk.report.tracker import TrackerPolicy, WandbTracker
 class ReportPolicy:
     """What is recorded, how often, and where.
 
-    folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first
-    and the last step, and those with extra values, always have one. plain_seconds: between lines where there is no
-    terminal.
-    tracker_every: steps between the rows that wandb gets.
+    folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first and the last step,
+    and those with extra values, always have one. plain_seconds: seconds between lines where there is no terminal.
+    tracker_every: steps between the rows sent to wandb.
+
+    Raises:
+        ValueError: `every` or `tracker_every` is less than 1.
     """
 
     folder: str
@@ -48,7 +50,7 @@ class _Outlet(Protocol):
 
 
 class Reporter:
-    """Use as a context around the training loop: an exception inside leaves a failed summary, with all rows kept.
+    """Use as a context around the training loop: an exception inside writes a failed summary and keeps all rows.
 
     `step` and `finish` gather from all ranks, so all ranks call them alike.
     """
@@ -66,8 +68,8 @@ class Reporter:
         first_tokens: int = 0,
         digest: str = "",
     ) -> None:
-        """gather: [k] of every rank -> [world, k] on all. parameters: of the whole model. first_step, first_tokens,
-        digest: steps made, tokens seen and `digest` at the checkpoint that the run continues from.
+        """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest: steps
+        made, tokens seen and `digest` at the checkpoint from which the run continues.
         """
         self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
         self._gauges, self._gather, self._first_step = gauges, gather, first_step
@@ -80,14 +82,16 @@ class Reporter:
         self._tracker: WandbTracker | None = None
 
     def past(self) -> dict[str, Any]:
-        """What a reporter that goes on with this record takes besides `first_step`: JSON, for a checkpoint."""
+        """The arguments besides `first_step` of a reporter that continues this record: JSON, for a checkpoint."""
         assert not self._rows.num_pending, "steps without a row are not in the digest yet: ask for one in `step`"
         return {"first_tokens": self._rows.tokens, "digest": self._rows.digest.value}
 
     def __enter__(self) -> Self:
         if self._rank == 0:
             self._open()
-        self._gather(torch.zeros(1, device=self._gauges.device))  # the others' first step does not wait for `_open`
+        self._gather(
+            torch.zeros(1, device=self._gauges.device)
+        )  # so that the others' first step does not wait for `_open`
         self._rows.start()
         return self
 
@@ -116,8 +120,8 @@ class Reporter:
         """Records one optimizer step.
 
         loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
-        metrics: called if the step has a row. module_metrics: the same, for what the modules measured since the last row.
-        row: it has one in any case. extra: further values, such as `validation_loss`; they make a row.
+        metrics: called if the step has a row. module_metrics: likewise, for the metrics of modules since the last row.
+        row: write a row in any case. extra: further values, such as `validation_loss`; they imply a row.
         """
         self._rows.add(loss=loss, tokens=tokens)
         step = self._rows.step
@@ -130,17 +134,17 @@ class Reporter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Time spent inside, as for validation and checkpoints, counts for no step."""
+        """Excludes the time inside, such as for validation and checkpoints, from the steps."""
         with self._rows.aside():
             yield
 
     def say(self, text: str) -> None:
-        """Prints on rank 0, above the progress bar while there is one."""
+        """Prints on rank 0, above the progress bar if there is one."""
         if self._rank == 0:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def finish(self, **extra: Any) -> dict[str, Any]:
-        """Writes the summary, draws the picture, prints the tables. extra: further keys of the summary. Returns it."""
+        """Writes the summary, draws the plot, prints the tables and returns the summary. extra: further keys of the summary."""
         ranks = gather_objects(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
@@ -157,7 +161,7 @@ class Reporter:
         return summary
 
     def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
-        """What this rank knows by itself."""
+        """The keys that rank 0 knows without the others."""
         counts = {"status": status, "error": error, "steps": self._rows.step}
         size = {"parameters": self._parameters, "world_size": self._world_size}
         return counts | summarise(self._rows) | size | rank_totals([self._report()])

@@ -1,8 +1,7 @@
 """One row of `metrics.jsonl` per logged step.
 
-Every rank hands over its mean loss of every step as a device scalar, and nothing is read from the device until a row
-is due. Then the losses since the last row and the counters travel in one gather, so a GPU run waits for its device
-once per row.
+Every rank passes its mean loss of every step as a device scalar, and nothing is read from the device until a row is due. Then one gather
+exchanges the losses since the last row and the counters, so a GPU run waits for its device once per row.
 """
 
 import time
@@ -19,7 +18,7 @@ from ztk.report.gauges import Gather, Gauges
 
 
 class StepMetrics(Protocol):
-    """What an engine knows of its last step once its scalars are on the host."""
+    """An engine's metrics of its last step, on the host."""
 
     lr: float
     grad_norm: float
@@ -56,11 +55,11 @@ class RowBuilder:
         self._losses: list[Tensor] = []  # of the steps since the last row
         self._new_tokens = 0
         self.flows: dict[str, float] = dict.fromkeys(gauges.flows(), 0)  # `Gauges.flows` of the steps of this run
-        self._mark = _Mark(flows={}, time=0.0)  # where the row under way began; what happened aside moves it on
+        self._mark = _Mark(flows={}, time=0.0)  # where the current row began; `aside` moves it forward
 
     @property
     def num_steps(self) -> int:
-        """Steps of this run, those before it resumed left out."""
+        """Steps of this run, without those before it resumed."""
         return self.step - self._first_step
 
     @property
@@ -70,15 +69,15 @@ class RowBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this run's rows, those before it resumed left out."""
+        """Tokens of this run's rows, without those before it resumed."""
         return self.tokens - self._first_tokens
 
     def start(self) -> None:
-        """The first step begins now."""
+        """Starts the time of the first step."""
         self._mark = self._now()
 
     def add(self, *, loss: Tensor, tokens: int) -> None:
-        """One more step. `loss`: this rank's, a scalar."""
+        """Adds one step. `loss`: this rank's, a scalar."""
         self.step += 1
         self._losses.append(loss.detach().reshape(1).double())
         self._new_tokens += tokens
@@ -118,9 +117,9 @@ class RowBuilder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Time inside, and bytes moved there, count for no step."""
+        """Excludes the time inside, and the bytes moved there, from the steps."""
         if self._gauges.device.type == "cuda":
-            torch.cuda.synchronize(self._gauges.device)  # the step under way is no part of it
+            torch.cuda.synchronize(self._gauges.device)  # the current step's work does not count as aside
         before = self._now()
         try:
             yield

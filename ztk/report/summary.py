@@ -1,4 +1,4 @@
-"""The figures of `summary.json`."""
+"""The metrics of `summary.json`."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,9 +9,7 @@ from ztk.report.rows import RowBuilder
 
 
 def summarise(rows: RowBuilder) -> dict[str, Any]:
-    """What the steps tell. `tokens_per_second` is that of the median step: pauses and the first step's warm-up play
-    no part.
-    """
+    """The metrics of the steps. `tokens_per_second` is that of the median step, so pauses and the first step's warm-up do not count."""
     made = max(1, rows.num_steps)
     median = statistics.median(rows.step_seconds) if rows.step_seconds else None
     return {
@@ -25,13 +23,14 @@ def summarise(rows: RowBuilder) -> dict[str, Any]:
 
 
 def rank_report(rows: RowBuilder, *, gauges: Gauges) -> dict[str, Any]:
-    """What one rank tells the others at the end."""
+    """The counters that one rank sends to the others at the end."""
     return gauges.holdings() | {"flows": rows.flows}
 
 
 def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The largest over ranks of: peak bytes per tier, bytes per tier and category at the end
-    (`memory.{tier}.{category}_bytes`), bytes moved in all steps, seconds per phase.
+    """Maxima over ranks: peak bytes per tier, bytes per tier and category at the end, bytes moved in all steps, seconds per phase.
+
+    Bytes at the end have the keys `memory.{tier}.{category}_bytes`.
     """
     totals: dict[str, Any] = {}
     for report in reports:

@@ -10,11 +10,11 @@ from ztk.report.gauges import COMM_KINDS, PHASES
 from ztk.report.units import format_bytes, format_count
 
 _CATEGORIES = ("parameters", "gradients", "optimizer", "gathered")
-_MAX_RANKS = 8  # beyond that the largest figure over the ranks says it
+_MAX_RANKS = 8  # with more ranks the table shows the maximum over ranks
 
 
 def print_tables(console: Console, *, ranks: Sequence[dict[str, Any]], steps: int) -> None:
-    """ranks: `ztk.report.summary.rank_report` of every rank; steps: steps made, for figures per step."""
+    """ranks: `ztk.report.summary.rank_report` of every rank; steps: steps made, for values per step."""
     console.print(memory_table(ranks))
     console.print(traffic_table(ranks, steps=steps))
     console.print(seconds_table(ranks))
@@ -38,7 +38,7 @@ def memory_table(ranks: Sequence[dict[str, Any]]) -> Table:
 
 
 def traffic_table(ranks: Sequence[dict[str, Any]], *, steps: int) -> Table:
-    """Bytes on the wire and on the disk: per step, in total, and the rate where time was taken."""
+    """Bytes on the wire and on the disk: per step, in total, and the rate where the time is known."""
     table = _table("bytes per rank (largest)", columns=("", "per step", "total", "rate"), text_columns=1)
     largest = {key: max(report["flows"][key] for report in ranks) for key in ranks[0]["flows"]}
     for kind in COMM_KINDS:
@@ -87,7 +87,7 @@ def _shown(ranks: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _largest(reports: Sequence[Any]) -> Any:
-    """The largest of every number in nested dictionaries; a key that one lacks counts as absent there."""
+    """The maximum of every number in nested dictionaries; a missing key does not count."""
     if not isinstance(reports[0], dict):
         return max(reports)
     keys = dict.fromkeys(key for report in reports for key in report)

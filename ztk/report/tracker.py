@@ -1,4 +1,4 @@
-"""wandb beside the run folder: offline by default, never a prompt, never the reason a run stops."""
+"""wandb beside the run folder: offline by default, without prompts; its errors never stop a run."""
 
 import os
 from collections.abc import Mapping
@@ -11,10 +11,13 @@ MODES = ("offline", "online", "disabled")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerPolicy:
-    """What wandb is told about a run.
+    """What is sent to wandb about a run.
 
     group: the sweep that the run belongs to; name: its overrides, joined; job_type: its task; config: every option,
-    resolved. Raises ValueError for an unknown mode.
+    resolved.
+
+    Raises:
+        ValueError: an unknown mode.
     """
 
     mode: str = "offline"
@@ -30,7 +33,7 @@ class TrackerPolicy:
 
 
 class WandbTracker:
-    """One wandb run. What goes wrong with it is said once, in `notice`, and the run goes on without."""
+    """One wandb run. An error of wandb is stored in `notice` once, and the run goes on without it."""
 
     def __init__(self, policy: TrackerPolicy, *, directory: str | os.PathLike) -> None:
         self.notice: str | None = None
@@ -66,7 +69,9 @@ class WandbTracker:
             name=policy.name,
             job_type=policy.job_type,
             config=dict(policy.config),
-            settings=wandb.Settings(silent=True, console="off"),  # no banners, no captured output: the bar is ours
+            settings=wandb.Settings(
+                silent=True, console="off"
+            ),  # no banners and no captured output: ztk draws the progress bar
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -84,7 +89,7 @@ class WandbTracker:
 
 
 def _logged_in(wandb) -> bool:
-    """Whether a key is at hand, asking nobody."""
+    """Whether a key is stored, without a prompt."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

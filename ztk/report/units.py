@@ -1,4 +1,4 @@
-"""Numbers for people. Decimal units: 1 kB is 1000 bytes, as disks and links are sold."""
+"""Numbers as text. Decimal units: 1 kB is 1000 bytes."""
 
 
 def format_bytes(nbytes: float) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 class PhaseClock:
     """Adds up wall seconds per phase: forward, backward, bubble (a pipeline waits), communication, optimizer, io.
 
-    Phases nest; time spent in an inner phase is taken off the outer one, so the phases of a step add up to its length.
+    Phases nest; time in an inner phase does not count for the outer one, so the phases of a step add up to its duration.
     On an accelerator the host runs ahead of the device, so a phase is the time the host spent in it.
     """
 

@@ -1,4 +1,4 @@
-"""Linear functions that talk to other ranks and that gradients flow through: the backward of one is another."""
+"""Differentiable linear functions that communicate: the backward of one is another one."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ LinearMap = Callable[[Tensor], Tensor]
 
 
 def through(x: Tensor, *, forward: LinearMap, backward: LinearMap) -> Tensor:
-    """forward(x), whose gradient with respect to x is backward(gradient).
+    """Returns forward(x); its gradient with respect to x is backward(gradient).
 
-    Both are linear and `backward` is the adjoint of `forward`, so derivatives of any order are right: a gradient's gradient goes through
-    `forward` again.
+    Both must be linear and `backward` the adjoint of `forward`. Derivatives of any order are then right: the gradient of the gradient
+    uses `forward` again.
     """
     return _Through.apply(x, forward, backward)
 

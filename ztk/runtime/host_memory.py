@@ -1,4 +1,4 @@
-"""How this process takes memory from the system when it computes on the CPU."""
+"""How this process keeps freed memory when it computes on the CPU."""
 
 import ctypes
 import functools
@@ -13,13 +13,13 @@ _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLE
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """What is freed stays in the process for the next tensor, instead of going back to the system page by page.
+    """Keeps freed memory in the process for the next tensor instead of returning it to the system.
 
-    A training step frees its activations in the backward and wants as many again in the next forward. glibc returns the top of its heap
-    when about twice the largest block that was ever freed lies there unused, 6 MB for a model of 30M parameters, and each page that
-    comes back is a page fault and 4 KiB of zeros: 9 to 25 thousand a step of that model, 45 of 1150 ms. Resident memory's peak does not
-    change. Blocks above 32 MB stay with the system. Settings that the user's environment makes are left alone, and where the C library
-    has no `mallopt` nothing happens: only speed depends on it.
+    A training step frees its activations in the backward and allocates as many in the next forward. glibc returns the top of its heap when
+    about twice the largest block ever freed lies there unused: 6 MB for a model of 30M parameters. Each page that is allocated again
+    costs a page fault and 4 KiB of zeros: 9 to 25 thousand per step of that model, 45 of 1150 ms. The peak of resident memory does not
+    change. Blocks above 32 MB are still returned. Settings in the user's environment are respected. Without `mallopt` in the C library
+    nothing happens: only speed depends on it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _USERS_OWN):

@@ -1,4 +1,4 @@
-"""Disk traffic of one process, counted where the system calls are."""
+"""Disk traffic of one process, counted at the system calls."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ class Direction(StrEnum):
 class IoCounters:
     """Bytes and busy seconds of file reads and writes; several threads and stores may share one.
 
-    `*_bytes` is what the disk moved (whole 4096-byte pages), `*_payload_bytes` the part of it that was asked for.
+    `*_bytes` is what the disk moved (full 4096-byte pages), `*_payload_bytes` the part of it that was requested.
     Seconds are wall time during which at least one such transfer was running: two overlapping reads count once, so
     bytes / seconds is the rate of the disk. `busy_seconds` is the same over reads and writes together. Seconds of a
     transfer are added when the last of the overlapping ones ends.

@@ -1,7 +1,7 @@
 """Bytes per tier, counted where they are allocated.
 
-The ledger is arithmetic, not a probe: whoever allocates a long-lived buffer books it, whoever frees it takes it off.
-The same figures are printed, logged and asserted, so a claim about memory can be checked against the ZeRO formulas
+The ledger is arithmetic, not a probe: code that allocates a long-lived buffer adds its bytes, code that frees it subtracts them.
+The same numbers are printed, logged and asserted, so a claim about memory can be checked against the ZeRO formulas
 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5) to the byte.
 """
 
@@ -27,11 +27,13 @@ class MemoryLedger:
         self._lock = threading.Lock()  # I/O and communication threads book too
 
     def add(self, *, tier: Tier, category: str, nbytes: int) -> None:
+        """Counts `nbytes` more on `tier` under `category`."""
         with self._lock:
             self._bytes[tier][category] += nbytes
             self._peak[tier] = max(self._peak[tier], sum(self._bytes[tier].values()))
 
     def remove(self, *, tier: Tier, category: str, nbytes: int) -> None:
+        """Counts `nbytes` less."""
         with self._lock:
             self._bytes[tier][category] -= nbytes
             assert self._bytes[tier][category] >= 0, f"{category} on {tier} freed more often than allocated"

@@ -1,8 +1,9 @@
-"""Which ranks work together: the world cut along the axes of parallelism.
+"""Which ranks work together: the process groups along the axes of parallelism.
 
-Rank = ((pp * DP + dp) * SP + sp) * TP + tp: neighbours share tensors, which needs the fastest wires; pipeline stages, which talk least, lie
-farthest apart. Ranks that differ in dp or sp alone hold the same part of the model: they are the `data` group, whose members ZeRO
-shards it over. Experts cut that group once more: EP neighbours hold different experts, and the ranks of `expert_data` the same ones.
+Rank = ((pp * DP + dp) * SP + sp) * TP + tp. Tensor parallelism needs the fastest links, so its ranks are neighbours; pipeline stages
+communicate least and are farthest apart. Ranks that differ only in dp or sp hold the same part of the model: they are the `data` group,
+over which ZeRO shards it. Expert parallelism divides that group again: `ep` neighbours hold different experts, the ranks of `expert_data`
+hold the same ones.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ _GROUPS = {
     "sp": "pp dp sp tp -> (pp dp tp) sp",
     "tp": "pp dp sp tp -> (pp dp sp) tp",
 }
-_DATA_GROUPS = {  # the same, from the data groups
+_DATA_GROUPS = {  # the same, starting from the data groups
     "ep": "rest (expert_data ep) -> (rest expert_data) ep",
     "expert_data": "rest (expert_data ep) -> (rest ep) expert_data",
     "intra_node": "rest (inter_node intra_node) -> (rest inter_node) intra_node",
@@ -31,11 +32,14 @@ AXES = (*_GROUPS, *_DATA_GROUPS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Degrees of parallelism; what they leave of the world is data parallelism.
+    """Degrees of parallelism; the remaining factor of the world size is data parallelism.
 
-    pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks that a layer's experts are spread
-    over; they are data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the
-    data group that share a node's fast links, see `ztk.zero.exchange`; 1: none do.
+    pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks over which a layer's experts
+    are distributed; they are data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the
+    data group that share a node's fast links, see `ztk.zero.exchange`; 1: not used.
+
+    Raises:
+        ValueError: a degree is less than 1.
     """
 
     pipeline: int = 1
@@ -64,7 +68,11 @@ class Topology:
         return unit * data
 
     def replicas(self, *, world_size: int) -> int:
-        """Ranks along dp: how many different batches there are. Raises ValueError if the degrees do not fit the world."""
+        """Ranks along dp: how many different batches there are.
+
+        Raises:
+            ValueError: the degrees do not fit the world size.
+        """
         data = world_size // (self.pipeline * self.tensor)
         if not data % self.expert and not world_size % self.model_ranks and data % self.intra_node:
             raise ValueError(
@@ -110,22 +118,22 @@ class Mesh:
 
     @property
     def comms(self) -> list[Comm]:
-        """Every different one, the world's first."""
+        """All different communicators, the world's first."""
         return list(dict.fromkeys([self.world, *self._comms.values()]))
 
     @property
     def counters(self) -> "MeshCounters":
-        """What all axes moved together."""
+        """The sum of all axes' counters."""
         return MeshCounters([comm.counters for comm in self.comms])
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank computes losses."""
+        """Whether this rank computes losses."""
         stages = self.comm("pp")
         return stages.rank == stages.size - 1
 
     def close(self) -> None:
-        """Closes what the mesh opened; the world's collectives stay."""
+        """Closes the communicators that the mesh opened; the world's stays open."""
         for comm in self.comms:
             if comm is not self.world:
                 comm.close()
@@ -154,10 +162,12 @@ class MeshCounters:
 
     @property
     def busy_seconds(self) -> float:
+        """Seconds that the transports worked."""
         return sum(counters.busy_seconds for counters in self._counters)
 
     @property
     def wait_seconds(self) -> float:
+        """Seconds that the step waited for them."""
         return sum(counters.wait_seconds for counters in self._counters)
 
     def reset(self) -> None:

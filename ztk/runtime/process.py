@@ -1,4 +1,4 @@
-"""One rank of a run: who it is, where it computes, how it reaches the others."""
+"""One rank of a run: its number, its device and its communicators."""
 
 import datetime
 import os
@@ -14,7 +14,7 @@ from ztk.runtime.mesh import AXES, Mesh, Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """A started rank. `comm` spans all ranks; a world of one has it too and moves nothing. `mesh` says who works with whom."""
+    """A started rank. `comm` spans all ranks; in a world of one it moves nothing. `mesh` has the process groups."""
 
     rank: int
     local_rank: int
@@ -31,7 +31,9 @@ class Process:
 
         Environment: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (all absent: a world of one), and either `ZTK_STORE`
         (path of a file that all ranks of one machine see; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
-        Raises ValueError if a device is asked for that this machine lacks.
+
+        Raises:
+            ValueError: the machine lacks the requested device.
         """
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -55,7 +57,8 @@ class Process:
     def arrange(self, topology: Topology) -> "Process":
         """This rank with its place in `topology`. A collective call: every rank makes it with the same degrees.
 
-        Raises ValueError if the degrees do not fit the number of ranks.
+        Raises:
+            ValueError: the degrees do not fit the number of ranks.
         """
         topology.replicas(world_size=self.world_size)
         if topology == Topology():
@@ -81,7 +84,7 @@ class Process:
         )
 
     def stop(self) -> None:
-        """Leaves in order: all ranks arrive, then connections close. After a failure do not call it: just exit."""
+        """Waits until all ranks arrive, then closes the connections. After a failure do not call it: just exit."""
         self.comm.barrier()
         self.mesh.close()
         self.comm.close()
@@ -118,7 +121,7 @@ def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.time
     if path := os.environ.get("ZTK_STORE"):
         store = dist.FileStore(path, world)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's own store serves every start of the ranks; torch would read the addresses of those that are gone.
+        # torchrun's store serves every start of the ranks; without a prefix torch would read the addresses of an earlier start.
         server = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
         )

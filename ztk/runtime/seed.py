@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, not on when or where they are drawn."""
+"""Random numbers that depend only on their purpose, not on when or where they are drawn."""
 
 import hashlib
 

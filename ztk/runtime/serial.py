@@ -10,8 +10,8 @@ from concurrent.futures import Future
 class SerialThread:
     """Like an executor with one worker, but the thread is a daemon.
 
-    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. It ends
-    after the calls that were submitted when nobody has this object any more.
+    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. When
+    this object is no longer referenced, the thread ends after the submitted calls.
     """
 
     def __init__(self, *, name: str) -> None:
@@ -37,6 +37,6 @@ def _serve(calls: queue.SimpleQueue) -> None:
         call, future = item
         try:
             future.set_result(call())
-        except BaseException as error:  # belongs to whoever waits for the result
+        except BaseException as error:  # the caller of `result()` gets it
             future.set_exception(error)
         del item, call, future

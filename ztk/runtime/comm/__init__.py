@@ -1,4 +1,4 @@
-"""Collectives on flat tensors: the only place of the house that talks to other ranks."""
+"""Collectives on flat tensors: the only package of ztk that communicates with other ranks."""
 
 from ztk.runtime.comm.comm import Comm, Work
 from ztk.runtime.comm.connect import connect, connect_groups

@@ -1,8 +1,8 @@
 """Collectives with handles and counters.
 
-Blocking transports run on one thread per process, in the order of submission, which is the same on all ranks because all ranks run the
-same program. So communication overlaps with compute, and no rank can overtake another. Messages between two ranks have threads of
-their own.
+Blocking transports run on one thread per process, in the order of submission. The order is the same on all ranks because all ranks run
+the same program. So communication overlaps with compute, and no rank can overtake another. Point-to-point messages have their own
+threads.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from ztk.runtime.serial import SerialThread
 class Work:
     """A collective under way. `wait()` returns when its result may be used (on a GPU: by the current stream).
 
-    pending: a future, an object with `wait()`, None for what is over, or a function that starts the collective now.
+    pending: a future, an object with `wait()`, None if it is complete, or a function that starts the collective now.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Work:
                 return not callable(self._pending) and self._pending.is_completed()
 
     def wait(self) -> None:
-        """Idempotent. Raises what went wrong."""
+        """Waits for the result and raises the error of the collective, if there was one. Idempotent."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -66,7 +66,7 @@ class Work:
             self._counters.wait_seconds += time.perf_counter() - start
 
     def _result(self, future: Future) -> None:
-        """Waits; a thread that is caught in a collective cannot be interrupted, but who waits for it can."""
+        """Waits for `future`. A thread inside a collective cannot be interrupted, but this wait can."""
         while self._watchdog is not None and not futures_wait([future], timeout=1.0).done:
             if self._watchdog.mismatch is not None:
                 raise self._watchdog.mismatch
@@ -76,8 +76,8 @@ class Work:
 class Comm:
     """Collectives on flat contiguous tensors among `size` ranks, counted.
 
-    `before` is called with the label before each collective: tests use it to delay or to kill. `observe` is called after each with its
-    kind, its label, the bytes of its buffer and its seconds; to know these, it is waited for, so nothing overlaps it.
+    `before` is called with the label before each collective: tests use it to delay or to kill. `observe` is called after each one with its
+    kind, its label, the bytes of its buffer and its seconds. To measure these it waits for the collective, so nothing overlaps.
     """
 
     def __init__(
@@ -96,23 +96,24 @@ class Comm:
         self.observe: Callable[[str, str, int, float], None] | None = None
         self._transport, self._watchdog = transport, watchdog
         self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
-        self._lanes: dict[str, SerialThread] = {}
+        self._message_threads: dict[str, SerialThread] = {}
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
-        """[numel] with undefined content, for a buffer that lives long: on the CPUs of one machine collectives on the whole of it copy
-        nothing around, because the other ranks see its memory. A collective call; waits.
+        """A long-lived buffer [numel] with undefined content. A collective call; waits.
+
+        On the CPUs of one machine the buffer lies in shared memory, so collectives on all of it need no copies.
         """
         made = None
-        if self._thread is not None:  # ranks meet for it, so it has its turn among the collectives
+        if self._thread is not None:  # a collective call: it keeps its order among the others
             name = f"memory {label} {numel} x {str(dtype)[6:]}"
             made = self._thread.submit(lambda: self._transport.empty(numel, dtype=dtype, label=name)).result()
         return torch.empty(numel, dtype=dtype, device=self.device) if made is None else made
 
     def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
-        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` comes first, if given.
+        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` runs first, if given.
 
-        after: an object with `wait()` and `is_immediate`. Without a thread of its own (a world of one, NCCL) a collective that has to wait
-        for something starts at `wait()`, at the same place of the program on every rank, and nobody waits before.
+        after: an object with `wait()` and `is_immediate`. Without a communication thread (a world of one, NCCL) a collective that depends
+        on `after` starts at its own `wait()`, which is at the same place of the program on every rank.
         """
         self._check(full)
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
@@ -136,7 +137,7 @@ class Comm:
         return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_reduce(full, own=own, label=name))
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Work:
-        """Part r of `source` goes to rank r; `out` holds what came, in rank order."""
+        """Part r of `source` goes to rank r; `out` receives the parts from all ranks, in rank order."""
         self._check(source)
         self.counters.count("all_to_all", numel=source.numel(), itemsize=source.itemsize)
         return self._submit(f"all_to_all {label}", source, lambda t, name: t.all_to_all(source, out=out, label=name))
@@ -144,9 +145,9 @@ class Comm:
     def all_to_all_rows(
         self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
     ) -> Work:
-        """The same with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, `receive[r]` rows of `out` come from it.
+        """All-to-all with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, `receive[r]` rows of `out` come from it.
 
-        What this rank sends to r is what r receives from it. Counts may be zero: every rank makes the call all the same.
+        Rank r must receive as many rows as this rank sends to it. Counts may be zero; every rank makes the call nevertheless.
         """
         assert sum(send) == source.shape[0] and sum(receive) == out.shape[0] and source.shape[1:] == out.shape[1:]
         assert source.is_contiguous() and out.is_contiguous() and source.dtype == out.dtype
@@ -161,7 +162,7 @@ class Comm:
 
         return self._submit(
             f"all_to_all {label} rows of", source, run, size=str(width)
-        )  # ranks hold different numbers of them
+        )  # the number of rows differs between ranks
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> Work:
         """`tensor` of rank `source` reaches every rank."""
@@ -173,8 +174,8 @@ class Comm:
     def send(self, tensor: Tensor, *, to: int, label: str, kind: str = "send") -> Work:
         """The bytes of `tensor` (contiguous, any dtype) go to rank `to`, which calls `recv` with the same size and label.
 
-        Messages to one rank arrive in the order of the calls; they overtake collectives and messages to others. `tensor` is kept
-        alive and must not change before `wait()` has returned. kind: under what the counters book it, at the sender alone.
+        Messages to one rank arrive in the order of the calls; they may overtake collectives and messages to others. `tensor` is kept
+        alive and must not change before `wait()` has returned. kind: the counter it is added to, only at the sender.
         """
         self.counters.count(kind, numel=tensor.numel(), itemsize=tensor.itemsize)
         return self._pass(
@@ -182,13 +183,13 @@ class Comm:
         )
 
     def recv(self, out: Tensor, *, source: int, label: str) -> Work:
-        """`out` becomes the next message of rank `source`."""
+        """Fills `out` with the next message of rank `source`."""
         return self._pass(
             f"recv {source}", label, lambda: self._transport.recv(out.view(-1), source=source, label=label)
         )
 
     def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
-        """A few numbers [k] of every rank: returns [size, k], the same bits on all ranks. Waits."""
+        """Gathers a few numbers [k] of every rank into [size, k], the same bits on all ranks. Waits."""
         full = values.new_empty(self.size, *values.shape)
         full[self.rank] = values
         self.counters.count("scalars", numel=full.numel(), itemsize=full.itemsize)
@@ -213,27 +214,27 @@ class Comm:
 
     def close(self) -> None:
         """Ends the thread and the connections; peers that still wait see this rank as lost."""
-        for thread in (self._thread, *self._lanes.values()):
+        for thread in (self._thread, *self._message_threads.values()):
             if thread is not None:
                 thread.close()
         self._transport.close()
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def _pass(self, lane: str, label: str, run: Callable) -> Work:
-        """A message to or from one rank: each direction of each pair has a thread, so that none waits behind another's."""
+    def _pass(self, direction: str, label: str, run: Callable) -> Work:
+        """Sends or receives one message. Each direction of each pair has its own thread, so no message waits for another pair's."""
 
         def task():
             if self.before is not None:
-                self.before(f"{lane.split()[0]} {label}")
+                self.before(f"{direction.partition(' ')[0]} {label}")
             with torch.no_grad():
                 return run()
 
         if not self._transport.blocking or self.size == 1:
             return Work(task(), counters=self.counters)
-        if lane not in self._lanes:
-            self._lanes[lane] = SerialThread(name=f"ztk-{lane}")
-        return Work(self._lanes[lane].submit(task), counters=self.counters)
+        if direction not in self._message_threads:
+            self._message_threads[direction] = SerialThread(name=f"ztk-{direction}")
+        return Work(self._message_threads[direction].submit(task), counters=self.counters)
 
     def _check(self, full: Tensor) -> None:
         assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)
@@ -241,7 +242,7 @@ class Comm:
     def _submit(
         self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: object | None = None
     ) -> Work:
-        """size: what the label says of it, the same on all ranks; None: the number of elements."""
+        """size: the size in the label, the same on all ranks; None: the number of elements."""
         name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
 
         def task():
@@ -263,16 +264,16 @@ class Comm:
         return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
 
     def _run(self, run: Callable, *, name: str) -> object | None:
-        """Starts it, and on a blocking transport ends it."""
+        """Starts the collective; on a blocking transport it is complete on return."""
         start = time.perf_counter()
         try:
-            with torch.no_grad():  # a thread's own mode is the other one, and views of inputs may require gradients
+            with torch.no_grad():  # grad mode is on by default in a thread, and views of inputs may require gradients
                 return run(self._transport, name)
         finally:
             self.counters.busy_seconds += time.perf_counter() - start
 
     def _run_observed(self, run: Callable, *, name: str, tensor: Tensor) -> None:
-        """To its end, on the device too."""
+        """Runs the collective to its end, on the device too, and reports it to `observe`."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self.device)

@@ -14,7 +14,7 @@ from ztk.runtime.comm.shared_memory import SharedMemoryTransport
 from ztk.runtime.comm.transport import SingleRankTransport, Transport
 from ztk.runtime.comm.watchdog import Watchdog
 
-PATIENCE_SECONDS = 60.0  # a collective that takes longer makes its watchdog look around
+PATIENCE_SECONDS = 60.0  # the watchdog compares labels when a collective takes longer
 _connected = itertools.count()  # the same number on all ranks: they connect in the same order
 
 
@@ -35,18 +35,18 @@ def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> 
 def connect_groups(
     groups: Sequence[Sequence[int]], *, device: torch.device, local_world_size: int, timeout_seconds: float
 ) -> Comm:
-    """This rank's `Comm` of a division of the world into `groups`. A collective call: every rank makes it with the same groups."""
+    """This rank's `Comm` for a partition of the world into `groups`. A collective call: every rank makes it with the same groups."""
     number = next(_connected)
     rank, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_seconds)
     own = next(group for group in groups if rank in group)
-    if len(own) == 1:  # then all are: a division is into equal parts
+    if len(own) == 1:  # then all are: the groups have equal sizes
         return Comm(SingleRankTransport(), rank=0, size=1, device=device)
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
     if isinstance(transport, SharedMemoryTransport):
-        # The group has introduced the ranks to each other and is not needed again. Its threads poll: a hundred of them took half a core.
-        # Nobody is still in it: every rank has sent its memory, which comes after the last collective.
+        # The group has connected the ranks and is not needed again. Its threads poll: a hundred of them took half a core.
+        # No rank still uses it: every rank has sent its memory, after the last collective of the group.
         dist.destroy_process_group(made[tuple(own)])
     return _comm(
         transport, ranks=own, rank=own.index(rank), device=device, timeout_seconds=timeout_seconds, number=number
@@ -62,7 +62,7 @@ def _comm(
     timeout_seconds: float,
     number: int,
 ) -> Comm:
-    """With a watchdog where the transport needs one. number: of this call to connect, the same on all ranks."""
+    """A `Comm`, with a watchdog where the transport needs one. number: counts the calls to connect, the same on all ranks."""
     watchdog = None
     if not transport.checks_labels:
         watchdog = Watchdog(

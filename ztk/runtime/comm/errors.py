@@ -2,11 +2,11 @@
 
 
 class PeerLost(RuntimeError):
-    """Another rank is gone. Never the first cause: that rank's own error is."""
+    """Another rank is gone. This is never the first cause: that is the other rank's own error."""
 
 
 class CommMismatch(RuntimeError):
-    """Two ranks met in different collectives: they ran different modules, shapes or orders."""
+    """Two ranks called different collectives at the same time: they ran different modules, shapes or orders."""
 
 
 class peer_errors:

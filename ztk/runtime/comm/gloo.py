@@ -1,7 +1,7 @@
-"""Collectives over gloo, said the way gloo does them fastest.
+"""Collectives over gloo, expressed by the operations that gloo runs fastest.
 
-Measured on 2 cores, 64 MB: a reduce-scatter as all-to-all plus a local sum is up to three times as fast as gloo's own and sums in
-rank order; an all-gather as one broadcast per slice is up to four times as fast as gloo's `all_gather_into_tensor`.
+Measured on 2 cores with 64 MB: a reduce-scatter as an all-to-all plus a local sum is up to three times as fast as gloo's own, and it sums
+in rank order; an all-gather as one broadcast per slice is up to four times as fast as gloo's `all_gather_into_tensor`.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""Ranks of one machine meet: a socket between each pair, and one shared memory segment per rank.
+"""Connects the ranks of one machine: a socket between each pair, and one shared memory segment per rank.
 
-Nothing is left in any filesystem: segments are memfds handed over the sockets, sockets have abstract names. When a
-process dies the kernel closes its sockets, and every peer that waits for it knows within milliseconds.
+Nothing is left in any filesystem: segments are memfds sent over the sockets, and sockets have abstract names. When a
+process dies the kernel closes its sockets, and every peer that waits for it gets an error within milliseconds.
 
 [Note: Connecting the ranks]
-Every rank listens, all wait for each other, then every rank calls every other and waits for their calls. Whoever waits for a call watches
-its own connection to that rank: it closes if that rank dies. (It also closes when that rank is done, but then its call has come.)
-Of the two connections of a pair the one that the higher rank made is kept.
+Every rank listens; after a barrier every rank calls every other rank and waits for their calls. While it waits for a call from a rank it
+watches its own connection to that rank, which closes if that rank dies. (It also closes when that rank is done, but then its call has
+arrived.) Of the two connections of a pair, the one that the higher rank made is kept.
 """
 
 import mmap
@@ -23,15 +23,19 @@ import torch.distributed as dist
 from ztk.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
 from ztk.runtime.comm.sockets import PeerSockets
 
-_MESSAGE = struct.Struct("<Q88s")  # running number of the meeting, label
+_MESSAGE = struct.Struct("<Q88s")  # running number of the barrier, label
 _RANK = struct.Struct("<I")
 
 
 class NodeGroup:
-    """`slabs[r]` is rank r's segment as uint8 [slab_bytes]; `barrier` is a barrier that checks what everybody is doing."""
+    """`slabs[r]` is rank r's segment as uint8 [slab_bytes]; `barrier` also checks that all ranks call it with the same label."""
 
     def __init__(self, *, group: dist.ProcessGroup, slab_bytes: int, timeout_seconds: float) -> None:
-        """A collective call. Raises PeerLost if a rank dies meanwhile or does not come in time."""
+        """A collective call.
+
+        Raises:
+            PeerLost: a rank dies meanwhile or does not arrive in time.
+        """
         self.rank, self.size = group.rank(), group.size()
         self._timeout = timeout_seconds
         self._number = 0
@@ -62,12 +66,12 @@ class NodeGroup:
         try:
             connection.connect(name + str(peer))
             connection.sendall(_RANK.pack(self.rank))
-        except OSError as error:  # it listened before the barrier, and stops when all have called
+        except OSError as error:  # it listened before the barrier, and stops after all calls
             raise PeerLost(f"rank {peer} is gone (connecting): {error}") from error
         return connection
 
     def _await_calls(self, listener: socket.socket, *, made: dict[int, socket.socket]) -> dict[int, socket.socket]:
-        """The connections that the other ranks make; `made`: those to them."""
+        """The connections that the other ranks make to this one. made: this rank's connections to them."""
         deadline = time.monotonic() + self._timeout
         heard: dict[int, socket.socket] = {}
         while missing := made.keys() - heard.keys():
@@ -81,7 +85,7 @@ class NodeGroup:
         return heard
 
     def _accept(self, listener: socket.socket) -> dict[int, socket.socket]:
-        """The calls that have come so far, without waiting."""
+        """The calls that have arrived so far, without waiting."""
         heard = {}
         while True:
             try:
@@ -90,7 +94,7 @@ class NodeGroup:
                 return heard
             connection.settimeout(self._timeout)
             said = connection.recv(_RANK.size, socket.MSG_WAITALL)
-            if len(said) == _RANK.size:  # else it died between its two calls; its other connection says so
+            if len(said) == _RANK.size:  # else it died between its two calls; its other connection shows that
                 heard[_RANK.unpack(said)[0]] = connection
 
     def _exchange(self, nbytes: int) -> list[mmap.mmap]:
@@ -127,7 +131,12 @@ class NodeGroup:
         return PeerSockets(self._sockets, rank=self.rank, timeout_seconds=self._timeout)
 
     def barrier(self, label: str) -> None:
-        """Returns when every rank of the node has called `barrier`; raises if one is lost, late or doing something else."""
+        """Returns when every rank of the node has called `barrier`.
+
+        Raises:
+            PeerLost: a rank is gone or late.
+            CommMismatch: a rank called it with another label.
+        """
         self._number += 1
         message = _MESSAGE.pack(self._number, label.encode()[:88])
         for peer, connection in self._sockets.items():

@@ -1,7 +1,7 @@
-"""From one rank of a machine to another: a stream of messages each way between every pair.
+"""Point-to-point messages between the ranks of one machine: one socket per pair.
 
-Apart from the sockets of the meetings, because a message is the affair of two and may pass while all are in a collective. When a process
-dies the kernel closes its ends, so whoever sends to it or waits for it knows at once.
+These are separate from the sockets of the barriers, because a message concerns two ranks and may pass while all are in a collective. When a
+process dies the kernel closes its sockets, so a rank that sends to it or waits for it gets an error at once.
 """
 
 import ctypes
@@ -17,13 +17,17 @@ _HEADER = struct.Struct("<Q88s")  # bytes that follow, label
 
 
 class PeerSockets:
-    """`send` returns when the bytes are with the kernel or the receiver, `recv` when they are in `out`.
+    """`send` returns when the kernel or the receiver has the bytes, `recv` when they are in `out`.
 
     One thread may send to a peer and another receive from it at the same time.
     """
 
     def __init__(self, introductions: Mapping[int, socket.socket], *, rank: int, timeout_seconds: float) -> None:
-        """introductions: an open connection to every peer, quiet for now; both ends construct at the same time."""
+        """introductions: an open idle connection to every peer; both ends construct this object at the same time.
+
+        Raises:
+            PeerLost: a rank died or did not answer in time.
+        """
         self._rank, self._timeout = rank, timeout_seconds
         self._sockets: dict[int, socket.socket] = {}
         for peer, connection in introductions.items():
@@ -47,7 +51,12 @@ class PeerSockets:
         self._guard(to, lambda: (connection.sendall(header), connection.sendall(payload)), label=label)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        """Fills `out` with the next message of rank `source`, which must have its size and this label."""
+        """Fills `out` with the next message of rank `source`, which must have its size and this label.
+
+        Raises:
+            CommMismatch: the message has another size or label.
+            PeerLost: the rank is gone or late.
+        """
         connection, payload = self._sockets[source], _bytes_of(out)
         header = bytearray(_HEADER.size)
         self._fill(memoryview(header), connection=connection, peer=source, label=label)

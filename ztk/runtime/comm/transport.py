@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: the protocol, and the rule of summation that every transport on the CPU keeps."""
+"""How bytes get from rank to rank: the protocol, and the order of summation of every transport on the CPU."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from torch import Tensor
 class Transport(Protocol):
     """Moves flat contiguous tensors. `blocking` transports return when done; others return an object with `wait()`.
 
-    `label` says what is being moved; it appears in errors. checks_labels: ranks with different ones get an error instead of a hang.
+    `label` names what is being moved; it appears in errors. checks_labels: ranks with different labels get an error instead of a hang.
     """
 
     blocking: bool
@@ -40,10 +40,10 @@ class Transport(Protocol):
 
 
 class SeparateMemory:
-    """What transports have in common whose ranks do not see each other's memory."""
+    """The common part of transports whose ranks do not share memory."""
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
-        self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the two in order by itself
+        self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the order of the two
         return self.all_gather(full, label=label)
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:
@@ -51,7 +51,11 @@ class SeparateMemory:
 
 
 class SingleRankTransport(SeparateMemory):
-    """A world of one: everything is where it should be."""
+    """The transport of a world of one: no operation moves anything.
+
+    Raises:
+        ValueError: `send` or `recv` is called, which need a second rank.
+    """
 
     blocking = True
     checks_labels = True
@@ -75,10 +79,10 @@ class SingleRankTransport(SeparateMemory):
         pass
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
-        raise ValueError(f"{label}: a world of one has nobody to send to")
+        raise ValueError(f"{label}: a world of one rank has no peer to send to")
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        raise ValueError(f"{label}: a world of one has nobody to hear from")
+        raise ValueError(f"{label}: a world of one rank has no peer to receive from")
 
     def close(self) -> None:
         pass

@@ -1,9 +1,9 @@
-"""Notices ranks that wait for different things, where the transport itself cannot: gloo between machines, NCCL.
+"""Detects ranks that wait in different collectives, for transports that cannot: gloo between machines, NCCL.
 
-Every rank numbers its collectives and tells a store, now and then, which it entered last. A rank that has waited in one for long looks
-there what the others entered under the same number. Another label is an error on both sides; a rank that is behind is named once, because
-it may only be slow. On a GPU the host may stand in a call that nothing can interrupt, so there the process ends some seconds after the
-error is known, unless its program has done so itself.
+Every rank numbers its collectives and writes the last one it entered to a store from time to time. A rank that waits long in one reads
+there which collectives the others entered under the same number. A different label is an error on both sides. A rank that is behind is
+named once, because it may only be slow. On a GPU the host may be in a call that cannot be interrupted, so there the process exits some
+seconds after the error is found, unless the program has exited by itself.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ztk.runtime.comm.errors import CommMismatch
 
 _GRACE_SECONDS = 10.0
-_REMEMBERED = 4096  # collectives: a GPU's host may run so far ahead of what the device waits in
+_REMEMBERED = 4096  # collectives: a GPU's host may run this far ahead of the device
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,12 +31,12 @@ class _Entered:
 
 
 class Watchdog:
-    """Of one communicator. `mismatch` is the error, once it is known."""
+    """The watchdog of one communicator. `mismatch` is the error, once it is found."""
 
     def __init__(
         self, store: dist.Store, *, name: str, rank: int, size: int, patience: float, ends_process: bool
     ) -> None:
-        """patience: seconds that a collective may take before anybody wonders."""
+        """patience: seconds that a collective may take before labels are compared."""
         self.mismatch: CommMismatch | None = None
         self._store, self._name, self._rank, self._size, self._patience = store, name, rank, size, patience
         self._ends_process = ends_process
@@ -44,7 +44,7 @@ class Watchdog:
         self._labels: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._open: deque[_Entered] = deque()
         self._lock = threading.Lock()
-        self._told: set[tuple[int, int]] = set()  # (number, rank) that were named as late
+        self._reported: set[tuple[int, int]] = set()  # (number, rank) already reported as late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ztk-watchdog", daemon=True)
         self._thread.start()
@@ -60,7 +60,7 @@ class Watchdog:
         return entered
 
     def leave(self, entered: _Entered, *, work: object | None = None) -> None:
-        """It is over, or under way on the device until `work.is_completed()`."""
+        """Marks it as complete, or as running on the device until `work.is_completed()`."""
         with self._lock:
             if work is None:
                 self._open.remove(entered)
@@ -84,11 +84,11 @@ class Watchdog:
                     published = number
                 if oldest is not None and self.mismatch is None and time.monotonic() - oldest.since > self._patience:
                     self._compare(oldest)
-            except RuntimeError:  # the store is gone with the rank that served it, whose end is the cause to be shown
+            except RuntimeError:  # the rank that served the store is gone; its end is the cause to show
                 return
 
     def _forget_completed(self) -> None:
-        """A work keeps its tensors alive, so it goes with the next collective. The lock is held."""
+        """Drops completed works, which keep their tensors alive. The caller holds the lock."""
         while self._open and self._open[0].work is not None and self._open[0].work.is_completed():
             self._open.popleft()
 
@@ -108,9 +108,9 @@ class Watchdog:
                     os._exit(1)
                 return
             last = max(theirs, default=0)
-            if last < own.number and (own.number, rank) not in self._told:
-                self._told.add((own.number, rank))
-                late.append(f"rank {rank} has not come yet and was last at '{theirs.get(last, 'nothing')}'")
+            if last < own.number and (own.number, rank) not in self._reported:
+                self._reported.add((own.number, rank))
+                late.append(f"rank {rank} has not arrived yet and was last at '{theirs.get(last, 'nothing')}'")
         if late:
             waited = time.monotonic() - own.since
             print(
