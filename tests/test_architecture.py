@@ -150,7 +150,7 @@ def raised_directly(function: ast.FunctionDef) -> Iterator[str]:
         if isinstance(node, ast.Raise) and node.exc is not None:
             error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             name = ast.unparse(error).rpartition(".")[2]
-            if name[:1].isupper() and name not in PROTOCOL_ERRORS:
+            if name.isidentifier() and name[0].isupper() and name not in PROTOCOL_ERRORS:
                 yield name
         nodes += ast.iter_child_nodes(node)
 

@@ -14,7 +14,7 @@ REPLACED = {
     r"born|births?|nursery": "zero_init, PartitionedParameter; made, built",
     r"borrow(s|ed|ing)?": "unshard, pin",
     r"let go|drop all": "unpin, reshard",
-    r"parking|parked|come back": "state offloading: offload, reload",
+    r"parking|parked": "state offloading: offload, reload",
     r"whole|wholes|wholly": "full, entire, all",
     r"unseen": "without_dispatch_modes; not seen",
     r"disband(s|ed)?": "release_model",
@@ -38,6 +38,7 @@ REPLACED = {
 # Attributes of earlier versions whose words are ordinary English in a sentence.
 ATTRIBUTES = {
     r"near|far": "intra_node, inter_node",
+    r"come_back": "reload",
     r"hold|keeping|let_go": "pin, unpin, keep_unsharded",
     r"land|landing": "finish_reduce",
 }

@@ -91,7 +91,7 @@ def test_safetensors_out_and_in_again(ranks, saved, tmp_path, shard_bytes):
 
     step = import_checkpoint(tmp_path / "hf", to=tmp_path / "back")
     assert not verify(step).faults
-    assert "weights only" in ranks(2).run(try_load, setup=SETUP, path=str(step))[0]
+    assert "contains only weights" in ranks(2).run(try_load, setup=SETUP, path=str(step))[0]
     assert all(torch.equal(value, expected[name]) for name, value in masters(ranks, step).items())
 
 
@@ -148,7 +148,7 @@ def load_normed(process, *, folder: str, weights_only: bool) -> dict[str, torch.
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-def test_buffers_come_back_from_formats_that_do_not_name_them(ranks, tmp_path):
+def test_buffers_return_from_formats_that_do_not_name_them(ranks, tmp_path):
     expected = ranks(1).run(train_normed, folder=str(tmp_path / "saved"))[0]
     assert expected["norm.num_batches_tracked"] == 3
     for to, *options in (("out.pt",), ("hf",), ("dcp", "--torch-distributed")):

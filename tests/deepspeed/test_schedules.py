@@ -104,7 +104,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "rates", "betas"), FIGURES)
-def test_figures_are_deepspeeds(name, arguments, rates, betas):
+def test_numbers_are_deepspeeds(name, arguments, rates, betas):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=5e-3)
     schedule = SCHEDULES[name](optimizer, **arguments)
     found, moments = [], []

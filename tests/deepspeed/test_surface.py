@@ -99,7 +99,7 @@ def test_leaf_modules_are_marked_and_unmarked():
 @pytest.mark.parametrize(
     ("stage", "include"), [(0, None), (1, ["optim_states"]), (2, None), (3, None), (3, ["optim_states"])]
 )
-def test_states_leave_and_come_back(ranks, stage, include):
+def test_states_are_offloaded_and_reloaded(ranks, stage, include):
     expected, _ = scripts.plain(steps=6)
     for found in ranks(2).run(surface.states_moved, stage=stage, include=include):
         device, host = found["during"]["device"], found["during"]["host"]

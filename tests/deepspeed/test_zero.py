@@ -19,7 +19,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stage", "bf16", "offload"), CASES)
-def test_parameters_are_read_and_changed_whole(ranks, stage, bf16, offload):
+def test_full_parameters_are_read_and_changed(ranks, stage, bf16, offload):
     first, second = ranks(2).run(scripts.gathered, stage=stage, bf16=bf16, offload=offload)
     for name, value in first["master"].items():
         assert torch.equal(value, second["master"][name])

@@ -110,7 +110,7 @@ def test_document_003_with_its_own_call(documents):
     assert learns(compared(documents, work, dtype="fp16"), by=0.9999)
 
 
-def test_3_2_as_written_names_the_mend(documents):
+def test_3_2_as_written_names_the_fix(documents):
     """`aio` nested inside zero_optimization, and a key that DeepSpeed 0.19.8 ignores."""
     config = config_of("002_3_2.json", **FILLED)
     with pytest.raises(DeepSpeedConfigError, match="aio: belongs beside zero_optimization"):
@@ -120,7 +120,7 @@ def test_3_2_as_written_names_the_mend(documents):
         parse_config(config, world_size=2)
 
 
-def test_3_2_mended(documents, tmp_path):
+def test_3_2_fixed(documents, tmp_path):
     config = config_of("002_3_2.json", **FILLED)
     config["aio"] = config["zero_optimization"].pop("aio")
     config["aio"]["intra_op_parallelism"] = config["aio"].pop("thread_count")

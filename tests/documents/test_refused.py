@@ -21,7 +21,7 @@ def test_7_1_flat_tensor_parallel():
 
 
 @pytest.mark.parametrize("block", MENDS)
-def test_every_fault_has_its_mend(block):
+def test_every_fault_has_its_fix(block):
     with pytest.raises(DeepSpeedConfigError) as caught:
         parse_config(config_of(block, **FILLED), world_size=2)
     assert len(caught.value.faults) == len(MENDS[block])

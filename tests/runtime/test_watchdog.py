@@ -71,7 +71,7 @@ def test_a_rank_that_is_late_is_named_once_and_waited_for(ranks):
     assert late == ""
 
 
-def test_over_shared_memory_the_meeting_itself_tells(ranks):
+def test_over_shared_memory_the_barrier_itself_raises(ranks):
     with pytest.raises(RankFailed, match="different modules or shapes"):
         ranks(2).run(over_shared_memory)
 
