@@ -1,8 +1,8 @@
 """Two trees train alike: same losses, bytes on the wire, memory by tier and disk traffic in 40 configurations of the main job.
 
     python scripts/compare_commits.py [REVISION]                  this tree beside a revision (default 9a5936c), both run here
-    python scripts/compare_commits.py --record FILE               this tree's figures, as JSON
-    python scripts/compare_commits.py --against FILE              this tree beside recorded figures
+    python scripts/compare_commits.py --record FILE               this tree's values, as JSON
+    python scripts/compare_commits.py --against FILE              this tree beside recorded values
 
 The configurations are stages 0 to 3 x tiers x precisions, spread over five layouts on 2 ranks. Everything compared is counted or
 computed, nothing is measured: losses, gradient norms and loss scales to the bit, bytes per collective and of the disk per step, the memory
@@ -50,10 +50,10 @@ SUBJECTS = {
 }
 OF_ROWS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")  # besides all counters of bytes
 OF_SUMMARY = ("steps", "parameters", "loss_digest")
-# What the figures of two machines must share to be comparable, as keys of `env.json`.
+# What the values of two machines must share to be comparable, as keys of `env.json`.
 MACHINE = ("device_name", "cpu_count", "torch")
 
-Figures = dict[str, Any]
+Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,32 +115,32 @@ CONFIGURATIONS = choose()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """Figures of a tree by `Configuration.name`, and where they come from (`MACHINE`, commit, date)."""
+    """Values of a tree by `Configuration.name`, and where they come from (`MACHINE`, commit, date)."""
 
     origin: dict[str, Any]
-    figures: dict[str, Figures]
+    values: dict[str, Values]
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [f"    {json.dumps(name)}: {json.dumps(figures)}" for name, figures in self.figures.items()]
+        lines = [f"    {json.dumps(name)}: {json.dumps(values)}" for name, values in self.values.items()]
         body = ",\n".join(lines)
         path.write_text(
-            f'{{\n  "origin": {json.dumps(self.origin)},\n  "figures": {{\n{body}\n  }}\n}}\n', encoding="utf-8"
+            f'{{\n  "origin": {json.dumps(self.origin)},\n  "values": {{\n{body}\n  }}\n}}\n', encoding="utf-8"
         )
 
     @staticmethod
     def load(path: Path) -> "Record":
         """Raises ValueError if the file is not a record."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return Record(origin=values["origin"], figures=values["figures"])
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return Record(origin=content["origin"], values=content["values"])
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"--against {path}: not a record of figures ({error!r}): write one with --record FILE"
+                f"--against {path}: not a record of values ({error!r}): write one with --record FILE"
             ) from error
 
 
-def read_figures(folder: Path) -> Figures:
+def read_values(folder: Path) -> Values:
     """What of a run folder is counted or computed: counters as lists over the steps, peaks as numbers.
 
     Raises ValueError if the run is not done or a figure is missing.
@@ -163,8 +163,8 @@ def read_figures(folder: Path) -> Figures:
     }
 
 
-def differences(before: Figures, *, after: Figures) -> dict[str, tuple[Any, Any]]:
-    """Keys whose figures are not the same, with both; an absent key is the same as zeros."""
+def differences(before: Values, *, after: Values) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values are not the same, with both; an absent key is the same as zeros."""
 
     def is_zero(value: Any) -> bool:
         return value is None or not any(value if isinstance(value, list) else [value])
@@ -184,7 +184,7 @@ def subject_of(key: str) -> str:
 
 
 def comparability_fault(recorded: Mapping[str, Any], *, here: Mapping[str, Any]) -> str | None:
-    """Why figures from the machine `recorded` mean nothing on the machine `here`; None if they do."""
+    """Why values from the machine `recorded` mean nothing on the machine `here`; None if they do."""
     others = [
         f"{key} {recorded.get(key)!r}, here {here.get(key)!r}" for key in MACHINE if recorded.get(key) != here.get(key)
     ]
@@ -195,7 +195,7 @@ def comparability_fault(recorded: Mapping[str, Any], *, here: Mapping[str, Any])
 
 def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Console) -> Record:
     """Runs the main job of `tree`. Raises ValueError if a run fails, or ran other code than the tree's."""
-    origin, figures = {}, {}
+    origin, values = {}, {}
     with tempfile.TemporaryDirectory(prefix="compare_commits.") as scratch:
         folders = [Path(scratch, str(number)) for number in range(len(configurations))]
         logs = [folder.with_suffix(".log") for folder in folders]
@@ -213,7 +213,7 @@ def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Co
                     runner.terminate()
                     said = log.read_text(encoding="utf-8")[-2000:] if log.exists() else ""
                     raise ValueError(f"{tree}: {configuration.name} failed (exit codes {codes}): {said}")
-                figures[configuration.name] = read_figures(folder)
+                values[configuration.name] = read_values(folder)
                 environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
                 commit = environment["commit"]
                 if not commit or not commit.startswith(head_of(tree)):
@@ -221,7 +221,7 @@ def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Co
                 origin = {key: environment[key] for key in (*MACHINE, "triton", "commit")}
                 console.print(f"{tree.name}: {configuration.name}", highlight=False)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Record(origin={"date": now, **origin}, figures=figures)
+    return Record(origin={"date": now, **origin}, values=values)
 
 
 def head_of(tree: Path) -> str:
@@ -267,17 +267,17 @@ def compare(before: Record, *, after: Record, console: Console) -> int:
     for column in ("configuration", *SUBJECTS, "loss digest"):
         table.add_column(column, no_wrap=True)
     lines, differing = [], 0
-    for name, figures in after.figures.items():
-        found = differences(before.figures[name], after=figures)
+    for name, values in after.values.items():
+        found = differences(before.values[name], after=values)
         subjects = {subject_of(key) for key in found}
         cells = ["DIFFERS" if subject in subjects else "equal" for subject in SUBJECTS]
-        table.add_row(name, *cells, figures["loss_digest"][:12], style="red" if found else None)
+        table.add_row(name, *cells, values["loss_digest"][:12], style="red" if found else None)
         lines += [f"{name}: {key} {one} -> {other}" for key, (one, other) in found.items()]
         differing += bool(found)
     console.print(table)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{len(after.figures)} configurations, {differing} differ")
+    console.print(f"{len(after.values)} configurations, {differing} differ")
     return differing
 
 
@@ -301,10 +301,10 @@ def run(options: argparse.Namespace, *, chosen: Sequence[Configuration], console
     before = None
     if options.against:
         before = Record.load(options.against)
-        missing = [configuration.name for configuration in chosen if configuration.name not in before.figures]
+        missing = [configuration.name for configuration in chosen if configuration.name not in before.values]
         fault = comparability_fault(before.origin, here=machine_here())
         if missing:
-            fault = f"no figures of {', '.join(missing)}: record them again"
+            fault = f"no values of {', '.join(missing)}: record them again"
         if fault:
             raise ValueError(f"--against {options.against}: {fault}")
     elif not options.record:
@@ -313,16 +313,16 @@ def run(options: argparse.Namespace, *, chosen: Sequence[Configuration], console
     after = run_tree(tree, configurations=chosen, console=console)
     if options.record:
         after.save(options.record)
-        console.print(f"{len(after.figures)} configurations recorded: {options.record}")
+        console.print(f"{len(after.values)} configurations recorded: {options.record}")
     return 0 if before is None else int(compare(before, after=after, console=console) > 0)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", default=REVISION, help="what to compare with (default: %(default)s)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write this tree's figures")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write this tree's values")
     parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="compare with recorded figures, not with a revision"
+        "--against", type=Path, metavar="FILE", help="compare with recorded values, not with a revision"
     )
     parser.add_argument("--tree", type=Path, default=REPOSITORY, help="the checkout to examine (default: this one)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only configurations whose name contains this")

@@ -15,7 +15,7 @@ from scripts.compare_commits import (
     Record,
     comparability_fault,
     differences,
-    read_figures,
+    read_values,
     subject_of,
 )
 
@@ -72,7 +72,7 @@ def test_a_record_of_another_machine_is_refused_and_the_key_named(key):
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
-    record = Record(origin=MACHINE, figures={"one": {"loss": [0.1]}, "two": {"loss": [0.2]}})
+    record = Record(origin=MACHINE, values={"one": {"loss": [0.1]}, "two": {"loss": [0.2]}})
     record.save(tmp_path / "new" / "record.json")
     assert Record.load(tmp_path / "new" / "record.json") == record
 
@@ -80,7 +80,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"origin": {}}'])
 def test_a_file_that_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(ValueError, match="not a record of figures"):
+    with pytest.raises(ValueError, match="not a record of values"):
         Record.load(tmp_path / "record.json")
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_is_not_whole_is_refused(tmp_path, fault):
     rows = [row] * STEPS
     folder = tmp_path
     write(folder, summary=summary, rows=rows)
-    assert read_figures(folder)["comm.send_bytes"] == [0] * STEPS
+    assert read_values(folder)["comm.send_bytes"] == [0] * STEPS
     if fault == "status":
         summary["status"] = "failed"
     elif fault == "rows":
@@ -100,7 +100,7 @@ def test_a_run_that_is_not_whole_is_refused(tmp_path, fault):
         rows = [*rows[1:], {key: value for key, value in row.items() if key != "grad_norm"}]
     write(folder, summary=summary, rows=rows)
     with pytest.raises(ValueError, match="failed|rows|grad_norm"):
-        read_figures(folder)
+        read_values(folder)
 
 
 def write(folder, *, summary, rows):
