@@ -51,7 +51,9 @@ class Model(nn.Module):
             x = self.sometimes[0](x)
         if outside:
             x = x * self.blocks[0].norm.weight.mean()  # a parameter outside its module's forward
-        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(1, dims=1).flatten())
+        logits = self.head(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, dims=1).flatten())
 
 
 def build(seed: int = 0) -> Model:

@@ -1,5 +1,7 @@
 """What users do with a model: accumulate, freeze, recompute, leave modules out, run evaluation in between."""
 
+import functools
+import itertools
 import os
 import time
 
@@ -9,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankFailed, RankPool
-from tests.zero.models import CLASSES, Layout, Model, build, make_engine, train
+from tests.rounding import Bounds
+from tests.zero.models import CLASSES, WIDTH, Layout, Model, batches, build, make_engine, train
 from ztk.optim import OptimizerPolicy
 from ztk.zero.bucket import ParameterState
 from ztk.zero.layout import SHARD_ALIGNMENT
@@ -32,30 +35,38 @@ def test_accumulated_micro_batches_equal_one_batch(ranks, stage, offload):
     halves = ranks(2).run(train, layout=layout, steps=3, plain=True, accumulation_steps=2)[0]
     again = ranks(2).run(train, layout=Layout(stage=stage), steps=3, plain=True, accumulation_steps=2)[0]
     assert halves.digest == again.digest  # within a stage the tier changes nothing
-    for name, value in reference_of_accumulation().items():
-        torch.testing.assert_close(halves.weights[name], value, **CLOSE)
+    bounds = bounds_of_accumulation()
+    for step, norm in enumerate(
+        halves.grad_norms
+    ):  # Adam after clipping makes the same steps from gradients of any scale
+        bounds.check_elements(f"norm {step}", torch.tensor(norm))
+    for name, value in halves.weights.items():
+        bounds.check_elements(name, value)
 
 
-def reference_of_accumulation() -> dict[str, torch.Tensor]:
-    from tests.zero.models import batches
+@functools.cache
+def bounds_of_accumulation() -> Bounds:
+    """Weights and gradient norms of whole batches in one process. Adam divides by sqrt(v), so a small gradient's error is as large in
+    the weight as a large one's: each element has its own bound."""
 
-    model = build()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-    )
-    stream = list(batches(6, rank=0, world=1))
-    for step in range(3):
-        optimizer.zero_grad()
-        for tokens in stream[2 * step : 2 * step + 2]:
-            (model(tokens, outside=False) / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return dict(model.named_parameters())
+    def compute() -> dict[str, torch.Tensor]:
+        model = build().double()
+        decayed = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1}
+        others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([decayed, others], lr=1e-2, betas=(0.9, 0.95), foreach=False)
+        stream = batches(6, rank=0, world=1)
+        norms = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            for tokens in itertools.islice(stream, 2):
+                (model(tokens, outside=False) / 2).backward()
+            norms[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+            optimizer.step()
+        return norms | dict(model.named_parameters())
+
+    # A product sums over 4 * WIDTH + 7 hidden elements; the norm over all gradients, but by tensors, buckets and vector registers. Of 10
+    # samples the largest is less than a tenth of the typical error at one element in 1e11.
+    return Bounds(compute=compute, longest_sum=4 * WIDTH + 7, samples=10)
 
 
 def no_sync_run(process, *, stage: int, manual: bool):
