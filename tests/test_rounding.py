@@ -1,5 +1,6 @@
 """The bounds of tests/rounding.py: wide enough for every correct way to round, narrow enough for small mistakes."""
 
+import hashlib
 import math
 
 import pytest
@@ -79,3 +80,15 @@ def test_in_place_operations_and_views_count_once():
     limits = Bounds(compute=compute, longest_sum=1)
     assert torch.equal(x, before)
     assert limits.rms("view") == limits.rms("count") == 0 < limits.rms("sum") < 4 * torch.finfo(torch.float32).eps
+
+
+def processor(process) -> tuple[str, str]:
+    """The instructions that torch chose, and the bits of what BLAS and torch's own loops make of them."""
+    x = torch.linspace(-1, 1, 48 * 200).view(48, 200)
+    bits = torch.cat([x @ x.T, (x.to(torch.bfloat16) @ x.to(torch.bfloat16).T).float(), x.softmax(-1)], dim=1)
+    return torch.backends.cpu.get_cpu_capability(), hashlib.sha256(bits.numpy().tobytes()).hexdigest()
+
+
+def test_ranks_compute_as_this_process(ranks):
+    """The environment that stands for another processor reaches every rank."""
+    assert ranks(2).run(processor) == [processor(None)] * 2
