@@ -1,0 +1,45 @@
+"""The numeric tests with the instructions of other processors: their bounds hold for every way to round, not for this machine's.
+
+    python scripts/check_processors.py                       a chosen part, about 30 seconds for each processor on 2 cores
+    python scripts/check_processors.py tests/zero tests/moe  what pytest is given, under each; `tests` is everything
+
+A processor is the instructions that torch's libraries may use; ranks and programs that a test starts inherit the environment. One that lacks
+the instructions named uses what it has. Exit code 1 if a test fails.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# ATEN: torch's own loops. ONEDNN: products of ztk's linear layers, and those in 16 bit. MKL: torch's other products in fp32, which the first
+# two do not reach.
+PROCESSORS = {
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "AVX-512 without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "no vectors": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+}
+CHOSEN = (
+    "tests/test_rounding.py",
+    "tests/nn/test_decoder.py::test_forward_and_gradients_equal_the_plain_implementation",
+    "tests/moe/test_layers.py",
+    "tests/zero/test_behaviour.py::test_accumulated_micro_batches_equal_one_batch",
+    "tests/zero/test_behaviour.py::test_no_sync_moves_no_gradient_and_changes_no_result",
+    "tests/zero/test_bit_identity.py::test_fp32_equals_a_plain_loop",
+)
+
+
+def main() -> int:
+    failed = []
+    for name, variables in PROCESSORS.items():
+        print(f"{name}:", *(f"{key}={value}" for key, value in variables.items()), flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or CHOSEN)]
+        if subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False).returncode:
+            failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else f"{len(PROCESSORS)} processors passed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
