@@ -99,7 +99,7 @@ def test_leaf_modules_are_marked_and_unmarked():
 @pytest.mark.parametrize(
     ("stage", "include"), [(0, None), (1, ["optim_states"]), (2, None), (3, None), (3, ["optim_states"])]
 )
-def test_states_leave_and_come_back(ranks, stage, include):
+def test_states_are_offloaded_and_reloaded(ranks, stage, include):
     expected, _ = scripts.plain(steps=6)
     for found in ranks(2).run(surface.states_moved, stage=stage, include=include):
         device, host = found["during"]["device"], found["during"]["host"]
@@ -115,9 +115,9 @@ def test_states_leave_and_come_back(ranks, stage, include):
 def test_local_parts_and_gradients_set_by_hand(ranks, bf16, offload):
     first, second = ranks(2).run(surface.local_states, bf16=bf16, offload=offload)
     for kind in ("grad", "master", "moment"):
-        for name, whole in first[f"whole_{kind}"].items():
+        for name, full in first[f"full_{kind}"].items():
             joined = torch.cat([first[kind][name], second[kind][name]])
-            assert torch.equal(joined, whole.flatten()), (kind, name)
+            assert torch.equal(joined, full.flatten()), (kind, name)
     for name, part in first["bf16"].items():
         assert torch.equal(part.float(), first["master"][name].to(part.dtype).float())
     for found in (first, second):

@@ -110,7 +110,7 @@ def test_document_003_with_its_own_call(documents):
     assert learns(compared(documents, work, dtype="fp16"), by=0.9999)
 
 
-def test_3_2_as_written_names_the_mend(documents):
+def test_3_2_as_written_names_the_fix(documents):
     """`aio` nested inside zero_optimization, and a key that DeepSpeed 0.19.8 ignores."""
     config = config_of("002_3_2.json", **FILLED)
     with pytest.raises(DeepSpeedConfigError, match="aio: belongs beside zero_optimization"):
@@ -120,7 +120,7 @@ def test_3_2_as_written_names_the_mend(documents):
         parse_config(config, world_size=2)
 
 
-def test_3_2_mended(documents, tmp_path):
+def test_3_2_fixed(documents, tmp_path):
     config = config_of("002_3_2.json", **FILLED)
     config["aio"] = config["zero_optimization"].pop("aio")
     config["aio"]["intra_op_parallelism"] = config["aio"].pop("thread_count")
@@ -130,17 +130,17 @@ def test_3_2_mended(documents, tmp_path):
 
 
 def test_4_3_the_batch_triple(documents):
-    """As written for 8 ranks; on 2 the mend is named, and 64 micro-batches make a step."""
+    """As written for 8 ranks; on 2 the fix is named, and 64 micro-batches make a step."""
     config = config_of("002_4_3.json")
     batch = parse_config(config, world_size=8).batch
     assert (batch.train, batch.micro, batch.accumulation) == (2048, 4, 64)
     with pytest.raises(DeepSpeedConfigError, match="train_batch_size=512 would fit"):
         parse_config(config, world_size=2)
-    mended = {**config, "train_batch_size": 512, "optimizer": ADAMW}
+    fixed = {**config, "train_batch_size": 512, "optimizer": ADAMW}
     work = Run(
         block="002_1_2.py",
         names="my_model",
-        config=mended,
+        config=fixed,
         then="train(model_engine, steps=128)\nsteps = model_engine.global_steps",
         keep=("steps",),
     )

@@ -42,7 +42,7 @@ TOKENS = torch.zeros(4, 16, dtype=torch.long)
 DEEPSPEED = {"flops": 3_739_648, "macs": 1_849_344, "params": 29_306}
 
 
-def test_figures_are_deepspeeds():
+def test_numbers_are_deepspeeds():
     """Products are the same to the last one; of the rest ours has the residual additions (8192) and not the bias of the convolution (448)."""
     flops, macs, params = get_model_profile(Model(), args=[TOKENS], as_string=False, print_profile=False)
     assert (macs, params) == (DEEPSPEED["macs"], DEEPSPEED["params"])
@@ -63,8 +63,8 @@ def test_an_engines_linear_layers_count_like_torchs():
     profiler.start_profile(ignore_list=[nn.Linear])
     model(TOKENS)
     profiler.stop_profile()
-    assert profiler.figures[model.head].flops == 0  # they are in its parent's row
-    assert profiler.figures[model].flops > 2 * TOKENS.numel() * 32 * 50
+    assert profiler.costs[model.head].flops == 0  # they are in its parent's row
+    assert profiler.costs[model].flops > 2 * TOKENS.numel() * 32 * 50
 
 
 def test_what_it_is_called_with_must_be_said():
