@@ -36,7 +36,7 @@ def engine_of(model: nn.Module, *, stage: int, bf16: bool = False):
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-def whole(engine) -> dict[str, Tensor]:
+def full(engine) -> dict[str, Tensor]:
     """fp32 weights, tied names and buffers too."""
     module = engine.module
     state = {n: deepspeed.safe_get_full_fp32_param(p) for n, p in module.named_parameters(remove_duplicate=False)}
@@ -50,10 +50,10 @@ def save(process: Process, *, folder: str, stage: int, bf16: bool, trained_only:
     engine.save_fp16_model(folder, "trained.bin", exclude_frozen_parameters=True)
     consolidated = engine._zero3_consolidated_16bit_state_dict()
     state = engine.module_state_dict(prefix="model.", exclude_frozen_parameters=True)
-    found = whole(engine) | {"losses": torch.tensor(scripts.loop(process, engine, steps=2, start=3))}
+    found = full(engine) | {"losses": torch.tensor(scripts.loop(process, engine, steps=2, start=3))}
     engine.destroy()
     return {
-        "whole": found,
+        "full": found,
         "consolidated": None if consolidated is None else sorted(consolidated),
         "module": {name: tuple(value.shape) for name, value in state.items()},
     }
@@ -63,7 +63,7 @@ def resume(process: Process, *, folder: str, stage: int) -> dict[str, Tensor]:
     """From a checkpoint of the trained parameters alone, as peft and the Trainer do."""
     engine = engine_of(make(), stage=stage)
     engine.load_checkpoint(folder, load_module_strict=False)
-    found = whole(engine) | {"losses": torch.tensor(scripts.loop(process, engine, steps=2, start=3))}
+    found = full(engine) | {"losses": torch.tensor(scripts.loop(process, engine, steps=2, start=3))}
     engine.destroy()
     return found
 
@@ -84,9 +84,9 @@ def partial(process: Process, *, folder: str, stage: int) -> dict:
     model = make(seed=1)
     model.more = nn.Linear(3, 3)
     engine = engine_of(model, stage=stage)
-    before = whole(engine)
+    before = full(engine)
     engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False)
-    lenient = whole(engine)
+    lenient = full(engine)
     try:
         engine.load_checkpoint(folder, load_optimizer_states=False)
         strict = ""
@@ -100,10 +100,10 @@ def partial(process: Process, *, folder: str, stage: int) -> dict:
         dst.inner.load_state_dict(src)
 
     engine.load_checkpoint(folder, load_module_only=True, custom_load_fn=rename)
-    renamed = whole(engine)
+    renamed = full(engine)
     state = {name: torch.full_like(value, 0.25) for name, value in renamed.items()}
     engine.load_module_state_dict({"module": state})
-    loaded = whole(engine)
+    loaded = full(engine)
     state.pop("extra.bias")
     try:
         engine.load_module_state_dict({"module": state})

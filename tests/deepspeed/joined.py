@@ -61,11 +61,11 @@ class Cut(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        whole = scripts.build()
+        full = scripts.build()
         half = slice(16 * rank, 16 * (rank + 1))
         self.fc1, self.fc2 = nn.Linear(28, 16), nn.Linear(16, 10)
-        self.fc1.weight.data, self.fc1.bias.data = whole.fc1.weight.data[half], whole.fc1.bias.data[half]
-        self.fc2.weight.data, self.fc2.bias.data = whole.fc2.weight.data[:, half], whole.fc2.bias.data
+        self.fc1.weight.data, self.fc1.bias.data = full.fc1.weight.data[half], full.fc1.bias.data[half]
+        self.fc2.weight.data, self.fc2.bias.data = full.fc2.weight.data[:, half], full.fc2.bias.data
         for parameter, dim in ((self.fc1.weight, 0), (self.fc1.bias, 0), (self.fc2.weight, 1)):
             parameter.tensor_model_parallel, parameter.partition_dim = True, dim
 

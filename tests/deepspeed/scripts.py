@@ -264,7 +264,7 @@ def refuse_saving(process: Process, *, folder: str) -> dict:
 
 
 def gathered(process: Process, *, stage: int, bf16: bool, offload: str) -> dict:
-    """Reads and changes whole parameters; rank 1 is the one that changes."""
+    """Reads and changes full parameters; rank 1 is the one that changes."""
     path = {"nvme_path": tempfile.mkdtemp(dir=os.environ.get("ZTK_TEST_NVME"))} if offload == "nvme" else {}
     zero = {"offload_optimizer": {"device": offload, **path}} if offload != "none" else {}
     engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, bf16={"enabled": bf16}, zero=zero))
@@ -296,7 +296,7 @@ def gathered(process: Process, *, stage: int, bf16: bool, offload: str) -> dict:
 
 
 def gradients(process: Process, *, stage: int, accumulation: int) -> dict:
-    """Whole gradients between the last backward and the step, and their absence before."""
+    """Full gradients between the last backward and the step, and their absence before."""
     engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, accumulation=accumulation))
     x, y = (part.chunk(process.world_size)[process.rank] for part in data(0))
     for xs, ys in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):

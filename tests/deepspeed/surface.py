@@ -253,7 +253,7 @@ def booked(engine) -> dict[str, dict[str, int]]:
 
 
 def states_moved(process: Process, *, stage: int, include: list | None) -> dict:
-    """States leave between two steps and come back."""
+    """States are offloaded between two steps and reloaded."""
     engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))
     losses = scripts.loop(process, engine, steps=2)
     before = booked(engine)
@@ -276,7 +276,7 @@ def states_moved(process: Process, *, stage: int, include: list | None) -> dict:
 
 
 def local_states(process: Process, *, bf16: bool, offload: str) -> dict:
-    """Reads and writes of what the rank keeps, and whole gradients set by hand."""
+    """Reads and writes of what the rank keeps, and full gradients set by hand."""
     with tempfile.TemporaryDirectory() as folder:
         zero = {}
         if offload != "none":
@@ -290,11 +290,11 @@ def local_states(process: Process, *, bf16: bool, offload: str) -> dict:
         engine.backward(F.cross_entropy(engine(x).float(), y))
         found = {
             "grad": {name: deepspeed.safe_get_local_grad(p) for name, p in parameters.items()},
-            "whole_grad": {name: deepspeed.safe_get_full_grad(p) for name, p in parameters.items()},
+            "full_grad": {name: deepspeed.safe_get_full_grad(p) for name, p in parameters.items()},
             "master": {name: deepspeed.safe_get_local_fp32_param(p) for name, p in parameters.items()},
-            "whole_master": {name: deepspeed.safe_get_full_fp32_param(p) for name, p in parameters.items()},
+            "full_master": {name: deepspeed.safe_get_full_fp32_param(p) for name, p in parameters.items()},
             "moment": {name: deepspeed.safe_get_local_optimizer_state(p, "exp_avg") for name, p in parameters.items()},
-            "whole_moment": {
+            "full_moment": {
                 name: deepspeed.safe_get_full_optimizer_state(p, "exp_avg") for name, p in parameters.items()
             },
             "bf16": {name: p.ds_tensor for name, p in parameters.items()},
@@ -327,7 +327,7 @@ def local_states(process: Process, *, bf16: bool, offload: str) -> dict:
         return found
 
 
-def held(process: Process, *, stage: int) -> dict:
+def pinned(process: Process, *, stage: int) -> dict:
     """One model in two engines: refused while the first lives, the same run afterwards. And two models with a frozen layer of both."""
     model = scripts.build()
     settings = scripts.config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})

@@ -138,7 +138,7 @@ def test_arguments_outrank_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "fix"),
     [
         ({"contiguous_checkpointing": True}, "number_checkpoints: is missing"),
         ({"mpu_": object()}, "get_tensor_model_parallel_group"),
@@ -148,8 +148,8 @@ def test_arguments_outrank_the_file(tmp_path):
     ],
     ids=str,
 )
-def test_what_does_not_fit_together_is_refused(options, mend):
-    with pytest.raises(ValueError, match=mend):
+def test_what_does_not_fit_together_is_refused(options, fix):
+    with pytest.raises(ValueError, match=fix):
         checkpointing.configure(**{"mpu_": None, **options})
 
 
@@ -215,8 +215,8 @@ def test_the_tracker_refuses_what_would_draw_the_same_twice():
     tracker = checkpointing.CudaRNGStatesTracker()
     before = torch.get_rng_state()
     tracker.add("one", 1)
-    for name, seed, mend in (("two", 1, "seed 1 already exists"), ("one", 2, "one already exists")):
-        with pytest.raises(ValueError, match=mend):
+    for name, seed, fix in (("two", 1, "seed 1 already exists"), ("one", 2, "one already exists")):
+        with pytest.raises(ValueError, match=fix):
             tracker.add(name, seed)
     with pytest.raises(ValueError, match="is not added"), tracker.fork("other"):
         pass
@@ -254,13 +254,13 @@ def partitioned(process: Process, *, in_cpu: bool) -> dict:
     checkpointing.configure(Mpu(), partition_activations=True, checkpoint_in_cpu=in_cpu)
     found, kept = run(TransformerLayer)
     checkpointing.partition_activations_in_checkpoint(False)
-    _, whole = run(TransformerLayer)
+    _, full = run(TransformerLayer)
     checkpointing.model_parallel_cuda_manual_seed(5)
     with checkpointing.get_cuda_rng_tracker().fork():
         drawn = torch.rand(1).item()
     checkpointing._checkpointing = checkpointing._Checkpointing()
     same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return {"same": same, "saved": whole - kept, "drawn": drawn}
+    return {"same": same, "saved": full - kept, "drawn": drawn}
 
 
 @pytest.mark.parametrize("in_cpu", [False, True])

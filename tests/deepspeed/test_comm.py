@@ -26,7 +26,7 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert bandwidth("send", nbytes=1, seconds=0.0, ranks=4).algbw == 0.0
 
 
-def test_figures_of_the_table():
+def test_numbers_of_the_table():
     assert trimmed_mean([100.0, *[2.0] * 8, -100.0]) == 2.0 and trimmed_mean([]) == 0.0
     assert [size_text(n) for n in (0, 512, 1536, 3 * 2**20)] == ["0B", "512 B", "1.5 KB", "3.0 MB"]
 
@@ -143,12 +143,12 @@ def test_the_log_holds_what_the_switches_say(ranks):
     assert first["named"] == (["barrier"], 1) and first["this one"] == (["mine"], 1)
     assert first["debug"][0][0] == "all_reduce | [Caller Func: work]"
     summary = first["summary"]
-    (figures,) = summary["summary"]["all_reduce"].values()
-    assert figures["count"] == 3 and figures["msg_size_bytes"] == 4000
-    mean = figures["avg_latency_ms"]
+    (metrics,) = summary["summary"]["all_reduce"].values()
+    assert metrics["count"] == 3 and metrics["msg_size_bytes"] == 4000
+    mean = metrics["avg_latency_ms"]
     # 2 s / t and half of it over the link of each of two ranks. A mean of rates is no smaller than the rate of the mean.
-    assert figures["tput_avg_gbps"] >= 8e-6 * 2 * 4000 / mean * (1 - 1e-9)
-    assert figures["busbw_avg_gbps"] == pytest.approx(figures["tput_avg_gbps"] / 2)
+    assert metrics["tput_avg_gbps"] >= 8e-6 * 2 * 4000 / mean * (1 - 1e-9)
+    assert metrics["busbw_avg_gbps"] == pytest.approx(metrics["tput_avg_gbps"] / 2)
     assert summary["metadata"]["world_size"] == 2 and "alone" not in summary["straggler_analysis"]
     waited = [one["summary"]["straggler_analysis"]["all_reduce"][4000]["total_straggler_ms"] for one in (first, second)]
     assert waited[0] > 100 > waited[1]  # 3 x 50 ms, less what the ranks were apart before

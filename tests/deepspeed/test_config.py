@@ -1,4 +1,4 @@
-"""ds_config: every key takes effect, is told about, or is refused with a mend; all faults in one error."""
+"""ds_config: every key takes effect, is accepted with a note, or is refused with a fix; all faults in one error."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ def faults(**config) -> list[str]:
     return caught.value.faults
 
 
-# The wrong or pointless configurations of which DeepSpeed 0.19.8 accepts all but four, and a part of the mend.
+# The wrong or pointless configurations of which DeepSpeed 0.19.8 accepts all but four, and a part of the fix.
 WRONG = [
     ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization"),
     ({"fp_16": {"enabled": True}}, "did you mean fp16"),
@@ -51,9 +51,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("config", "mend"), WRONG, ids=lambda value: str(value)[:60])
-def test_wrong_and_pointless_configurations_are_refused(config, mend):
-    assert any(mend in fault for fault in faults(**config)), faults(**config)
+@pytest.mark.parametrize(("config", "fix"), WRONG, ids=lambda value: str(value)[:60])
+def test_wrong_and_pointless_configurations_are_refused(config, fix):
+    assert any(fix in fault for fault in faults(**config)), faults(**config)
 
 
 def test_all_faults_come_in_one_error():

@@ -78,7 +78,7 @@ def run(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("section", "changed", "mend"),
+    ("section", "changed", "fix"),
     [
         ("train", {"global_batch_size": 10}, "a multiple of 8.*use 8 or 16"),
         ("train", {"global_batch_size": 3}, "use 8, or another"),
@@ -86,9 +86,9 @@ def run(tmp_path_factory) -> dict:
         ("topology", {"sequence": 2}, "topology.sequence=1"),
     ],
 )
-def test_what_a_ds_config_cannot_say_is_refused(run, section, changed, mend):
+def test_what_a_ds_config_cannot_say_is_refused(run, section, changed, fix):
     """Silently another run would be worse."""
-    with pytest.raises(ValueError, match=mend):
+    with pytest.raises(ValueError, match=fix):
         to_ds_config({**run, section: run[section] | changed})
 
 

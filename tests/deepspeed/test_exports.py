@@ -1,4 +1,4 @@
-"""Whole weights out of checkpoints, of ztk and of DeepSpeed, and parts of checkpoints into models."""
+"""Full weights out of checkpoints, of ztk and of DeepSpeed, and parts of checkpoints into models."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_fp32_weights_of_a_checkpoint(saved):
     folder, found, trained_only = saved
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
     frozen = {"base.weight", "base.bias"}
-    expected = {name: value for name, value in found["whole"].items() if name != "losses"}
+    expected = {name: value for name, value in found["full"].items() if name != "losses"}
     assert set(state) == set(expected) - (frozen if trained_only else set())
     for name, value in state.items():
         assert value.dtype is torch.float32 and torch.equal(value, expected[name]), name
@@ -46,7 +46,7 @@ def test_weights_in_the_models_dtype(saved):
     folder, found, _ = saved
     state = torch.load(folder / "trained.bin", weights_only=True)
     assert set(state) == {"down.weight", "up.weight", "head.weight", "again.weight", "scale"}
-    assert set(found["consolidated"]) == set(found["whole"]) - {"losses"}
+    assert set(found["consolidated"]) == set(found["full"]) - {"losses"}
     assert found["module"]["model.up.weight"] == (24, 4) and "model.base.weight" not in found["module"]
 
 
@@ -60,7 +60,7 @@ def test_the_script_beside_a_checkpoint_runs(ranks, tmp_path):
     state = {}
     for name in set(index["weight_map"].values()):
         state |= torch.load(tmp_path / "out" / name, weights_only=True)
-    assert torch.equal(state["up.weight"], found["whole"]["up.weight"])
+    assert torch.equal(state["up.weight"], found["full"]["up.weight"])
     assert index["metadata"]["total_size"] == sum({id(v): v.nbytes for v in state.values()}.values())
 
 
@@ -92,7 +92,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
 
 
 def test_a_checkpoint_of_trained_parameters_resumes(ranks, tmp_path):
-    expected = ranks(2).run(exports.save, folder=str(tmp_path), stage=3, bf16=False, trained_only=True)[0]["whole"]
+    expected = ranks(2).run(exports.save, folder=str(tmp_path), stage=3, bf16=False, trained_only=True)[0]["full"]
     found = ranks(2).run(exports.resume, folder=str(tmp_path), stage=2)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)  # the two stages add gradients up alike; losses to rounding
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_trained_parameters_resumes(ranks, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parts_of_a_checkpoint(ranks, tmp_path, stage):
-    saved = ranks(2).run(exports.save, folder=str(tmp_path), stage=3, bf16=False, trained_only=False)[0]["whole"]
+    saved = ranks(2).run(exports.save, folder=str(tmp_path), stage=3, bf16=False, trained_only=False)[0]["full"]
     for found in ranks(2).run(exports.partial, folder=str(tmp_path), stage=stage):
         for name, value in found["lenient"].items():
             expected = found["before"][name] if name.startswith("more.") else saved[name]

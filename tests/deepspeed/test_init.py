@@ -1,4 +1,4 @@
-"""zero.Init: models that are built sharded, and parameters that are whole for a while."""
+"""zero.Init: models that are built sharded, and parameters that are unsharded for a while."""
 
 import pytest
 import torch
@@ -39,9 +39,9 @@ def test_rank_0s_values_are_everybodys(ranks):
     assert equal(first["values"], ordinary()) and equal(first["values"], second["values"])
 
 
-def test_one_module_is_whole_at_a_time(ranks):
-    whole = ranks(2).run(zero_init.peak, under_init=False)[0]
-    assert whole["peak"] == whole["model"]
+def test_one_module_is_full_at_a_time(ranks):
+    full = ranks(2).run(zero_init.peak, under_init=False)[0]
+    assert full["peak"] == full["model"]
     for found in ranks(2).run(zero_init.peak, under_init=True):
         assert found["peak"] < 1.2 * found["model"] / 20  # 20 equal layers; 4 bytes per sharded parameter
 
@@ -51,7 +51,7 @@ def test_one_module_is_whole_at_a_time(ranks):
     [(0, False, "none"), (2, True, "none"), (3, False, "none"), (3, True, "cpu"), (3, False, "nvme")],
 )
 def test_initialize_takes_over_what_was_built_sharded(ranks, stage, bf16, offload):
-    """Master weights are fp32 in 16 bit too, so nothing differs from a model built whole."""
+    """Master weights are fp32 in 16 bit too, so nothing differs from a model built full."""
     arguments = {"stage": stage, "bf16": bf16, "offload": offload}
     expected = ranks(2).run(zero_init.train, under_init=False, **arguments)[0]
     for rank, found in enumerate(ranks(2).run(zero_init.train, under_init=True, **arguments)):
@@ -82,10 +82,10 @@ def test_other_ways_to_use_init(ranks):
         assert found["dtype"] is torch.bfloat16 and found["copy"] == "ZeroParameter"
 
 
-def test_held_parameters_stay_whole_through_passes(ranks):
-    first, second = ranks(2).run(zero_init.held)
+def test_pinned_parameters_stay_unsharded_through_passes(ranks):
+    first, second = ranks(2).run(zero_init.pinned)
     for found in (first, second):
-        assert found["same"] and found["whole"] and found["moved"] == 0  # gathered once for three forwards
+        assert found["same"] and found["full"] and found["moved"] == 0  # gathered once for three forwards
         assert "leave GatheredParameters" in found["refused"]
         assert found["released"] and found["steps"] == 1 and found["generated"]
     assert first["ids"] == second["ids"]

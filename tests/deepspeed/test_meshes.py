@@ -1,4 +1,4 @@
-"""Engines whose ranks hold parts of the model: whole weights out of them and into them, batch sizes, and what is refused."""
+"""Engines whose ranks hold parts of the model: full weights out of them and into them, batch sizes, and what is refused."""
 
 import logging
 import os
@@ -122,7 +122,7 @@ def weights(process: Process, *, kind: str, stage: int, folder: str) -> dict:
 
 
 def refusals(engine, *, new: dict[str, Tensor], one: str) -> list[str]:
-    """Of a state without one name, of one with a part as if it were whole, and of a function."""
+    """Of a state without one name, of one with a part as if it were full, and of a function."""
     texts = []
     for state, custom in (
         ({name: value for name, value in new.items() if name != one}, None),
@@ -149,7 +149,7 @@ def plain(kind: str, *, state: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("tp", 3), ("tp", 1), ("ep", 3), ("ep", 0), ("pp", 1)])
-def test_whole_weights_leave_and_enter_a_model_in_parts(ranks, tmp_path, kind, stage):
+def test_full_weights_leave_and_enter_a_model_in_parts(ranks, tmp_path, kind, stage):
     runs = ranks(2).run(weights, kind=kind, stage=stage, folder=str(tmp_path))
     saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     if kind != "pp":

@@ -93,7 +93,7 @@ def test_too_late_is_said(library):
     assert f"{library} was imported before and found no deepspeed: call ztk.deepspeed.install() before" in done.stderr
 
 
-def test_the_door_is_cheap():
+def test_the_import_is_cheap():
     """`import ztk.deepspeed` loads what is used: the runner's own process needs no torch."""
     done = run("import sys, ztk.deepspeed\nassert 'torch' not in sys.modules\nztk.deepspeed.__version__")
     assert done.returncode == 0, done.stderr
@@ -110,13 +110,13 @@ def test_every_row_holds_what_it_says(name):
         assert set(names_of("deepspeed")) <= set(module.__all__)
 
 
-def test_a_facade_shares_its_name_with_no_module_of_the_door():
+def test_a_facade_shares_its_name_with_no_module_of_the_layer():
     """ztk.deepspeed is the module `deepspeed`: importing its own submodule X would put that in the place of `deepspeed.X`."""
-    door = Path(ztk.deepspeed.__file__).parent
+    layer = Path(ztk.deepspeed.__file__).parent
     for name, row in MODULES.items():
         parent, _, own = name.rpartition(".")
         if parent == "deepspeed" and row != f"ztk.deepspeed.{own}":
-            assert not (door / own).exists() and not (door / f"{own}.py").exists(), name
+            assert not (layer / own).exists() and not (layer / f"{own}.py").exists(), name
 
 
 def test_names_of_deepspeed_itself():

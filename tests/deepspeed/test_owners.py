@@ -12,7 +12,7 @@ from ztk.runtime import Process
 
 
 def dropped(process: Process, *, stage: int) -> list[bool]:
-    """Which of engine and model are still there after a script has let go of both without `destroy`."""
+    """Which of engine and model are still there after a script has dropped both without `destroy`."""
 
     def trained() -> list[weakref.ref]:
         model = build()

@@ -241,7 +241,7 @@ def test_layers_are_cut_by_measured_seconds(ranks):
         assert found["same_state"]
 
 
-def test_refusals_name_the_mend(ranks):
+def test_refusals_name_the_fix(ranks):
     words = (
         "num_stages or topology",
         "does not divide the 2 ranks",

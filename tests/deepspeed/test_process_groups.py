@@ -111,12 +111,12 @@ def test_groups_are_those_of_the_newest_engine(ranks, kind):
         assert all(rank in of_rank[word] for word in OF_RANK_1[kind])
         sizes, word, sequence, old, internal = of_rank["refused"]
         assert "no engine has experts over 3 ranks" in sizes and of_rank["name"] in sizes
-        assert "must be ep_size_N" in word and "whole on every rank" in sequence
+        assert "must be ep_size_N" in word and "sequences are not cut" in sequence
         assert "MoE(..., ep_size=)" in old and "not offered by ztk" in internal
 
 
 def near(process: Process) -> list[int]:
-    """Neighbours of ZeRO++'s secondary shards."""
+    """Neighbours of ZeRO++'s hpz partitions."""
     settings = config("tp", stage=3)
     del settings["tensor_parallel"]
     settings["zero_optimization"]["zero_hpz_partition_size"] = 2
@@ -128,7 +128,7 @@ def near(process: Process) -> list[int]:
     return found
 
 
-def test_neighbours_of_secondary_shards(ranks):
+def test_neighbours_of_hpz_partitions(ranks):
     assert ranks(4).run(near) == [[[0, 1], 0], [[0, 1], 1], [[2, 3], 0], [[2, 3], 1]]
 
 

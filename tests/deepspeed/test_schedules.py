@@ -1,4 +1,4 @@
-"""The five schedules, entry by entry as DeepSpeed 0.19.8 gives them: its own figures, before the first step and after eleven."""
+"""The five schedules, entry by entry as DeepSpeed 0.19.8 gives them: its own numbers, before the first step and after eleven."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from ztk.deepspeed.schedules import SCHEDULES, VALID_LR_SCHEDULES
 
 # (schedule, arguments, learning rates, beta1) of AdamW with lr=5e-3
-FIGURES = [
+EXPECTED = [
     (
         "WarmupLR",
         {"warmup_min_lr": 0.0001, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
@@ -103,7 +103,7 @@ FIGURES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "rates", "betas"), FIGURES)
+@pytest.mark.parametrize(("name", "arguments", "rates", "betas"), EXPECTED)
 def test_numbers_are_deepspeeds(name, arguments, rates, betas):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=5e-3)
     schedule = SCHEDULES[name](optimizer, **arguments)
@@ -118,7 +118,7 @@ def test_numbers_are_deepspeeds(name, arguments, rates, betas):
 
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
 def test_a_schedule_goes_on_where_it_stood(name):
-    arguments = next(case[1] for case in FIGURES if case[0] == name)
+    arguments = next(case[1] for case in EXPECTED if case[0] == name)
 
     def make():
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=5e-3)

@@ -115,9 +115,9 @@ def test_states_are_offloaded_and_reloaded(ranks, stage, include):
 def test_local_parts_and_gradients_set_by_hand(ranks, bf16, offload):
     first, second = ranks(2).run(surface.local_states, bf16=bf16, offload=offload)
     for kind in ("grad", "master", "moment"):
-        for name, whole in first[f"whole_{kind}"].items():
+        for name, full in first[f"full_{kind}"].items():
             joined = torch.cat([first[kind][name], second[kind][name]])
-            assert torch.equal(joined, whole.flatten()), (kind, name)
+            assert torch.equal(joined, full.flatten()), (kind, name)
     for name, part in first["bf16"].items():
         assert torch.equal(part.float(), first["master"][name].to(part.dtype).float())
     for found in (first, second):

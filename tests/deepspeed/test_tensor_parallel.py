@@ -61,19 +61,19 @@ def train(
     ids=["autotp", "tp", "flat, as the documents have it", "partition_config"],
 )
 def test_ranks_share_layers_and_train_the_same(ranks, section):
-    expected, whole = ranks(2).run(train, section={})[0]
+    expected, full = ranks(2).run(train, section={})[0]
     for losses, shape in ranks(2).run(train, section={"tensor_parallel": section, "train_batch_size": 2}):
         assert losses == pytest.approx(expected, rel=RELATIVE)
-        assert shape == (whole[0] // 2, whole[1])
+        assert shape == (full[0] // 2, full[1])
 
 
 @pytest.mark.parametrize("section", [{}, {"tensor_parallel": {"autotp_size": 2}}], ids=["alone", "and the section"])
 def test_tp_model_init_says_how_many_ranks_share_layers(ranks, section):
-    expected, whole = ranks(2).run(train, section={})[0]
+    expected, full = ranks(2).run(train, section={})[0]
     asked = {"tp_size": 2, "dtype": torch.float32}
     for losses, shape in ranks(2).run(train, section=section | {"train_batch_size": 2}, asked=asked):
         assert losses == pytest.approx(expected, rel=RELATIVE)
-        assert shape == (whole[0] // 2, whole[1])
+        assert shape == (full[0] // 2, full[1])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Scripts written for DeepSpeed train on two ranks as a plain PyTorch loop does on the whole batch."""
+"""Scripts written for DeepSpeed train on two ranks as a plain PyTorch loop does on the full batch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Whole parameters, gradients and states of sharded ones; DeepSpeed's memory estimates."""
+"""Full parameters, gradients and states of sharded ones; DeepSpeed's memory estimates."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_full_parameters_are_read_and_changed(ranks, stage, bf16, offload):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_whole_gradients(ranks, stage, accumulation):
+def test_full_gradients(ranks, stage, accumulation):
     model = scripts.build()
     x, y = scripts.data(0)
     F.cross_entropy(model(x), y).backward()
@@ -73,7 +73,7 @@ def test_a_loss_of_gathered_parameters_is_differentiated_after_their_release(ran
         torch.testing.assert_close(found[name], parameter.grad)
 
 
-def test_parameters_of_no_engine_are_whole_anyway():
+def test_parameters_of_no_engine_are_full_anyway():
     parameter = torch.nn.Parameter(torch.ones(3))
     with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
         assert parameter.sum() == 3
@@ -83,7 +83,7 @@ def test_parameters_of_no_engine_are_whole_anyway():
 
 
 def test_estimates_are_deepspeeds(capsys):
-    """Figures of DeepSpeed 0.19.8 for 2,851 million parameters, the largest layer 32 million, 8 GPUs on one node."""
+    """Numbers of DeepSpeed 0.19.8 for 2,851 million parameters, the largest layer 32 million, 8 GPUs on one node."""
     needs = deepspeed.zero.estimate_zero3_model_states_mem_needs_all_cold(2851_000_000, 32_000_000, 8, 1)
     assert [(need.cpu_bytes, need.gpu_bytes) for need in needs] == [
         *((76_977_000_000, 128_000_000), (136_848_000_000, 128_000_000)),

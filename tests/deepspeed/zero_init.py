@@ -197,7 +197,7 @@ def other_ways(process: Process) -> dict:
 
 
 def generate(engine, x: Tensor) -> bool:
-    """As TRL does around generation: everything whole, hooks off, many forwards, hooks on."""
+    """As TRL does around generation: everything full, hooks off, many forwards, hooks on."""
     with torch.no_grad():
         expected = engine(x)
     offload = engine.optimizer.parameter_offload
@@ -215,7 +215,7 @@ def generate(engine, x: Tensor) -> bool:
     return all(torch.equal(output, expected) for output in outputs)
 
 
-def held(process: Process) -> dict:
+def pinned(process: Process) -> dict:
     """Passes of the model inside GatheredParameters."""
     config = scripts.config(stage=3)
     engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
@@ -226,7 +226,7 @@ def held(process: Process) -> dict:
         moved = counters.elements["all_gather"]
         with torch.no_grad():
             outputs = [engine(x) for _ in range(3)]
-        whole = all(parameter.ds_status.name == "AVAILABLE" for parameter in parameters)
+        full = all(parameter.ds_status.name == "AVAILABLE" for parameter in parameters)
         moved = counters.elements["all_gather"] - moved
         engine.backward(F.cross_entropy(engine(x), y))
         try:
@@ -239,7 +239,7 @@ def held(process: Process) -> dict:
     generated = generate(engine, x)
     found = {
         "same": torch.equal(outputs[0], outputs[2]),
-        "whole": whole,
+        "full": full,
         "moved": moved,
         "refused": refused,
         "released": released,

@@ -111,9 +111,9 @@ class LossScale:
 def batch_sizes(config: dict) -> tuple[int, int]:
     """Samples per micro-batch and rank, and micro-batches per step."""
     accumulation = config.get("gradient_accumulation_steps", 1)
-    whole = config.get("train_batch_size")
-    micro = config.get("train_micro_batch_size_per_gpu") or whole // accumulation // dist.get_world_size()
-    return micro, whole // micro // dist.get_world_size() if whole else accumulation
+    full = config.get("train_batch_size")
+    micro = config.get("train_micro_batch_size_per_gpu") or full // accumulation // dist.get_world_size()
+    return micro, full // micro // dist.get_world_size() if full else accumulation
 
 
 def rates(section: dict | None) -> Callable[[int], float] | None:

@@ -130,17 +130,17 @@ def test_3_2_fixed(documents, tmp_path):
 
 
 def test_4_3_the_batch_triple(documents):
-    """As written for 8 ranks; on 2 the mend is named, and 64 micro-batches make a step."""
+    """As written for 8 ranks; on 2 the fix is named, and 64 micro-batches make a step."""
     config = config_of("002_4_3.json")
     batch = parse_config(config, world_size=8).batch
     assert (batch.train, batch.micro, batch.accumulation) == (2048, 4, 64)
     with pytest.raises(DeepSpeedConfigError, match="train_batch_size=512 would fit"):
         parse_config(config, world_size=2)
-    mended = {**config, "train_batch_size": 512, "optimizer": ADAMW}
+    fixed = {**config, "train_batch_size": 512, "optimizer": ADAMW}
     work = Run(
         block="002_1_2.py",
         names="my_model",
-        config=mended,
+        config=fixed,
         then="train(model_engine, steps=128)\nsteps = model_engine.global_steps",
         keep=("steps",),
     )

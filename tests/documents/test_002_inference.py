@@ -34,7 +34,7 @@ def answered(found) -> dict:
 
 
 def test_10_1_kernel_injection(documents):
-    """Two ranks, each with the whole model; sampling as in the block."""
+    """Two ranks, each with the full model; sampling as in the block."""
     work = Run(
         block="002_10_1.py",
         names="inference",
@@ -77,8 +77,8 @@ def test_10_3_zero_inference(documents, device, tmp_path):
         block="002_10_3.py",
         names="inference",
         replace=disk if device == "nvme" else {},
-        then="sleeping = ds_engine._streaming.engine.zero.policy.stage\n" + COMPARED,
-        keep=(*KEPT, "sleeping"),
+        then="stage = ds_engine._streaming.engine.zero.policy.stage\n" + COMPARED,
+        keep=(*KEPT, "stage"),
     )
     for found in documents.run(run, work=work):
-        assert answered(found)["sleeping"] == 3
+        assert answered(found)["stage"] == 3

@@ -57,7 +57,7 @@ same = all(torch.equal(before[name], after[name]) for name in before)
 import os
 torch.distributed.barrier()
 extracted = torch.load("model_weights.pt") if os.path.exists("model_weights.pt") else None
-whole = extracted is not None and all(torch.equal(extracted[name], before[name]) for name in before)
+full = extracted is not None and all(torch.equal(extracted[name], before[name]) for name in before)
 """
     work = Run(
         block="002_5_2.py",
@@ -66,16 +66,16 @@ whole = extracted is not None and all(torch.equal(extracted[name], before[name])
         config={**FILLED, "zero_optimization": {"stage": stage}},
         replace={"# Save checkpoint\n": prelude},
         then=after,
-        keep=("same", "whole", "client_sd"),
+        keep=("same", "full", "client_sd"),
     )
     first, second = documents.run(run, work=work)
     assert first.error is None and second.error is None
     for found in (first, second):
-        assert found.kept == {"same": True, "whole": stage == 3, "client_sd": {}}
+        assert found.kept == {"same": True, "full": stage == 3, "client_sd": {}}
 
 
 def test_13_1_gathered_parameters(documents):
-    """The norm of the whole weight, the same on all ranks, at stage 3."""
+    """The norm of the full weight, the same on all ranks, at stage 3."""
     text = """
 import deepspeed
 torch.manual_seed(0)

@@ -73,7 +73,7 @@ def test_5_3_trainer(documents):
 
 
 def test_12_1_llama_with_lora(documents):
-    """The whole script with its JSON: LoRA, Trainer in bf16, a saved adapter."""
+    """The full script with its JSON: LoRA, Trainer in bf16, a saved adapter."""
     work = Run(
         block="002_12_1.py",
         names="llama_and_texts",

@@ -1,4 +1,4 @@
-"""What the documents write and DeepSpeed 0.19.8 does not take, or takes without a word: accepted, or refused with an exact mend."""
+"""What the documents write and DeepSpeed 0.19.8 does not take, or takes without a word: accepted, or refused with an exact fix."""
 
 import re
 from pathlib import Path
@@ -9,24 +9,24 @@ from tests.documents.harness import BLOCKS, config_of
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 
 FILLED = {"train_batch_size": 8}
-MENDS = {"002_9_2.json": {"moe_expert_parallel_size": "MoE(..., ep_size=)", "moe:": "MoE(..., num_experts=, ep_size=)"}}
+FIXES = {"002_9_2.json": {"moe_expert_parallel_size": "MoE(..., ep_size=)", "moe:": "MoE(..., num_experts=, ep_size=)"}}
 
 
 def test_7_1_flat_tensor_parallel():
-    """`tp_size`, `mpu: null` and `tp_grain_size` without the section between: for four ranks; on two the mend is named."""
+    """`tp_size`, `mpu: null` and `tp_grain_size` without the section between: for four ranks; on two the fix is named."""
     config = config_of("002_7_1.json", **FILLED)
     assert parse_config(config, world_size=4).tensor.degree == 4
     with pytest.raises(DeepSpeedConfigError, match="2 ranks cannot be divided by 4"):
         parse_config(config, world_size=2)
 
 
-@pytest.mark.parametrize("block", MENDS)
+@pytest.mark.parametrize("block", FIXES)
 def test_every_fault_has_its_fix(block):
     with pytest.raises(DeepSpeedConfigError) as caught:
         parse_config(config_of(block, **FILLED), world_size=2)
-    assert len(caught.value.faults) == len(MENDS[block])
-    for key, mend in MENDS[block].items():
-        assert any(fault.startswith(key) and mend in fault for fault in caught.value.faults), caught.value.faults
+    assert len(caught.value.faults) == len(FIXES[block])
+    for key, fix in FIXES[block].items():
+        assert any(fault.startswith(key) and fix in fault for fault in caught.value.faults), caught.value.faults
 
 
 def test_the_table_names_tests_that_exist_and_every_block_is_used():

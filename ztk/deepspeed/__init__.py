@@ -1,4 +1,4 @@
-"""The door for scripts written for DeepSpeed: `import ztk.deepspeed as deepspeed`.
+"""The compatibility layer for scripts written for DeepSpeed: `import ztk.deepspeed as deepspeed`.
 
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json")
     for x, y in batches:

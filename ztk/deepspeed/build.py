@@ -94,7 +94,7 @@ class Builder:
     def begin_training(self, engine: Engine) -> tuple[Engine, ShardedOptimizer]:
         """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.
 
-        Parameters are never whole on the way, and master weights start from their values in the model's dtype.
+        Full parameters never exist on the way, and master weights start from their values in the model's dtype.
         """
         cut = {
             "experts are spread": expert_topology(self.model, at_least=self.settings.experts.size).expert,

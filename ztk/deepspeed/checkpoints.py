@@ -2,10 +2,10 @@
 
 [Note: Folder]
     save_dir/latest                     the tag to resume from
-    save_dir/zero_to_fp32.py            makes whole fp32 weights of it
+    save_dir/zero_to_fp32.py            makes full fp32 weights of it
     save_dir/TAG/step-000120/           a checkpoint of `ztk.checkpoint`
     save_dir/TAG/latest                 its name
-Saving a tag again writes the new checkpoint whole before the old one goes.
+Saving a tag again writes the complete new checkpoint before it removes the old one.
 """
 
 import base64
@@ -83,8 +83,8 @@ def load_checkpoint(
     strict = (strict and custom is None) or optimizer_states
     report = checkpoint.load(inner, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
     if custom is not None:
-        whole = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, str(tag))
-        load_module(engine, state=whole, strict=True, custom=custom)
+        full = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, str(tag))
+        load_module(engine, state=full, strict=True, custom=custom)
     if not isinstance(report.extra, dict) or "deepspeed" not in report.extra:
         state = {"client_state": {}, "lr_scheduler": None, "param_groups": None, "global_samples": None}
     else:
@@ -125,12 +125,12 @@ def module_state_dict(
     if engine.settings.zero.shards_parameters or is_cut(engine.engine):
         if keep_vars:
             raise ValueError(
-                "keep_vars=True: at stage 3, and where ranks hold parts of the model, whole weights are copies; use "
+                "keep_vars=True: at stage 3, and where ranks hold parts of the model, full weights are copies; use "
                 "zero.GatheredParameters"
             )
-        whole = checkpoint.full_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
+        full = checkpoint.full_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
         state = {} if destination is None else destination
-        state |= {f"{prefix}{name}": value for name, value in whole.items()}
+        state |= {f"{prefix}{name}": value for name, value in full.items()}
         return state
     state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     for name, parameter in module.named_parameters():
@@ -147,7 +147,7 @@ def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, cust
         with GatheredParameters(module.parameters(), modifier_rank=0):
             custom(src=state, dst=module)
         return
-    expected = {name for own in comm.gather_objects(list(_names(module))) for name in own}  # of the whole model
+    expected = {name for own in comm.gather_objects(list(_names(module))) for name in own}  # of the full model
     missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
     if strict and (missing or unexpected):
         raise ValueError(
@@ -169,7 +169,7 @@ def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, cust
 
 
 def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """`state` with what this rank's model holds of every whole parameter, and what is wrong with it."""
+    """`state` with what this rank's model holds of every full parameter, and what is wrong with it."""
     own, errors = dict(state), []
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         owner: Owner = owner_of(parameter)
@@ -180,7 +180,7 @@ def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
         if tuple(value.shape) == part.full_shape:
             own[name] = part.of(value)
         else:
-            errors.append(f"{name} has shape {tuple(value.shape)}, the whole model's has {part.full_shape}")
+            errors.append(f"{name} has shape {tuple(value.shape)}, the full model's has {part.full_shape}")
     return own, errors
 
 
@@ -188,7 +188,7 @@ def _check_custom(engine, *, what: str) -> None:
     if is_cut(engine.engine):
         raise ValueError(
             f"{what}(custom_load_fn=): the ranks hold parts of the model (pipeline, tensor or expert parallel), which a function of "
-            "the whole cannot fill; rename what it loads first, and use load_module_state_dict"
+            "the full weights cannot fill; rename what it loads first, and use load_module_state_dict"
         )
 
 
@@ -204,7 +204,7 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:
-    """`item` with every tensor in its dicts, lists and tuples copied: `torch.save` writes the whole buffer under a view."""
+    """`item` with every tensor in its dicts, lists and tuples copied: `torch.save` writes the entire buffer under a view."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, (list, tuple)):

@@ -116,7 +116,7 @@ def configure(
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict | None:
     """Rank 0 prints all operations by size with counts, times and bandwidths. Every rank calls it.
 
-    show_straggler: and how much of the time a rank waited for the others to arrive. return_dict: returns the figures, on every rank.
+    show_straggler: and how much of the time a rank waited for the others to arrive. return_dict: returns the numbers, on every rank.
     """
     dist.barrier()
     result = comms_logger.result(stragglers=comms_logger.stragglers() if show_straggler else None)

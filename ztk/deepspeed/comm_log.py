@@ -67,7 +67,7 @@ class Calls:
     ranks: int
     seconds: list[float] = field(default_factory=list)
 
-    def figures(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, object]:
         rates = [bandwidth(self.operation, nbytes=self.nbytes, seconds=s, ranks=self.ranks) for s in self.seconds]
         return {
             "count": len(self.seconds),
@@ -105,7 +105,7 @@ class CommsLog:
 
     def summary(self) -> dict[str, dict[int, dict]]:
         return {
-            name: {size: sizes[size].figures() for size in sorted(sizes)} for name, sizes in list(self.records.items())
+            name: {size: sizes[size].metrics() for size in sorted(sizes)} for name, sizes in list(self.records.items())
         }
 
     def stragglers(self) -> dict[str, dict[int, dict]]:
@@ -167,9 +167,9 @@ def _rows(part: dict, *, keys: tuple[str, ...]) -> list[str]:
     lines = []
     for name, sizes in part.items():
         lines.append(name)
-        for figures in sizes.values():
-            cells = [figures[key] if key == "count" else f"{figures[key]:.2f}" for key in keys]
-            lines.append(_row("", figures["msg_size_str"], *cells))
+        for metrics in sizes.values():
+            cells = [metrics[key] if key == "count" else f"{metrics[key]:.2f}" for key in keys]
+            lines.append(_row("", metrics["msg_size_str"], *cells))
     return lines
 
 

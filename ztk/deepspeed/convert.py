@@ -32,7 +32,7 @@ _INSTEAD = {
     "memory_breakdown": "run.py writes the bytes per tier for every step",
     "steps_per_print": "train.log_every is the interval of rows",
     "dump_state": "run.py writes config.yaml",
-    "dataloader_drop_last": "run.py's batches are always whole",
+    "dataloader_drop_last": "run.py's batches are always full",
     "activation_checkpointing": "choose recompute=full or another for run.py's models",
     "tensor_parallel": "choose a topology, such as topology=tp2",
     "pipeline": "choose a topology, such as topology=pp2",
@@ -84,7 +84,7 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
         if key not in _SAID and key not in told and not is_off:
             out.notes.append(f"{key}: {_INSTEAD.get(key, 'run.py has no word for it')}")
     if settings.leaves.wanted:
-        out.notes.append("zero_optimization.leaf_module: run.py gathers its models by whole layers")
+        out.notes.append("zero_optimization.leaf_module: run.py gathers its models by full layers")
 
 
 def _zero(settings: Settings, *, out: Overrides) -> None:
@@ -102,7 +102,7 @@ def _zero(settings: Settings, *, out: Overrides) -> None:
         if zero.quantized_weights:
             out.add(zero__quantized_weights=True)
         if zero.hpz_partition_size > 1:
-            out.add(zero__secondary_shards=zero.hpz_partition_size)
+            out.add(zero__hpz_partition_size=zero.hpz_partition_size)
 
 
 def _offload(settings: Settings, *, out: Overrides) -> None:
@@ -282,13 +282,13 @@ def _refuse_ragged_batch(train: Mapping, *, replicas: int) -> None:
 
 
 def _ds_topology(topology: Mapping) -> dict:
-    for axis, mend in (
+    for axis, fix in (
         ("pipeline", "write the model as a PipelineModule"),
         ("sequence", "DeepSpeed cuts sequences by code"),
     ):
         if topology[axis] > 1:
             raise ValueError(
-                f"topology.{axis}={topology[axis]}: a ds_config has no word for it; {mend}, or use topology.{axis}=1"
+                f"topology.{axis}={topology[axis]}: a ds_config has no word for it; {fix}, or use topology.{axis}=1"
             )
     made: dict = {}
     if topology["tensor"] > 1:

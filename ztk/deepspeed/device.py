@@ -1,6 +1,6 @@
 """`get_accelerator()`: the device under DeepSpeed's names, so that a script need not say whether it is a GPU or a CPU.
 
-What torch offers for GPUs alone (streams, events, memory figures) answers on a CPU with what is true there: no streams, the memory of the
+What torch offers for GPUs alone (streams, events, memory statistics) answers on a CPU with what is true there: no streams, the memory of the
 process and the machine.
 """
 

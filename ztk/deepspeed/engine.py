@@ -24,7 +24,7 @@ from ztk.kernels import State
 from ztk.runtime import Topology
 from ztk.zero.state_offload import StateKind
 
-_MEND = (
+_FIX = (
     "there is nothing to train: no optimizer was given, and no forward of the engine has run with gradients on, or no parameter "
     'requires one. Add the section "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to the configuration, or pass '
     "optimizer= to initialize"
@@ -110,7 +110,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def step(self, lr_kwargs: dict | None = None) -> None:
         """Ends a micro-batch; at a boundary the optimizer steps, and the schedule if the step was not skipped.
 
-        Raises FloatingPointError for a non-finite gradient that no smaller loss scale can mend.
+        Raises FloatingPointError for a non-finite gradient that no smaller loss scale can fix.
         """
         self._need_optimizer()
         self._states.need(what="step")
@@ -129,7 +129,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._announce()
         self.optimizer.step(of_engine=True)
-        # A step may have ended early: the engine counts whole ones.
+        # A step may have ended early: the engine counts complete ones.
         self.engine.micro_steps = self.engine.global_steps * self.engine.accumulation_steps
         self.global_samples += self.settings.batch.train
         self._step_applied = not self.optimizer.overflow
@@ -155,7 +155,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Gradients of all backwards inside add up on the rank and are reduced once, at the end: one block for one `step()` after it.
 
-        Works at every stage; at 2 and 3 the price is whole gradients. Raises RuntimeError inside another such block or `no_sync`.
+        Works at every stage; at 2 and 3 the price is unsharded gradients. Raises RuntimeError inside another such block or `no_sync`.
         """
         self._need_optimizer()
         if self._in_no_sync:
@@ -278,7 +278,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _need_optimizer(self) -> None:
         if self.optimizer is None:
-            raise ValueError(_MEND)
+            raise ValueError(_FIX)
 
     # Memory
 

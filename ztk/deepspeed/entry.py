@@ -118,7 +118,7 @@ def _check_mesh(mesh_param: tuple[int, int] | None, *, process: Process) -> None
 
 
 def _check_free(model: nn.Module) -> None:
-    """Raises ValueError for parameters in another engine's buffers. What it only reads, whole on every rank, may be shared."""
+    """Raises ValueError for parameters in another engine's buffers. What it only reads, unsharded on every rank, may be shared."""
     for name, parameter in model.named_parameters():
         owner = owners.owner_of(parameter)
         if owner is None:

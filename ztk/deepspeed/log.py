@@ -22,11 +22,11 @@ def show_messages(level: str | None) -> None:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on the `ranks`; [-1] means all, None only before the ranks have met."""
-    met = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if met else -1
+    """Logs on the `ranks`; [-1] means all, None only before the ranks are connected."""
+    connected = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if connected else -1
     wanted = ranks and (ranks[0] == -1 or rank in ranks)
-    if wanted or not met:
+    if wanted or not connected:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 

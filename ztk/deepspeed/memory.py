@@ -1,4 +1,4 @@
-"""How much memory is in use: `see_memory_usage`, and the figures of this process and this machine."""
+"""How much memory is in use: `see_memory_usage`, and the numbers of this process and this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """From the kernel's figures (Linux)."""
+    """From the kernel's numbers (Linux)."""
     machine = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -100,8 +100,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     logger.info(message)
     if torch.cuda.is_available():
         now = _now()
-        figures = (now.allocated, now.most_allocated, now.reserved, now.most_reserved)
-        logger.info("MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB", *(nbytes / GIB for nbytes in figures))
+        values = (now.allocated, now.most_allocated, now.reserved, now.most_reserved)
+        logger.info("MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB", *(nbytes / GIB for nbytes in values))
         torch.cuda.reset_peak_memory_stats()
     host = host_memory()
     used = host.total - host.available

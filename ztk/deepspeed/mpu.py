@@ -53,9 +53,9 @@ def parts_of(model: nn.Module, *, process: Process) -> dict[str, Part] | None:
             raise ValueError(
                 f"mpu: parameter {name} of shape {shape} has partition_dim={dim}; set the one it is cut along"
             )
-        whole = (*shape[:dim], shape[dim] * comm.size, *shape[dim + 1 :])
+        full_shape = (*shape[:dim], shape[dim] * comm.size, *shape[dim + 1 :])
         start = comm.rank * shape[dim]
-        parts[name] = Part.cut(whole, dim=dim, start=start, stop=start + shape[dim])
+        parts[name] = Part.cut(full_shape, dim=dim, start=start, stop=start + shape[dim])
     return parts
 
 

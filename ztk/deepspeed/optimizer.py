@@ -41,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._mark_stepped()
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """The engine's whole step, for a pipeline; returns its loss."""
+        """The engine's full step, for a pipeline; returns its loss."""
         self._write_hyper()
         loss = self._engine.train_batch(micro_batches)
         self._mark_stepped()

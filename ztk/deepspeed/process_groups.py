@@ -106,7 +106,7 @@ class _Axis:
 class _ExpertAxis:
     """The same for an axis of experts. group_name: "ep_size_N", where N ranks together hold a layer's experts.
 
-    Raises ValueError for an N that the engine's experts are not spread over; 1, experts whole on every rank, goes with any.
+    Raises ValueError for an N that the engine's experts are not spread over; 1, all experts on every rank, goes with any.
     """
 
     name: str
@@ -186,9 +186,7 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
     """Raises KeyError, as in DeepSpeed, where sequences are not cut."""
     if _sequence.size() == 1:
-        raise KeyError(
-            "no sequence parallel group: sequences are whole on every rank (_get_sequence_parallel_world_size() is 1)"
-        )
+        raise KeyError("no sequence parallel group: sequences are not cut (_get_sequence_parallel_world_size() is 1)")
     return _sequence.group()
 
 

@@ -1,4 +1,4 @@
-"""The engine's methods around checkpoints and whole weights."""
+"""The engine's methods around checkpoints and full weights."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ class Saving:
         tag: None reads `load_dir/latest`. Returns (folder, client_state), or (None, {}) if there is no `latest`.
         load_module_strict: False, together with load_module_only or load_optimizer_states=False, loads what model and checkpoint both have;
         with optimizer states they must fit in any case.
-        custom_load_fn: called on every rank as custom_load_fn(src=whole fp32 weights by name, dst=module) with all parameters whole, instead
+        custom_load_fn: called on every rank as custom_load_fn(src=full fp32 weights by name, dst=module) with all parameters unsharded, instead
         of loading the weights by name; rank 0's result counts. Raises ValueError where ranks hold parts of the model.
         Raises CheckpointError on all ranks for a checkpoint that is missing, damaged or of another model.
         """
@@ -85,7 +85,7 @@ class Saving:
     save_fp16_model = save_16bit_model  # its old name
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The whole weights in main memory on rank 0, None on the others; at every stage."""
+        """The full weights in main memory on rank 0, None on the others; at every stage."""
         return checkpoints.consolidated_state_dict(self, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -97,10 +97,10 @@ class Saving:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the whole model's in main memory on every rank.
+        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the full model's in main memory on every rank.
         Otherwise the call is local.
 
-        Raises ValueError for keep_vars where whole weights are copies.
+        Raises ValueError for keep_vars where full weights are copies.
         """
         return checkpoints.module_state_dict(
             self,
@@ -117,12 +117,12 @@ class Saving:
         custom_load_fn: Callable | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Loads `checkpoint["module"]`, whole weights by name, into the module, master weights included; rank 0's values count.
+        """Loads `checkpoint["module"]`, full weights by name, into the module, master weights included; rank 0's values count.
 
-        One module's parameters are whole at a time; with custom_load_fn, called as custom_load_fn(src=..., dst=module), all of them.
-        Where ranks hold parts of the model, each takes its own of `checkpoint["module"]`, which all must have whole, and custom_load_fn
-        raises ValueError.
-        fetch_z3_params: accepted; sharded parameters are always made whole for it.
+        One module's parameters are unsharded at a time; with custom_load_fn, called as custom_load_fn(src=..., dst=module), all of them.
+        Where ranks hold parts of the model, each takes its own part of `checkpoint["module"]`, which must hold full weights on every
+        rank, and custom_load_fn raises ValueError.
+        fetch_z3_params: accepted; sharded parameters are always unsharded for it.
         """
         del fetch_z3_params
         checkpoints.load_module(self, state=checkpoint["module"], strict=strict, custom=custom_load_fn)

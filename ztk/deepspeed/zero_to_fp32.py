@@ -1,4 +1,4 @@
-"""Whole fp32 weights out of a checkpoint folder, of ztk or of DeepSpeed (ZeRO stages 1 to 3), without an engine and without GPUs.
+"""Full fp32 weights out of a checkpoint folder, of ztk or of DeepSpeed (ZeRO stages 1 to 3), without an engine and without GPUs.
 
 state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")
 python zero_to_fp32.py checkpoints weights          # the script that every save leaves beside the checkpoints
@@ -49,11 +49,11 @@ class LazyTensor:
 
     def contiguous(self) -> Tensor:
         """In main memory. Raises CheckpointError for damaged files."""
-        whole, done = torch.empty(prod(self.shape), dtype=self.dtype), 0
+        full, done = torch.empty(prod(self.shape), dtype=self.dtype), 0
         for values in self.ranges():
-            whole[done : done + values.numel()] = values
+            full[done : done + values.numel()] = values
             done += values.numel()
-        return whole.view(self.shape)
+        return full.view(self.shape)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -144,7 +144,7 @@ def leave_script(folder: Path) -> None:
     path = folder / SCRIPT
     path.write_text(
         "#!/usr/bin/env python\n"
-        '"""python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR: whole fp32 weights out of this folder. Needs ztk; --help says more."""\n\n'
+        '"""python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR: full fp32 weights out of this folder. Needs ztk; --help says more."""\n\n'
         "from ztk.deepspeed.zero_to_fp32 import main\n\n"
         'if __name__ == "__main__":\n'
         "    main()\n"
@@ -154,7 +154,7 @@ def leave_script(folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line of DeepSpeed's script."""
-    parser = argparse.ArgumentParser(prog=SCRIPT, description="whole fp32 weights out of a ZeRO checkpoint")
+    parser = argparse.ArgumentParser(prog=SCRIPT, description="full fp32 weights out of a ZeRO checkpoint")
     parser.add_argument(
         "checkpoint_dir", help="the folder that was given to save_checkpoint, such as path/checkpoint-12"
     )
@@ -194,7 +194,7 @@ def _open(folder: Path, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
         state, tied = _of_deepspeed(folder, exclude_frozen=exclude_frozen)
     elif any(folder.glob("*_model_states.pt")):
         raise CheckpointError(
-            f"{folder} was saved by DeepSpeed without ZeRO: its *_model_states.pt hold the whole weights"
+            f"{folder} was saved by DeepSpeed without ZeRO: its *_model_states.pt hold the full weights"
         )
     else:
         state, tied = _of_ztk(folder, exclude_frozen=exclude_frozen)
@@ -247,12 +247,12 @@ def _ranges(manifest: Manifest, *, name: str, kind: str, numel: int) -> Iterator
 
 
 def _read(state: dict[str, LazyTensor], *, dtype: torch.dtype) -> dict[str, Tensor]:
-    whole: dict[int, Tensor] = {}
+    full: dict[int, Tensor] = {}
     for tensor in state.values():
-        if id(tensor) not in whole:
+        if id(tensor) not in full:
             value = tensor.contiguous()
-            whole[id(tensor)] = value.to(dtype) if value.is_floating_point() else value
-    return {name: whole[id(tensor)] for name, tensor in state.items()}
+            full[id(tensor)] = value.to(dtype) if value.is_floating_point() else value
+    return {name: full[id(tensor)] for name, tensor in state.items()}
 
 
 def _cut(state: dict[str, LazyTensor], *, limit: int | None) -> list[list[str]]:

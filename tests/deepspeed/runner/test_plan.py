@@ -163,7 +163,7 @@ def test_what_follows_the_script_is_the_scripts(tmp_path):
     assert plan.master_addr == "127.0.0.1" and plan.master_port != 29500
 
 
-def test_machines_started_by_hand_meet_at_the_first(tmp_path):
+def test_machines_started_by_hand_rendezvous_at_the_first(tmp_path):
     """Nobody may be asked by ssh; the port is the same everywhere."""
     script = tmp_path / "s.py"
     script.write_text("")

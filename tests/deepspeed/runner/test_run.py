@@ -62,7 +62,7 @@ def test_document_000_by_its_own_command(tmp_path):
     words = ("--num_gpus=2", "--enable_each_rank_log", "logs", "train_zero.py")
     done = start(*words, "--deepspeed_config", "ds_config_zero3.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (localhost: 2) meet at 127.0.0.1:" in done.stderr
+    assert "2 ranks (localhost: 2) rendezvous at 127.0.0.1:" in done.stderr
     first, second = sorted((tmp_path / "logs").iterdir(), key=lambda log: log.name[-6:])
     assert [re.sub(r"^\d+", "", log.name) for log in (first, second)] == ["_rank0.log", "_rank1.log"]
     assert "no optimizer was given" in first.read_text() and second.read_text() == ""

@@ -1,4 +1,4 @@
-"""`init_inference`'s configuration: what is merged, accepted, told about and refused."""
+"""`init_inference`'s configuration: what is merged, accepted, accepted with a note, and refused."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_the_defaults_are_accepted_and_say_nothing():
         {"tensor_parallel": {"tp_grain_size": 1}},
     ],
 )
-def test_hints_are_told_about(given):
+def test_hints_are_noted(given):
     notes = deepspeed.DeepSpeedInferenceConfig(dtype="fp32", **given).notes
     assert len(notes) == 1 and next(iter(given)) in notes[0]
 
@@ -107,7 +107,7 @@ def test_hints_are_told_about(given):
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_refused_with_a_mend(given, message):
+def test_refused_with_a_fix(given, message):
     with pytest.raises(DeepSpeedConfigError, match=message):
         deepspeed.init_inference(nn.Linear(2, 2), config=given)
 

@@ -13,12 +13,12 @@ from ztk.deepspeed.serving.kernels import inject_kernels
 FP32 = 1e-5
 # 16 bits: HF's norms round twice, the kernels once; a rounding of 2^-11 (2^-8) in each of 8 steps on values below 2.
 HALF = {torch.float16: 8 * 2 * 2**-11, torch.bfloat16: 8 * 2 * 2**-8}
-WHOLE_PROMPTS = "2 attention of whole prompts -> attention"
+FULL_PROMPTS = "2 attention of full prompts -> attention"
 EXPECTED = {
-    small.llama: {"2 LlamaMLP -> swiglu", "5 LlamaRMSNorm -> rms_norm", WHOLE_PROMPTS},
-    small.gpt2: {"5 LayerNorm -> layer_norm", WHOLE_PROMPTS},
-    small.gemma: {"2 GemmaMLP -> geglu", WHOLE_PROMPTS},  # its norms compute something else
-    small.bert: {"5 LayerNorm -> layer_norm", WHOLE_PROMPTS},
+    small.llama: {"2 LlamaMLP -> swiglu", "5 LlamaRMSNorm -> rms_norm", FULL_PROMPTS},
+    small.gpt2: {"5 LayerNorm -> layer_norm", FULL_PROMPTS},
+    small.gemma: {"2 GemmaMLP -> geglu", FULL_PROMPTS},  # its norms compute something else
+    small.bert: {"5 LayerNorm -> layer_norm", FULL_PROMPTS},
 }
 
 

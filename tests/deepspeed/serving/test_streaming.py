@@ -21,7 +21,7 @@ def stream(process: Process, *, options: dict) -> dict:
         "answer": small.answer(engine, own),
         "text": small.greedy(engine.module, own, new=4 + 5 * process.rank),
         "again": small.greedy(engine, own, new=3),
-        "sleeps": bool(torch.isnan(model.model.layers[0].mlp.up_proj.weight).all()),
+        "sharded": bool(torch.isnan(model.model.layers[0].mlp.up_proj.weight).all()),
         "notes": engine.notes,
     }
     engine.destroy()
@@ -30,14 +30,14 @@ def stream(process: Process, *, options: dict) -> dict:
 
 @pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
 def test_every_rank_has_its_own_text(ranks, tier, tmp_path):
-    """To the bit: a layer computes with the same weights wherever they slept."""
+    """To the bit: a layer computes with the same weights wherever they are stored."""
     places = {"cpu": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": str(tmp_path)}}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     zero |= {"offload_param": places[tier]} if tier in places else {}
     plain = small.llama()
     for rank, found in enumerate(ranks(2).run(stream, options={"zero": zero})):
         own = small.prompts(seed=rank, length=7 + rank)
-        assert found["sleeps"]
+        assert found["sharded"]
         assert torch.equal(found["answer"], small.answer(plain, own))
         assert torch.equal(found["text"], small.greedy(plain, own, new=4 + 5 * rank))
         assert torch.equal(found["again"], small.greedy(plain, own, new=3))
@@ -51,7 +51,7 @@ def test_with_kernels_and_in_16_bits(ranks):
         assert torch.equal(found["answer"], small.answer(kernels, own))
 
 
-def test_what_has_no_effect_is_told_about(ranks):
+def test_what_has_no_effect_is_noted(ranks):
     zero = CPU | {"overlap_comm": False, "offload_optimizer": {"device": "cpu"}}
     notes = ranks(2).run(stream, options={"zero": zero})[0]["notes"]
     assert any(note.startswith("zero.overlap_comm") for note in notes)
@@ -76,7 +76,7 @@ def test_a_model_may_have_another_engine(ranks):
 
 
 def build_partitioned(process: Process) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Built sharded, never whole on a rank."""
+    """Built sharded, never full on a rank."""
     own = small.prompts()
     expected = small.answer(small.llama(nudged=False), own)
     with deepspeed.zero.Init():

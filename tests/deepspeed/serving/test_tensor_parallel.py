@@ -83,10 +83,10 @@ def test_ranks_that_share_a_model_answer_as_one(ranks, case):
 
 def test_what_a_rank_holds(ranks):
     """Half of every layer that is cut; a policy knows nothing of the head."""
-    whole = {name: tuple(p.shape) for name, p in small.llama().named_parameters()}
+    full = {name: tuple(p.shape) for name, p in small.llama().named_parameters()}
     for model in ("llama", "unplanned"):
         shapes = ranks(2).run(ask, model=model, options={"mp_size": 2}, by_policy=model == "unplanned")[0]["shapes"]
-        for name, (first, *rest) in whole.items():
+        for name, (first, *rest) in full.items():
             if name.endswith(("q_proj.weight", "k_proj.weight", "up_proj.weight")):
                 assert shapes[name] == (first // 2, *rest), name
             elif name.endswith(("o_proj.weight", "down_proj.weight")):

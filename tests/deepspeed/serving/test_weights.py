@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (layers()[:1], {"checkpoints": both, **base}, "1.weight is no parameter of Sequential"),
         (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), {"checkpoints": both, **base}, r"0.weight is \(4, 4\)"),
         (layers(), {"checkpoints": ["c.pt"], **base}, "there is no file"),
-        (layers(), {"checkpoints": {"tp": both}, **base}, "give files with whole ones"),
+        (layers(), {"checkpoints": {"tp": both}, **base}, "give files with full ones"),
         (layers(), {"chekpoints": both}, "there is no such key"),
         (layers(), str(tmp_path / "nowhere"), "no such folder"),
         (on_meta(), str(tmp_path / "a.safetensors"), "in no file of weights"),

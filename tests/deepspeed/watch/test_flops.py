@@ -63,8 +63,8 @@ def test_an_engines_linear_layers_count_like_torchs():
     profiler.start_profile(ignore_list=[nn.Linear])
     model(TOKENS)
     profiler.stop_profile()
-    assert profiler.figures[model.head].flops == 0  # they are in its parent's row
-    assert profiler.figures[model].flops > 2 * TOKENS.numel() * 32 * 50
+    assert profiler.costs[model.head].flops == 0  # they are in its parent's row
+    assert profiler.costs[model].flops > 2 * TOKENS.numel() * 32 * 50
 
 
 def test_what_it_is_called_with_must_be_said():

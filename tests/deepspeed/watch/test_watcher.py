@@ -40,10 +40,10 @@ def test_times_of_every_micro_batch_and_step(ranks):
     first, second = ranks(2).run(watched, accumulation=2, wall_clock_breakdown=True, steps=2)
     assert second["lines"] == []
     lines = [line for line in first["lines"] if line.startswith("time (ms)")]
-    micro, whole = [line for line in lines if "_microstep" in line], [line for line in lines if "_micro" not in line]
-    assert (len(micro), len(whole)) == (4, 2)
+    micro, full = [line for line in lines if "_microstep" in line], [line for line in lines if "_micro" not in line]
+    assert (len(micro), len(full)) == (4, 2)
     names = ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
-    assert re.findall(r"\| (\w+): ", whole[0]) == names
+    assert re.findall(r"\| (\w+): ", full[0]) == names
     assert re.findall(r"\| (\w+): ", micro[0]) == [f"{name}_microstep" for name in names]
     for found in (first, second):
         timers = found["timers"]
@@ -130,10 +130,10 @@ def test_the_profile_of_a_step(ranks, tmp_path):
         number, unit = rows[name].split()
         return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
 
-    whole = 2 * (seconds("fwd latency") + seconds("bwd latency")) + seconds("step latency")
+    full = 2 * (seconds("fwd latency") + seconds("bwd latency")) + seconds("step latency")
     # The parts are printed with two digits behind the point.
-    assert seconds("iter latency") == pytest.approx(whole, rel=0.02)
-    assert float(rows["samples/second"]) == pytest.approx(BATCH / whole, rel=0.02)
+    assert seconds("iter latency") == pytest.approx(full, rel=0.02)
+    assert float(rows["samples/second"]) == pytest.approx(BATCH / full, rel=0.02)
 
 
 def read(path) -> list[list[str]]:
@@ -271,7 +271,10 @@ def test_what_is_not_installed_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("section", "part"),
     [
-        ({"flops_profiler": {"enabled": True, "profile_step": -1}}, "flops_profiler.profile_step=-1: must be a whole"),
+        (
+            {"flops_profiler": {"enabled": True, "profile_step": -1}},
+            "flops_profiler.profile_step=-1: must be a whole number",
+        ),
         ({"flops_profiler": {"module_depth": -2}}, "or -1 for the innermost"),
         ({"comms_logger": {"enabled": True, "prof_op": []}}, "did you mean prof_ops"),
         ({"comms_logger": {"prof_ops": "all_reduce"}}, "must be a list of texts"),

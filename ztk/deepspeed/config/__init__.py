@@ -1,4 +1,4 @@
-"""`ds_config.json`: every key takes effect, is told about, or is refused; all faults at once.
+"""`ds_config.json`: every key takes effect, is accepted with a note, or is refused; all faults at once.
 
 One file per section holds its table of keys. `parse_config` turns a configuration into the policies that the engine is built from.
 """

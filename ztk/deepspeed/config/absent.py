@@ -1,4 +1,4 @@
-"""Sections that this door does not offer yet, and keys that DeepSpeed itself has removed.
+"""Sections that this layer does not offer yet, and keys that DeepSpeed itself has removed.
 
 A section that is switched off is accepted, with its keys checked: a misspelt key there would switch nothing on later either.
 """
@@ -69,7 +69,7 @@ def check_absent(given: dict, *, findings: Findings) -> None:
         if not wrong and (active := _active(section, keys=keys)):
             instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
             key = active if active == "enabled" else f"{active}={shown(section[active])}"
-            findings.faults.append(f"{name}.{key}: not offered by ztk's DeepSpeed door yet; leave it out{instead}")
+            findings.faults.append(f"{name}.{key}: not offered by ztk's DeepSpeed layer yet; leave it out{instead}")
 
 
 def _active(section: dict, *, keys: tuple[str, ...]) -> str | None:

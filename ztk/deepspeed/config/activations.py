@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ztk.deepspeed.config.keys import Findings, boolean, optional, read_section, takes, whole
+from ztk.deepspeed.config.keys import Findings, boolean, optional, read_section, takes, whole_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class ActivationCheckpointing:
 KEYS = {
     "partition_activations": takes(boolean),
     "contiguous_memory_optimization": takes(boolean),
-    "number_checkpoints": takes(optional(whole(1))),
+    "number_checkpoints": takes(optional(whole_number(1))),
     "cpu_checkpointing": takes(boolean),
     "synchronize_checkpoint_boundary": takes(boolean),
     "profile": takes(boolean),
@@ -47,7 +47,7 @@ def read_activation_checkpointing(given: object, *, findings: Findings) -> Activ
     findings.faults += [f"{_PATH}{fault}" for fault in section.faults()]
     if section.partition_activations:
         findings.notes.append(
-            f"{_PATH}partition_activations=True: acts among tensor-parallel ranks; without them inputs stay whole"
+            f"{_PATH}partition_activations=True: acts among tensor-parallel ranks; without them inputs are not cut"
         )
     if section.number_checkpoints is not None and not section.contiguous_memory_optimization:
         findings.faults.append(

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from ztk.deepspeed.config.keys import Findings, takes, whole
+from ztk.deepspeed.config.keys import Findings, takes, whole_number
 
 KEYS = {
-    "train_batch_size": takes(whole(1)),
-    "train_micro_batch_size_per_gpu": takes(whole(1)),
-    "gradient_accumulation_steps": takes(whole(1)),
+    "train_batch_size": takes(whole_number(1)),
+    "train_micro_batch_size_per_gpu": takes(whole_number(1)),
+    "gradient_accumulation_steps": takes(whole_number(1)),
 }
 
 

@@ -13,18 +13,18 @@ from ztk.deepspeed.config.keys import (
     read_section,
     takes,
     text,
-    whole,
+    whole_number,
 )
 
 _FOUND = "layers, their sizes and their routing are the model's own; only the experts are spread"
 _OWN = "the model's own forward runs its experts"
-_WIRES = "tokens travel by ztk's own exchange, as many rows as were routed"
+_WIRES = "tokens are sent by ztk's own all-to-all, as many rows as were routed"
 _ROUTING = "the model routes as it always does; change its configuration instead, and leave it out"
 KEYS = {
     "enabled": takes(boolean),
-    "autoep_size": takes(whole(1)),
+    "autoep_size": takes(whole_number(1)),
     "moe_layer_pattern": takes(optional(text)),
-    "expert_tensor_parallel_size": fixed(1, why="experts are spread over ranks whole; use 1 and raise autoep_size"),
+    "expert_tensor_parallel_size": fixed(1, why="an expert is never cut over ranks; use 1 and raise autoep_size"),
     "validate_folding_routing": hint(boolean, _FOUND, usual=(False,)),
     "async_split_plan": hint(boolean, _WIRES, usual=(False,)),
     **{
@@ -41,9 +41,9 @@ KEYS = {
     "row_weighting_impl": hint(one_of("auto", "eager", "fused"), _OWN, usual=("auto",)),
     "gate_up_impl": hint(one_of("separate", "fused"), _OWN, usual=("separate",)),
     "comm_backend": fixed("comm", why="not offered by ztk; use 'comm'"),
-    "comm_num_sm": hint(whole(), _WIRES, usual=(12,)),
-    "comm_qp_margin": hint(whole(), _WIRES, usual=(4,)),
-    "comm_max_tokens_per_rank": hint(whole(), _WIRES, usual=(0,)),
+    "comm_num_sm": hint(whole_number(), _WIRES, usual=(12,)),
+    "comm_qp_margin": hint(whole_number(), _WIRES, usual=(4,)),
+    "comm_max_tokens_per_rank": hint(whole_number(), _WIRES, usual=(0,)),
     "route_norm": fixed(None, why=_ROUTING),
     "route_scale": fixed(1.0, 1, why=_ROUTING),
     "score_apply": fixed("auto", why=_ROUTING),

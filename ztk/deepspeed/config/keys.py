@@ -1,4 +1,4 @@
-"""What a configuration may say: every key with its type, and whether it takes effect, is told about, or is refused."""
+"""What a configuration may say: every key with its type, and whether it takes effect, is accepted with a note, or is refused."""
 
 import difflib
 import math
@@ -62,8 +62,8 @@ def read_section(
     for name, value in given.items():
         key = keys.get(name)
         if key is None:
-            mend = (elsewhere or {}).get(name)
-            reason = mend or f"there is no such key{did_you_mean(name, known=keys)}"
+            fix = (elsewhere or {}).get(name)
+            reason = fix or f"there is no such key{did_you_mean(name, known=keys)}"
             findings.faults.append(f"{path}{name}: {reason}")
             continue
         if value == "auto" and "auto" not in key.usual:
@@ -138,7 +138,7 @@ def at_least(low: float) -> Convert:
     return convert
 
 
-def whole(low: int = 0) -> Convert:
+def whole_number(low: int = 0) -> Convert:
     """A whole number, `5e8` included."""
 
     def convert(value: object) -> int:

@@ -9,7 +9,7 @@ from ztk.deepspeed.config.keys import (
     one_of,
     read_section,
     takes,
-    whole,
+    whole_number,
 )
 from ztk.offload import OffloadPolicy
 
@@ -21,7 +21,7 @@ OPTIMIZER = {
     "device": takes(_device),
     "nvme_path": takes(anything),
     "pin_memory": takes(boolean),
-    "buffer_count": hint(whole(1), _POOL),
+    "buffer_count": hint(whole_number(1), _POOL),
     "pipeline_read": hint(boolean, _PIPELINE),
     "pipeline_write": hint(boolean, _PIPELINE),
     "pipeline": hint(boolean, _PIPELINE),
@@ -34,14 +34,14 @@ PARAMETERS = {
     "device": takes(_device),
     "nvme_path": takes(anything),
     "pin_memory": takes(boolean),
-    "buffer_count": hint(whole(1), _POOL),
-    "buffer_size": hint(whole(1), _POOL, auto=True),
-    "max_in_cpu": hint(whole(0), "what is on the disk keeps no copy in main memory", auto=True),
+    "buffer_count": hint(whole_number(1), _POOL),
+    "buffer_size": hint(whole_number(1), _POOL, auto=True),
+    "max_in_cpu": hint(whole_number(0), "what is on the disk keeps no copy in main memory", auto=True),
 }
 AIO = {
-    "block_size": takes(whole(1)),
-    "intra_op_parallelism": takes(whole(1)),
-    "queue_depth": hint(whole(1), "requests in flight are threads: set intra_op_parallelism"),
+    "block_size": takes(whole_number(1)),
+    "intra_op_parallelism": takes(whole_number(1)),
+    "queue_depth": hint(whole_number(1), "requests in flight are threads: set intra_op_parallelism"),
     "single_submit": hint(boolean, "requests are system calls of threads"),
     "overlap_events": hint(boolean, "requests always overlap", usual=(True,)),
     "use_gds": fixed(False, why="not offered: files go through main memory; leave it out"),
@@ -55,7 +55,7 @@ def read_offload(
 ) -> OffloadPolicy:
     """The policy of both sections and of `aio`.
 
-    given: the whole configuration. optimizer, parameters: the two sections of zero_optimization, or None.
+    given: the full configuration. optimizer, parameters: the two sections of zero_optimization, or None.
     """
     optim = _section(optimizer, name="offload_optimizer", keys=OPTIMIZER, findings=findings)
     param = _section(parameters, name="offload_param", keys=PARAMETERS, findings=findings)

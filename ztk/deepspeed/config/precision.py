@@ -1,4 +1,4 @@
-"""fp16, bf16, and in which dtype gradients travel and add up."""
+"""fp16, bf16, and in which dtype gradients are communicated and accumulated."""
 
 from ztk.deepspeed.config.keys import (
     Findings,
@@ -11,7 +11,7 @@ from ztk.deepspeed.config.keys import (
     one_of,
     read_section,
     takes,
-    whole,
+    whole_number,
 )
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 
@@ -27,8 +27,8 @@ FP16 = {
     "auto_cast": takes(boolean, auto=True),
     "loss_scale": takes(at_least(0), auto=True),
     "initial_scale_power": takes(at_least(0), auto=True),
-    "loss_scale_window": takes(whole(1), auto=True),
-    "hysteresis": takes(whole(1), auto=True),
+    "loss_scale_window": takes(whole_number(1), auto=True),
+    "hysteresis": takes(whole_number(1), auto=True),
     "consecutive_hysteresis": takes(boolean, auto=True),
     "min_loss_scale": takes(number, auto=True),
     "fp16_master_weights_and_grads": fixed(
@@ -66,7 +66,7 @@ class Precision:
     """The dtypes of a run as the configuration has them."""
 
     def __init__(self, given: dict, *, top: dict, findings: Findings) -> None:
-        """given: the whole configuration; top: its top-level values that take effect."""
+        """given: the full configuration; top: its top-level values that take effect."""
         fp16 = read_section(given.get("fp16", {}), path="fp16.", keys=FP16, findings=findings)
         if "bf16" in given and "bfloat16" in given:
             findings.faults.append("bfloat16: is the old name of bf16, which is given too; keep bf16")
@@ -119,13 +119,13 @@ def _loss_scale(fp16: dict, *, static: float) -> LossScalePolicy:
 
 
 def _reduce_dtype(types: dict, *, top: dict, findings: Findings) -> str | None:
-    """ztk adds gradients up in the dtype they travel in, so the two keys must agree."""
+    """ztk accumulates gradients in the dtype it communicates them in, so the two keys must agree."""
     wire, accumulated = top.get("communication_data_type"), types.get("grad_accum_dtype")
     words = {_WORDS[word] for word in (wire, accumulated) if word is not None}
     if len(words) > 1:
         findings.faults.append(
             f"communication_data_type={wire} and data_types.grad_accum_dtype={accumulated}: ztk adds gradients up in the "
-            "dtype they travel in; give one of them"
+            "dtype they are communicated in; give one of them"
         )
         return None
     return words.pop() if words else None

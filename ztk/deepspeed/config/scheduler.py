@@ -14,7 +14,7 @@ from ztk.deepspeed.config.keys import (
     read_section,
     shown,
     takes,
-    whole,
+    whole_number,
 )
 
 SECTION = {"type": takes(anything), "params": takes(anything)}
@@ -36,13 +36,13 @@ def _or_none(convert: Convert) -> Convert:
 _rate = _per_group(at_least(0))
 _LAST = {"last_batch_iteration": fixed(-1, why="a checkpoint says where a schedule stands; leave it out")}
 # 0 is what the Hugging Face Trainer fills in without warmup_steps; DeepSpeed takes anything below 2 for 2.
-_WARMUP = {"warmup_num_steps": takes(whole(0)), "warmup_type": takes(one_of("log", "linear")), **_LAST}
+_WARMUP = {"warmup_num_steps": takes(whole_number(0)), "warmup_type": takes(one_of("log", "linear")), **_LAST}
 _RATES = {"warmup_min_lr": takes(_rate), "warmup_max_lr": takes(_or_none(_rate))}
-_TOTAL = {"total_num_steps": takes(whole(1))}
+_TOTAL = {"total_num_steps": takes(whole_number(1))}
 TYPES = {
     "LRRangeTest": {
         "lr_range_test_min_lr": takes(_rate),
-        "lr_range_test_step_size": takes(whole(1)),
+        "lr_range_test_step_size": takes(whole_number(1)),
         "lr_range_test_step_rate": takes(at_least(0)),
         "lr_range_test_staircase": takes(boolean),
         **_LAST,
@@ -51,11 +51,11 @@ TYPES = {
         "cycle_min_lr": takes(_rate),
         "cycle_max_lr": takes(_rate),
         "decay_lr_rate": takes(at_least(0)),
-        "cycle_first_step_size": takes(whole(1)),
-        "cycle_second_step_size": takes(_or_none(whole(1))),
-        "cycle_first_stair_count": takes(whole(0)),
-        "cycle_second_stair_count": takes(_or_none(whole(0))),
-        "decay_step_size": takes(whole(0)),
+        "cycle_first_step_size": takes(whole_number(1)),
+        "cycle_second_step_size": takes(_or_none(whole_number(1))),
+        "cycle_first_stair_count": takes(whole_number(0)),
+        "cycle_second_stair_count": takes(_or_none(whole_number(0))),
+        "decay_step_size": takes(whole_number(0)),
         "cycle_momentum": takes(boolean),
         "cycle_min_mom": takes(_rate),
         "cycle_max_mom": takes(_rate),

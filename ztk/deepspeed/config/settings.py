@@ -1,4 +1,4 @@
-"""A configuration as a whole: read, checked, turned into policies."""
+"""A full configuration: read, checked, turned into policies."""
 
 from dataclasses import dataclass, field
 

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ztk.deepspeed.config.keys import Findings, anything, boolean, fixed, hint, one_of, read_section, takes, whole
+from ztk.deepspeed.config.keys import (
+    Findings,
+    anything,
+    boolean,
+    fixed,
+    hint,
+    one_of,
+    read_section,
+    takes,
+    whole_number,
+)
 from ztk.tensor import TensorPolicy, plan_of
 
 _GRAIN = "attention is cut between groups of heads, everything else between columns; parts need not be equal"
@@ -14,14 +24,14 @@ _GROUP = "the number of tensor-parallel ranks says which ranks work together"
 _MODEL = "the model brings its own plan (transformers' tp_plan), or partition_config gives one"
 _TP = {
     "enabled": hint(boolean, "tp_size says so", usual=(True,)),
-    "tp_size": takes(whole(1)),
-    "tp_grain_size": hint(whole(1), _GRAIN, usual=(1,)),
+    "tp_size": takes(whole_number(1)),
+    "tp_grain_size": hint(whole_number(1), _GRAIN, usual=(1,)),
     "mpu": fixed(None, why=f"{_GROUP}; leave it out"),
     "tp_group": fixed(None, why=f"{_GROUP}; leave it out"),
 }
 # The documents that people follow write tp_size and its neighbours flat; DeepSpeed itself only knows them inside "tp".
 KEYS = _TP | {
-    "autotp_size": takes(whole(0)),
+    "autotp_size": takes(whole_number(0)),
     "tp": takes(anything),
     "dtype": hint(anything, "bf16 and fp16 say in which dtype the model trains"),
     "tp_overlap_comm": hint(boolean, "sums run on a thread of their own anyway", usual=(False,)),

@@ -15,7 +15,7 @@ from ztk.deepspeed.config.keys import (
     read_section,
     takes,
     text,
-    whole,
+    whole_number,
 )
 
 
@@ -44,7 +44,7 @@ SECTIONS = {
     },
     "comet": {
         **_ON,
-        "samples_log_interval": takes(whole(1)),
+        "samples_log_interval": takes(whole_number(1)),
         **dict.fromkeys(
             ("project", "workspace", "api_key", "experiment_name", "experiment_key"), takes(optional(text))
         ),
@@ -54,9 +54,9 @@ SECTIONS = {
     "flops_profiler": {
         **_ON,
         "recompute_fwd_factor": takes(at_least(0)),
-        "profile_step": takes(whole(0)),
+        "profile_step": takes(whole_number(0)),
         "module_depth": takes(_depth),
-        "top_modules": takes(whole(1)),
+        "top_modules": takes(whole_number(1)),
         "detailed": takes(boolean),
         "output_file": takes(optional(text)),
     },
@@ -121,7 +121,7 @@ class FlopsPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputPolicy:
-    """Samples per second at every `steps_per_print`. synchronized: a GPU is waited for, so that the seconds are whole."""
+    """Samples per second at every `steps_per_print`. synchronized: a GPU is waited for, so that the seconds are complete."""
 
     enabled: bool = True
     synchronized: bool = True
@@ -152,7 +152,7 @@ class Watching:
 
 
 def read_watching(given: dict, *, findings: Findings) -> Watching:
-    """given: the whole configuration."""
+    """given: the full configuration."""
     read = {
         name: read_section(given[name], path=f"{name}.", keys=keys, findings=findings)
         for name, keys in SECTIONS.items()

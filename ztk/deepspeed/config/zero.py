@@ -1,17 +1,17 @@
 """zero_optimization, and where its shards sleep."""
 
-from ztk.deepspeed.config.keys import Findings, Key, anything, boolean, fixed, hint, read_section, takes, whole
+from ztk.deepspeed.config.keys import Findings, Key, anything, boolean, fixed, hint, read_section, takes, whole_number
 from ztk.deepspeed.config.leaf import read_leaf_modules
 from ztk.zero import ZeroPolicy
 
 _NOT_YET = "not offered by ztk yet; leave it out"
-_SIZES = whole(0)
+_SIZES = whole_number(0)
 
 KEYS = {
-    "stage": takes(whole(0)),
-    "reduce_bucket_size": takes(whole(1), auto=True),
+    "stage": takes(whole_number(0)),
+    "reduce_bucket_size": takes(whole_number(1), auto=True),
     "allgather_bucket_size": hint(
-        whole(1), "ztk gathers the buffers it reduces; reduce_bucket_size sets their size", auto=True
+        whole_number(1), "ztk gathers the buffers it reduces; reduce_bucket_size sets their size", auto=True
     ),
     "contiguous_gradients": hint(boolean, "gradients always lie in one flat buffer", usual=(True,), auto=True),
     "reduce_scatter": hint(boolean, "gradients are always reduced by reduce-scatter", usual=(True,), auto=True),
@@ -19,7 +19,7 @@ KEYS = {
     "overlap_comm": hint(boolean, "communication always runs behind computation", usual=(True, None), auto=True),
     "round_robin_gradients": hint(boolean, "a rank's shard is one contiguous slice", usual=(False,), auto=True),
     "use_multi_rank_bucket_allreduce": hint(boolean, "one reduce-scatter serves all ranks", usual=(True,)),
-    "sub_group_size": hint(whole(1), "the optimizer goes by bucket, from a disk by pool buffer", auto=True),
+    "sub_group_size": hint(whole_number(1), "the optimizer goes by bucket, from a disk by pool buffer", auto=True),
     "offload_param": takes(anything),
     "offload_optimizer": takes(anything),
     "cpu_offload": takes(boolean),
@@ -53,7 +53,7 @@ KEYS = {
     "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
     "leaf_module": takes(anything),
     "zenflow": fixed(None, why=_NOT_YET),
-    "zero_hpz_partition_size": takes(whole(1)),
+    "zero_hpz_partition_size": takes(whole_number(1)),
     "zero_quantized_weights": takes(boolean),
     "zero_quantized_gradients": takes(boolean),
     "zero_quantized_nontrainable_weights": fixed(False, why=_NOT_YET),

@@ -2,7 +2,7 @@
 
 A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names
 (`"*"`: all that `ztk.y` offers). A module above others needs a row of its own and is never ztk's module itself, which would not know
-what stands under it; nor has the door a module of its own by that name, which would take its place. Nothing is imported before it is
+what stands under it; nor has this layer a module of its own by that name, which would take its place. Nothing is imported before it is
 used. A module that is not here does not exist: importing it raises ModuleNotFoundError.
 """
 

@@ -177,12 +177,12 @@ class PipelineEngine(DeepSpeedEngine):
     def forward(self, *args, **kwargs):
         """Raises PipelineError."""
         raise PipelineError(
-            "a pipeline runs whole batches: use engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
+            "a pipeline runs full batches: use engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
         )
 
     def backward(self, *args, **kwargs):
         """Raises PipelineError."""
-        raise PipelineError("a pipeline runs whole batches: use engine.train_batch(data_iter)")
+        raise PipelineError("a pipeline runs full batches: use engine.train_batch(data_iter)")
 
     def step(self, *args, **kwargs):
         """Raises PipelineError."""

@@ -95,7 +95,7 @@ def _topology(given: ProcessTopology | None, *, num_stages: int | None, process:
         raise ValueError(f"topology {given.axes}: the axes must be pipe, data, model in this order")
     if given.get_dim("model") > 1:
         raise ValueError(
-            f"topology num_mp={given.get_dim('model')}: layers of a PipelineModule are not cut by this door; use num_mp=1, or "
+            f"topology num_mp={given.get_dim('model')}: layers of a PipelineModule are not cut by this layer; use num_mp=1, or "
             "run.py topology=tp2_pp2 for the native models"
         )
     if num_stages not in (None, given.get_dim("pipe")):

@@ -34,7 +34,10 @@ def main(arguments: list[str]) -> int:
         return 2
     if not plan.quiet:
         place = ", ".join(f"{host.name}: {len(host.slots)}" for host in chosen)
-        print(f"[ztk] {plan.world_size} ranks ({place}) meet at {plan.master_addr}:{plan.master_port}", file=sys.stderr)
+        print(
+            f"[ztk] {plan.world_size} ranks ({place}) rendezvous at {plan.master_addr}:{plan.master_port}",
+            file=sys.stderr,
+        )
     if launcher is None:
         return run_node(plan, node=options.node_rank or 0)
     return _run_everywhere(plan, options=options, launcher=launcher)

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-e", "--exclude", default="", help="what is not used, in the same form")
     add("--num_nodes", type=_count, help="the first N machines of the hostfile")
     add("--num_gpus", "--num_accelerators", type=_count, help="the first N devices of each; without GPUs: N ranks")
-    add("--master_addr", help="where rank 0 is met (default: found out)")
+    add("--master_addr", help="where rank 0 listens (default: found out)")
     add("--master_port", type=int, help="its port (default: 29500, on one machine a free one)")
     add("--node_rank", type=int, help="with --no_ssh: which machine of the hostfile this is")
     add("--launcher", type=str.lower, choices=LAUNCHERS, help="default: pdsh if it is installed, else ssh")

@@ -1,4 +1,4 @@
-"""What every machine of a run is told: who takes part, where rank 0 is met, and what each rank runs."""
+"""What every machine of a run is told: who takes part, where rank 0 listens, and what each rank runs."""
 
 import base64
 import dataclasses

@@ -1,6 +1,6 @@
-"""Attention by ztk's kernel, through the door that transformers has for it.
+"""Attention by ztk's kernel, through transformers' attention interface.
 
-The kernel attends over whole sequences: a prompt's first pass, an encoder. Where there is a mask (padding, a window that is shorter than
+The kernel attends over full sequences: a prompt's first pass, an encoder. Where there is a mask (padding, a window that is shorter than
 the text) or a cache with more keys than queries, torch's attention computes as before.
 """
 

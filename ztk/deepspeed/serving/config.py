@@ -1,4 +1,4 @@
-"""`init_inference`'s configuration: every key takes effect, is told about, or is refused; all faults at once."""
+"""`init_inference`'s configuration: every key takes effect, is accepted with a note, or is refused; all faults at once."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ztk.deepspeed.config.keys import (
     optional,
     read_section,
     takes,
-    whole,
+    whole_number,
 )
 
 _DTYPES = {
@@ -71,8 +71,10 @@ def _policy(value: object) -> dict[type[nn.Module], tuple[str, ...]] | None:
 
 _TENSOR = {
     "enabled": takes(boolean),
-    "tp_size": takes(whole(1)),
-    "tp_grain_size": hint(whole(1), "attention is cut between groups of heads, all else between columns", usual=(64,)),
+    "tp_size": takes(whole_number(1)),
+    "tp_grain_size": hint(
+        whole_number(1), "attention is cut between groups of heads, all else between columns", usual=(64,)
+    ),
     "mpu": takes(anything),
     "tp_group": fixed(None, why=_GROUP),
 }
@@ -92,7 +94,7 @@ KEYS: dict[str, Key] = {
     "replace_with_kernel_inject": takes(boolean),
     "dtype": takes(dtype_of),
     "tensor_parallel": takes(anything),
-    "mp_size": takes(whole(1)),
+    "mp_size": takes(whole_number(1)),
     "mpu": takes(anything),
     "zero": takes(anything),
     "aio": takes(anything),  # no key of DeepSpeed's: its place beside `zero`, as it stands beside zero_optimization
@@ -101,10 +103,12 @@ KEYS: dict[str, Key] = {
     "checkpoint": takes(_checkpoint),
     "base_dir": takes(anything),
     "keep_module_on_host": takes(boolean),
-    "max_out_tokens": takes(whole(1)),
+    "max_out_tokens": takes(whole_number(1)),
     "moe": takes(anything),
     "quant": takes(anything),
-    "min_out_tokens": hint(whole(1), "no memory is set aside for tokens to come, so none can be missing", usual=(1,)),
+    "min_out_tokens": hint(
+        whole_number(1), "no memory is set aside for tokens to come, so none can be missing", usual=(1,)
+    ),
     "enable_cuda_graph": fixed(
         False,
         why="not offered: after init_inference call engine.compile(compile_kwargs={'mode': 'reduce-overhead'}), torch's graphs",
@@ -118,7 +122,7 @@ KEYS: dict[str, Key] = {
     "set_empty_params": fixed(False, why="build the model on the meta device, and give its weights by checkpoint"),
     "save_mp_checkpoint_path": fixed(None, why="not offered: every checkpoint loads at every tp_size; leave it out"),
     "checkpoint_config": fixed(None, {}, why="has no effect in DeepSpeed 0.19.8; give checkpoint and base_dir"),
-    "training_mp_size": fixed(1, why="checkpoints hold whole weights: export one that does not by zero_to_fp32"),
+    "training_mp_size": fixed(1, why="checkpoints hold full weights: export one that does not by zero_to_fp32"),
     "config": fixed(None, why="the model has its own configuration; leave it out"),
     "ep_size": fixed(1, why=_EXPERTS),
     "ep_group": fixed(None, why=_GROUP),
@@ -226,7 +230,7 @@ def _tensor_parallel(values: dict[str, object], *, findings: Findings) -> Tensor
         )
     if not inner.get("enabled", True):
         if sizes or mpu is not None:
-            findings.notes.append("tensor_parallel.enabled=False: every rank has the whole model")
+            findings.notes.append("tensor_parallel.enabled=False: every rank has the full model")
         return TensorParallel()
     if sizes and mpu is not None:
         findings.faults.append("mpu: says how many ranks share the model, and so does tp_size; keep one")

@@ -60,7 +60,7 @@ def inject_kernels(model: nn.Module) -> Injection:
                 break
     made.attention = use_attention(model)
     if made.attention is not None:
-        made.counts["attention of whole prompts -> attention"] = model.config.get_text_config().num_hidden_layers
+        made.counts["attention of full prompts -> attention"] = model.config.get_text_config().num_hidden_layers
     if not made.counts:
         raise ValueError(
             f"replace_with_kernel_inject=True: {type(model).__name__} has no module that a kernel of ztk could compute (RMS and layer "

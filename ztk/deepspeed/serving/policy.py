@@ -77,8 +77,8 @@ def count_own_heads(model: nn.Module, *, plan: PolicyPlan) -> None:
             **dict.fromkeys(_QUERY_HEADS, (heads.query, max(widths) // heads.size)),
             **dict.fromkeys(_KEY_HEADS, (heads.key, min(widths) // heads.size)),
         }
-        for attribute, (whole, here) in own.items():
-            if module.__dict__.get(attribute) == whole:
+        for attribute, (full, here) in own.items():
+            if module.__dict__.get(attribute) == full:
                 setattr(module, attribute, here)
 
 
@@ -110,12 +110,12 @@ def _check_one_projection(module: nn.Linear, *, name: str, heads: Heads) -> None
 
 
 def _check_agreement(names: Mapping[str, str], *, own: Mapping[str, TensorRule], rows: set[str]) -> None:
-    """A layer that the model's own plan cuts is cut so, by whole heads; the policy has to mean the same."""
+    """A layer that the model's own plan cuts is cut so, between heads; the policy has to mean the same."""
     summed = {below for below, name in names.items() if name in own and own[name].style in (Style.row, Style.row_split)}
     for below in sorted(rows ^ summed):
-        mend = "is not summed over ranks" if below in rows else "is summed over ranks, too: name it"
+        fix = "is not summed over ranks" if below in rows else "is summed over ranks, too: name it"
         raise ValueError(
-            f"injection_policy: {names[below]} {mend} in the model's own plan (tp_plan), which knows its layers"
+            f"injection_policy: {names[below]} {fix} in the model's own plan (tp_plan), which knows its layers"
         )
 
 

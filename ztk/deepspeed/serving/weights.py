@@ -18,8 +18,8 @@ from ztk.deepspeed.config import read_source
 from ztk.deepspeed.zero_to_fp32 import LazyTensor, get_fp32_state_dict_from_zero_checkpoint
 
 _LIST = ("checkpoints", "base_dir", "type", "version", "parallelization", "mp_size")
-_MENDS = "give a folder of save_pretrained or save_checkpoint, a file of weights, or {'checkpoints': [files]}"
-_WHOLE = (None, "pp", "non_tp")  # DeepSpeed's words for files with whole weights
+_FIXES = "give a folder of save_pretrained or save_checkpoint, a file of weights, or {'checkpoints': [files]}"
+_FULL = (None, "pp", "non_tp")  # DeepSpeed's words for files with full weights
 
 
 def load_weights(model: nn.Module, *, checkpoint: object, base_dir: str = "") -> None:
@@ -75,7 +75,7 @@ def _states(checkpoint: object, *, folder: Path | None, base_dir: str) -> Iterat
         yield from map(_read, _files(listed, base=Path(base_dir) if base_dir else folder.parent))
     elif folder is not None:
         if not folder.is_file():
-            raise ValueError(f"checkpoint={str(folder)!r}: is no file of weights and no such folder; {_MENDS}")
+            raise ValueError(f"checkpoint={str(folder)!r}: is no file of weights and no such folder; {_FIXES}")
         yield _read(folder)
     else:
         yield from map(_read, _files(checkpoint, base=Path(base_dir)))
@@ -84,14 +84,14 @@ def _states(checkpoint: object, *, folder: Path | None, base_dir: str) -> Iterat
 def _files(listed: Mapping[str, object], *, base: Path) -> list[Path]:
     """Of DeepSpeed's list. Raises ValueError for weights that are cut over ranks already."""
     if unknown := sorted(set(listed) - set(_LIST)):
-        raise ValueError(f"checkpoint.{unknown[0]}: there is no such key; {_MENDS}")
+        raise ValueError(f"checkpoint.{unknown[0]}: there is no such key; {_FIXES}")
     names = listed.get("checkpoints")
     if isinstance(names, Mapping) and set(names) == {"non_tp"}:
         names = names["non_tp"]
-    if listed.get("parallelization") not in _WHOLE or isinstance(names, Mapping):
-        raise ValueError("checkpoint: holds weights that are cut over ranks; give files with whole ones")
+    if listed.get("parallelization") not in _FULL or isinstance(names, Mapping):
+        raise ValueError("checkpoint: holds weights that are cut over ranks; give files with full ones")
     if not isinstance(names, (list, tuple)) or not names:
-        raise ValueError(f"checkpoint.checkpoints={names!r}: must be a list of files; {_MENDS}")
+        raise ValueError(f"checkpoint.checkpoints={names!r}: must be a list of files; {_FIXES}")
     base = base / listed.get("base_dir", "")
     missing = [str(base / name) for name in names if not (base / name).is_file()]
     if missing:

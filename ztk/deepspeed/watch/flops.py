@@ -49,7 +49,7 @@ _PER_OUTPUT = (
 
 
 @dataclass(slots=True)
-class Figures:
+class ModuleCost:
     """Of one module's forwards: operations of its own (not of modules in it), and seconds with them."""
 
     flops: int = 0
@@ -66,7 +66,7 @@ class FlopsProfiler:
     def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
-        self.figures: dict[nn.Module, Figures] = {}
+        self.costs: dict[nn.Module, ModuleCost] = {}
         self._handles: list = []
         self._counter: _Counter | None = None
 
@@ -74,7 +74,7 @@ class FlopsProfiler:
         """ignore_list: classes of modules that get no row of their own. once: the end of the model's first forward stops it."""
         self.stop_profile()
         self.reset_profile()
-        self._counter = _Counter(self.figures)
+        self._counter = _Counter(self.costs)
         ignored = set(ignore_list or ())
         if nn.Linear in ignored:
             ignored.add(Linear)  # what an engine on CPU makes of them
@@ -91,7 +91,7 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Nothing is counted any more; the figures stay."""
+        """Nothing is counted any more; the costs stay."""
         if self._counter is None:
             return
         self._counter.__exit__(None, None, None)
@@ -100,12 +100,12 @@ class FlopsProfiler:
         self._handles, self._counter = [], None
 
     def reset_profile(self) -> None:
-        self.figures.clear()
-        self.figures.update((module, Figures()) for module in self.model.modules())
+        self.costs.clear()
+        self.costs.update((module, ModuleCost()) for module in self.model.modules())
 
     def end_profile(self) -> None:
         self.stop_profile()
-        self.figures.clear()
+        self.costs.clear()
         self.started = False
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
@@ -126,13 +126,13 @@ class FlopsProfiler:
         total = parameters_of(self.model)
         return params_to_string(total) if as_string else total
 
-    def of(self, module: nn.Module) -> Figures:
-        """A module's figures with those of the modules in it. One that is only a container took as long as its children."""
-        own = [self.figures.get(part, Figures()) for part in module.modules()]
-        seconds = self.figures.get(module, Figures()).seconds or sum(
+    def of(self, module: nn.Module) -> ModuleCost:
+        """A module's costs with those of the modules in it. One that is only a container took as long as its children."""
+        own = [self.costs.get(part, ModuleCost()) for part in module.modules()]
+        seconds = self.costs.get(module, ModuleCost()).seconds or sum(
             self.of(child).seconds for child in module.children()
         )
-        return Figures(flops=sum(f.flops for f in own), macs=sum(f.macs for f in own), seconds=seconds)
+        return ModuleCost(flops=sum(f.flops for f in own), macs=sum(f.macs for f in own), seconds=seconds)
 
     def print_model_profile(
         self,
@@ -273,9 +273,9 @@ def _write(text: str, *, output_file: str | None) -> None:
 class _Counter(TorchDispatchMode):
     """Books every operation to the module whose forward it is in; outside of all forwards, as in a backward, nothing is booked."""
 
-    def __init__(self, figures: dict[nn.Module, Figures]) -> None:
+    def __init__(self, costs: dict[nn.Module, ModuleCost]) -> None:
         super().__init__()
-        self._figures = figures
+        self._costs = costs
         self._open: list[tuple[nn.Module, float]] = []
         self._own_seconds = 0.0  # spent on counting, which is no module's time
 
@@ -286,7 +286,7 @@ class _Counter(TorchDispatchMode):
         if not self._open or self._open[-1][0] is not module:
             return  # a forward above raised
         _, start = self._open.pop()
-        self._figures[module].seconds += _now() - self._own_seconds - start
+        self._costs[module].seconds += _now() - self._own_seconds - start
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         began = time.perf_counter()
@@ -299,13 +299,13 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         done = time.perf_counter()
         if self._open and rule is not _Rule.FREE:
-            figures = self._figures[self._open[-1][0]]
+            costs = self._costs[self._open[-1][0]]
             if rule is _Rule.PRODUCT:
                 products = _products(func._overloadpacket, args=args, kwargs=kwargs, out=out)
-                figures.macs += products // 2
-                figures.flops += products
+                costs.macs += products // 2
+                costs.flops += products
             else:
-                figures.flops += _elementwise(func, rule=rule, args=args, out=out)
+                costs.flops += _elementwise(func, rule=rule, args=args, out=out)
         self._own_seconds += (called - began) + (time.perf_counter() - done)
         return out
 

@@ -22,7 +22,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileHead:
-    """What the summary says besides the model's own figures.
+    """What the summary says besides the model's own cost.
 
     milliseconds: of fwd and bwd of a micro-batch and of the step, where they are measured. accumulation: micro-batches in a step.
     """
@@ -39,7 +39,7 @@ class ProfileHead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageProfile:
-    """A stage of a pipeline: its layers, its figures for one micro-batch, the lines about its modules."""
+    """A stage of a pipeline: its layers, its costs for one micro-batch, the lines about its modules."""
 
     layers: range
     params: int
@@ -59,7 +59,7 @@ def profile_text(
     top_modules: int,
     detailed: bool,
 ) -> str:
-    """of: module -> its figures, submodules included; parameters: module -> how many."""
+    """of: module -> its costs, submodules included; parameters: module -> how many."""
     lines = _title(head)
     lines += _rows(_summary(of(model), params=parameters(model), head=head))
     lines += ["", "----------------------------- Aggregated Profile per GPU -----------------------------"]
@@ -87,14 +87,14 @@ def pipeline_text(stages: Sequence[StageProfile], *, head: ProfileHead) -> str:
         ("micro-batches: ", head.accumulation),
     ]
     if "step" in head.milliseconds:
-        whole, factor = head.milliseconds["step"] / 1000, head.backward_factor + 1
+        total_seconds, factor = head.milliseconds["step"] / 1000, head.backward_factor + 1
         rows += [
-            ("iter latency: ", duration_to_string(whole)),
+            ("iter latency: ", duration_to_string(total_seconds)),
             (
                 f"FLOPS per GPU = {factor:g} * fwd flops of model * micro-batches / stages / iter latency: ",
-                _rate(factor * flops * head.accumulation / len(stages), seconds=whole),
+                _rate(factor * flops * head.accumulation / len(stages), seconds=total_seconds),
             ),
-            ("samples/second: ", round(head.micro_batch * head.accumulation * head.data_parallel / whole, 2)),
+            ("samples/second: ", round(head.micro_batch * head.accumulation * head.data_parallel / total_seconds, 2)),
         ]
     lines = [*_title(head), *_rows(rows)]
     for number, stage in enumerate(stages):
@@ -154,9 +154,9 @@ def _summary(total, *, params: int, head: ProfileHead) -> list[tuple[str, object
 def _phases(flops: int, *, forward: float, head: ProfileHead) -> list[tuple[str, object]]:
     back, step = head.milliseconds["bwd"] / 1000, head.milliseconds["step"] / 1000
     many, factor = head.accumulation, head.backward_factor
-    whole = many * (forward + back) + step
+    total_seconds = many * (forward + back) + step
     times = f" * {many} micro-batches" if many > 1 else ""
-    samples = round(head.micro_batch * many * (head.world_size or 1) / whole, 2)
+    samples = round(head.micro_batch * many * (head.world_size or 1) / total_seconds, 2)
     return [
         ("bwd latency: ", duration_to_string(back)),
         (
@@ -168,10 +168,10 @@ def _phases(flops: int, *, forward: float, head: ProfileHead) -> list[tuple[str,
             _rate((factor + 1) * flops, seconds=forward + back),
         ),
         ("step latency: ", duration_to_string(step)),
-        ("iter latency: ", duration_to_string(whole)),
+        ("iter latency: ", duration_to_string(total_seconds)),
         (
             f"FLOPS per GPU = {factor + 1:g} * fwd flops per GPU{times} / iter latency: ",
-            _rate(many * (factor + 1) * flops, seconds=whole),
+            _rate(many * (factor + 1) * flops, seconds=total_seconds),
         ),
         ("samples/second: ", samples),
     ]
@@ -184,10 +184,10 @@ def aggregated_text(
     depths: dict[int, dict[str, list]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0.0]))
 
     def walk(module: nn.Module, depth: int) -> None:
-        row, figures = depths[depth][type(module).__name__], of(module)
+        row, cost = depths[depth][type(module).__name__], of(module)
         row[0] += parameters(module)
-        row[1] += figures.macs
-        row[2] += figures.seconds
+        row[1] += cost.macs
+        row[2] += cost.seconds
         for child in module.children():
             walk(child, depth + 1)
 
@@ -204,16 +204,16 @@ def aggregated_text(
 
 
 def _tree(model: nn.Module, *, of: Callable, parameters: Callable) -> list[str]:
-    """Every module with its figures, indented as it lies in the model."""
+    """Every module with its costs, indented as it lies in the model."""
     total, params = of(model), parameters(model)
 
     def line(module: nn.Module, name: str, depth: int) -> list[str]:
-        figures, own = of(module), parameters(module)
+        cost, own = of(module), parameters(module)
         cells = [
             f"{params_to_string(own)} = {_percent(own, params)} Params",
-            f"{macs_to_string(figures.macs)} = {_percent(figures.macs, total.macs)} MACs",
-            f"{duration_to_string(figures.seconds)} = {_percent(figures.seconds, total.seconds)} latency",
-            _rate(figures.flops, seconds=figures.seconds),
+            f"{macs_to_string(cost.macs)} = {_percent(cost.macs, total.macs)} MACs",
+            f"{duration_to_string(cost.seconds)} = {_percent(cost.seconds, total.seconds)} latency",
+            _rate(cost.flops, seconds=cost.seconds),
             *filter(None, [module.extra_repr()]),
         ]
         head = f"({name}): " if name else ""
@@ -223,8 +223,8 @@ def _tree(model: nn.Module, *, of: Callable, parameters: Callable) -> list[str]:
     return line(model, "", 0)
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{round(100 * part / whole, 2) if whole else 0:g}%"
+def _percent(part: float, total: float) -> str:
+    return f"{round(100 * part / total, 2) if total else 0:g}%"
 
 
 def _rate(flops: float, *, seconds: float) -> str:

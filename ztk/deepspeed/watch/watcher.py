@@ -88,7 +88,7 @@ class Watcher:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around a pipeline's whole step, whose forwards and backwards alternate: its time is `step`'s. Of a step that is profiled every
+        """Around a pipeline's full step, whose forwards and backwards alternate: its time is `step`'s. Of a step that is profiled every
         stage's first forward is."""
         if self._every:
             self._throughput.start()
@@ -166,7 +166,7 @@ class Watcher:
             events += [
                 (f"Train/Samples/elapsed_time_ms_{word}", spent[name], samples)
                 for word, name in (*_PHASES.items(), ("step", "step"))
-                if name in spent  # a pipeline has its whole steps alone
+                if name in spent  # a pipeline has only full steps
             ]
         return events
 

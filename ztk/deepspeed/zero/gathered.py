@@ -1,4 +1,4 @@
-"""`GatheredParameters`: parameters whole for a while, and changes taken over."""
+"""`GatheredParameters`: parameters unsharded for a while, and their changes written back."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,10 +14,10 @@ from ztk.zero.partitioned import partitioned_of
 
 
 class GatheredParameters:
-    """Inside, the parameters are whole on every rank. Every rank enters and leaves; contexts may be nested and may overlap. What is
+    """Inside, the parameters are unsharded on every rank. Every rank enters and leaves; contexts may be nested and may overlap. What is
     computed with an engine's parameters inside may be differentiated after it.
 
-    params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are whole anyway.
+    params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are unsharded anyway.
     modifier_rank: the rank, among those that share the parameters, whose changes inside become everybody's, master weights included (in
         16 bit a value that was not changed keeps its fp32 master). None: changes are lost at stage 3, and must not be made below it.
     fwd_module: the module whose forward uses them; noted as `register_external_parameter` does.
@@ -48,7 +48,7 @@ class GatheredParameters:
 
 
 def pin(parameters: Sequence[nn.Parameter]) -> None:
-    """Makes the parameters whole. A collective call."""
+    """Unshards the parameters. A collective call."""
     for parameter in _ordered(parameters):
         if (partitioned := partitioned_of(parameter)) is not None:
             partitioned.pin()

@@ -37,6 +37,6 @@ class _Coordinator:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, all parameters of the engine `model` are whole: for many forwards without training."""
+    """Inside, all parameters of the engine `model` are unsharded: for many forwards without training."""
     with GatheredParameters(model.parameters()):
         yield model

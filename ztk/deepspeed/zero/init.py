@@ -39,10 +39,10 @@ class Init:
     """`with zero.Init(config_dict_or_path=...): model = Model()`: every parameter is sharded as soon as its module is built.
 
     Every rank builds the same model. Rank 0's values are everybody's; with one seed on all ranks they are those of a model built
-    without Init, bit by bit, also where a parent changes its children's parameters. The most that is whole at a time is one module's own
-    parameters. Buffers stay whole. Inside another Init this one changes nothing.
+    without Init, bit by bit, also where a parent changes its children's parameters. The most that is unsharded at a time is one module's own
+    parameters. Buffers are not sharded. Inside another Init this one changes nothing.
 
-    module: shards this module instead, which was built whole.
+    module: shards this module instead, which was built unsharded.
     config_dict_or_path, config: says where shards sleep: zero_optimization.offload_param and aio; no batch size is needed, and values
         that are still "auto" are passed over.
     remote_device: cpu or nvme, goes before the configuration. pin_memory: accepted; shards are copied once, into the engine's memory.
@@ -98,20 +98,20 @@ class Init:
             _check_group(group, name=name, process=self._process)
         source = config_dict_or_path if config_dict_or_path is not None else config
         policy = _placed(source, remote_device=remote_device)
-        self._nursery = ZeroInitContext(
+        self._init_context = ZeroInitContext(
             comm=self._process.comm,
             store=_store(policy, process=self._process),
             dtype=dtype,
             on_partition=name_parameter,
         )
         if module is not None:
-            shard_module(module, init_context=self._nursery)
-            self._nursery.close()
+            shard_module(module, init_context=self._init_context)
+            self._init_context.close()
 
     def __enter__(self) -> None:
         if self.enabled:
-            self._stack.callback(self._nursery.close)
-            self._stack.enter_context(construction(self._nursery))
+            self._stack.callback(self._init_context.close)
+            self._stack.enter_context(construction(self._init_context))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -102,7 +102,7 @@ class ZeroNames:
         }
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None) -> None:
-        """Makes the parameters (None: this one) whole till `partition`. Every rank calls it alike."""
+        """Unshards the parameters (None: this one) until `partition`. Every rank calls it alike."""
         pin(list(param_list or [self]))
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""safe_get/set: one parameter's whole weight, gradient or optimizer state in fp32. Collective calls: every rank makes them alike."""
+"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32. Collective calls: every rank makes them alike."""
 
 from collections.abc import Callable, Iterable
 
