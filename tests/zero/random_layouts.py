@@ -171,7 +171,7 @@ def train(
             if turn + 1 < len(strategies):
                 save(engine, folder=folder)
             digest = hashlib.sha256()
-            whole = {name: value.float().numpy().tobytes() for name, value in engine.zero.whole_parameters()}
+            whole = {name: value.float().numpy().tobytes() for name, value in engine.zero.full_parameters()}
             for name in sorted(whole):  # buckets, and so their order, may differ
                 digest.update(whole[name])
             engine.close()

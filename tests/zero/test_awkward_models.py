@@ -12,7 +12,7 @@ from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.zero import ZeroPolicy
-from ztk.zero.bucket import ParameterState
+from ztk.zero.residency import ParameterState
 from ztk.zero.units import plan_units
 
 

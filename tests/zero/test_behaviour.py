@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import RankFailed, RankPool
 from tests.zero.models import CLASSES, Layout, Model, build, make_engine, train
 from ztk.optim import OptimizerPolicy
-from ztk.zero.bucket import ParameterState
 from ztk.zero.layout import SHARD_ALIGNMENT
+from ztk.zero.residency import ParameterState
 
 STAGES = [0, 1, 2, 3]
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # fp32, sums in another order, 20 steps at most
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
+    return {name: value.float().clone() for name, value in engine.zero.full_parameters()}
 
 
 # Accumulation

@@ -13,6 +13,7 @@ from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import Zero
 from ztk.zero.partitioned import ZeroInitContext
+from ztk.zero.reduction import Backward
 
 
 class Engine:
@@ -79,16 +80,16 @@ class Engine:
         retain_graph: as in `Tensor.backward`.
         """
         scaled = self.scale(loss)
-        self.zero.reduction.open_backward()
+        self.zero.reduction.begin()
         with self.clock.phase("backward"):
             scaled.backward(retain_graph=retain_graph)
-            self.zero.reduction.finish_backward()
+            self.zero.reduction.finish()
 
     def prepare_backward(self) -> None:
-        """Tells the gradients' hooks what the coming backward is for; `backward` and `scale` call it by themselves."""
-        boundary = self.is_accumulation_boundary
-        self.zero.reduction.synchronise = self._synchronise and (boundary or self.zero.policy.shards_gradients)
-        self.zero.reduction.is_boundary = boundary
+        """Says what the next backward is for; `backward` and `scale` call it by themselves."""
+        is_last = self.is_accumulation_boundary
+        reduces = self._synchronise and (is_last or self.zero.policy.shards_gradients)
+        self.zero.reduction.announce(Backward(reduces=reduces, is_last=is_last))
 
     def step(self) -> bool:
         """Ends a micro-batch. At a boundary the optimizer steps: True, also if overflow made it skip.

@@ -6,7 +6,7 @@ import weakref
 from torch import nn
 
 from ztk.zero import Zero
-from ztk.zero.bucket import ParameterState
+from ztk.zero.residency import ParameterState
 
 _TEXT = (
     "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered read as NaN. For "

@@ -16,6 +16,7 @@ from ztk.pipeline.policy import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.pipeline.wire import Wire
 from ztk.zero.bucket import Bucket
+from ztk.zero.reduction import Backward
 
 
 class PipelineEngine(Engine):
@@ -143,11 +144,10 @@ class PipelineEngine(Engine):
         """Gradients that arrive inside are reduced when they are complete. See [Note: ZeRO inside a stage]."""
         reduction = self.zero.reduction
         is_last = action == self._last_of[action.stage]
-        reduction.is_boundary = is_last
-        reduction.synchronise = is_last or (not self._adds_locally and action.kind is self._completing)
-        reduction.open_backward(self._buckets_of[action.stage])
+        reduces = is_last or (not self._adds_locally and action.kind is self._completing)
+        reduction.begin(Backward(reduces=reduces, is_last=is_last, scope=self._buckets_of[action.stage]))
         yield
-        reduction.finish_backward()
+        reduction.finish()
 
     def _buckets_by_stage(self) -> dict[int, set[Bucket]]:
         """Each bucket belongs to the first of this rank's stages that uses it, whose backward comes last."""

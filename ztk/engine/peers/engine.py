@@ -176,9 +176,9 @@ class PeerEngine:
         """All parameters are whole inside. Every rank must enter."""
         return self.peer.gathered()
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, parameter) one at a time. Every rank must iterate to the end."""
-        return self.peer.whole_parameters()
+        return self.peer.full_parameters()
 
     def _count(self, traffic: Iterable[Traffic]) -> None:
         for item in traffic:

@@ -74,7 +74,7 @@ class DataParallelPeer:
     def gathered(self) -> Iterator[None]:
         yield
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():
             yield name, parameter.data
 
@@ -146,7 +146,7 @@ class FullyShardedPeer:
                 module.reshard()
             self._root_is_whole = False
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         self._module.reshard()  # a forward without backward has left the root gathered
         self._root_is_whole = False
         for name, parameter in self._module.named_parameters():
