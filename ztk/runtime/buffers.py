@@ -13,13 +13,14 @@ from ztk.runtime.memory import MemoryLedger, Tier
 class BufferPool:
     """Hands out 1-D buffers. It never keeps more buffers than were in use at one time.
 
-    The ledger counts buffers under `category` as long as they exist, in use or not.
+    The ledger counts buffers under `category` as long as they exist, in use or not. elements_in_use: what the callers have now.
     """
 
     def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str, tier: Tier = Tier.device) -> None:
         self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
-        self._used: dict[int, Tensor] = {}  # address -> uint8
+        self._used: dict[int, tuple[Tensor, int]] = {}  # address -> uint8, the elements asked for
+        self.elements_in_use = 0
 
     @torch.inference_mode(False)  # training writes to buffers that an evaluation allocated
     def acquire(self, numel: int, *, dtype: torch.dtype) -> Tensor:
@@ -33,7 +34,8 @@ class BufferPool:
                 self._ledger.remove(tier=self._tier, category=self._category, nbytes=self._free.pop().numel())
             fitting = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._ledger.add(tier=self._tier, category=self._category, nbytes=nbytes)
-        self._used[fitting.data_ptr()] = fitting
+        self._used[fitting.data_ptr()] = fitting, numel
+        self.elements_in_use += numel
         return fitting[:nbytes].view(dtype)
 
     def owns(self, buffer: Tensor | None) -> bool:
@@ -42,7 +44,9 @@ class BufferPool:
 
     def release(self, buffer: Tensor) -> None:
         """The caller no longer uses `buffer`."""
-        self._free.append(self._used.pop(buffer.data_ptr()))
+        released, numel = self._used.pop(buffer.data_ptr())
+        self.elements_in_use -= numel
+        self._free.append(released)
         self._free.sort(key=Tensor.numel)
 
     def drop_free(self) -> None:

@@ -1,37 +1,15 @@
 """A bucket: the parameters that share one flat buffer."""
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 
 from ztk.runtime import Comm
-from ztk.runtime.buffers import BufferPool
+from ztk.zero.context import ZeroContext
 from ztk.zero.exchange import Exchange
 from ztk.zero.gradient import BucketGradient
 from ztk.zero.layout import BucketLayout
 from ztk.zero.piece import Piece
-from ztk.zero.residency import LiveElements, ParameterState, Residency
-from ztk.zero.store import Store
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketTraits:
-    """What never changes about a bucket.
-
-    holders: pipeline ranks whose gradients of this bucket are added up, see `Part`.
-    counted: this rank's copy counts in the gradient norm and in checkpoints; False: a rank outside the shard group has the same one.
-    """
-
-    name: str
-    unit: str
-    dtype: torch.dtype
-    gradient_dtype: torch.dtype
-    trainable: bool
-    shards_parameters: bool
-    shards_gradients: bool
-    holders: tuple[int, ...] = ()
-    counted: bool = True
+from ztk.zero.residency import ParameterState, Residency
+from ztk.zero.units import BucketTraits
 
 
 class Bucket:
@@ -50,23 +28,18 @@ class Bucket:
         pieces: list[Piece],
         comm: Comm,
         exchange: Exchange,
-        store: Store,
-        pool: BufferPool,
-        live: LiveElements,
+        context: ZeroContext,
     ) -> None:
-        """store: of the parameter shards. pool: of the full buffers."""
         self.traits, self.layout, self.parameters, self.pieces = traits, layout, parameters, pieces
         self.comm, self.exchange = comm, exchange
         self.residency = Residency(
             parameters,
-            name=traits.name,
-            dtype=traits.dtype,
+            traits=traits,
             layout=layout,
             pieces=pieces,
-            store=store,
             exchange=exchange,
-            pool=pool,
-            live=live,
+            store=context.stores.parameters,
+            pool=context.gathered,
         )
         self.gradient = BucketGradient(parameters, layout=layout)
 
@@ -94,13 +67,6 @@ class Bucket:
         """This rank's shard [shard_size] of a buffer [size]: a view."""
         shard = self.layout.shard(self.comm.rank)
         return full[shard.start : shard.stop]
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) in the order of the layout."""
-        return [
-            (placement.name, parameter)
-            for placement, parameter in zip(self.layout.placements, self.parameters, strict=True)
-        ]
 
     def share_parameters(self) -> None:
         """Gathers the parameters of a bucket that is never sharded, after every rank has changed its own. A collective call."""

@@ -4,102 +4,75 @@ Building needs no more memory at a time than one piece, or one bucket of a model
 initialised shard by shard.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from ztk.optim import FlatOptimizer, GroupTable
-from ztk.runtime import MemoryLedger, Mesh, Tier
-from ztk.runtime.buffers import BufferPool
-from ztk.runtime.part import InitialValues, Part
-from ztk.zero.bucket import Bucket, BucketTraits
+from ztk.runtime import Tier
+from ztk.runtime.part import InitialValues
+from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.exchange import exchange_of
 from ztk.zero.gathering import Unit
 from ztk.zero.layout import BucketLayout, ParameterSpec
 from ztk.zero.partitioned import PartitionedParameter, partitioned_of, placeholder
 from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.piece_states import PieceStates
-from ztk.zero.policy import ZeroPolicy
-from ztk.zero.residency import LiveElements
-from ztk.zero.store import Stores
-from ztk.zero.units import BucketPlan, UnitPlan, plan_buckets, plan_units
+from ztk.zero.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """The buckets in order of definition, and the units that use them, the root last."""
-
-    buckets: list[Bucket]
-    units: list[Unit]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Builder:
-    """What every bucket is built with."""
+    """Builds the buckets of one model. buckets: in order of definition. units: those that use them, the root last."""
 
-    policy: ZeroPolicy
-    dtype: torch.dtype  # of the parameters
-    reduce_dtype: torch.dtype | None  # of the gradients; None: as the parameters
-    optimizer: FlatOptimizer
-    groups: GroupTable
-    stores: Stores
-    piece_states: PieceStates
-    piece_size: int | None  # elements; None: a shard is one piece
-    mesh: Mesh
-    parts: Mapping[str, Part]  # of the parameters that are cut or copied along other axes than the data's
-    ledger: MemoryLedger
-    pool: BufferPool
-    live: LiveElements
-
-    def build(self, model: nn.Module, *, initial_values: InitialValues | None) -> Built:
+    def __init__(self, model: nn.Module, *, context: ZeroContext, initial_values: InitialValues | None) -> None:
         """Takes over all parameters of `model` and frees their memory, bucket by bucket. A collective call.
 
         initial_values: needed if `model` is on the meta device. Otherwise rank 0's values are everybody's.
         Raises ValueError if a parameter has no values.
         """
+        self._context, self._policy, self._stores = context, context.policy, context.stores
+        self._states = PieceStates(context)
         if initial_values is None:
             _check_has_values(model)
         plans = plan_units(model)
         values = self._take_values(model)
-        buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
-        for bucket in buckets:
+        self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
+        for bucket in self.buckets:
             self._fill(bucket, source=initial_values or self._share_values(bucket, values=values))
-        owner = {placement.name: bucket for bucket in buckets for placement in bucket.layout.placements}
-        return Built(buckets=buckets, units=list(_units(plans, owner=owner)))
+        owner = {placement.name: bucket for bucket in self.buckets for placement in bucket.layout.placements}
+        self.units = list(_units(plans, owner=owner))
 
     def _take_values(self, model: nn.Module) -> dict[str, Tensor | PartitionedParameter]:
         """Gives the parameters their dtype and device without memory, and returns the values they had, or who has them."""
         values = {}
         for name, parameter in list(model.named_parameters()):
-            empty = placeholder(parameter.shape, dtype=self.dtype, device=self.mesh.world.device)
-            values[name] = parameter.detach()
+            empty = placeholder(parameter.shape, dtype=self._context.precision.dtype, device=self._context.device)
             if parameter.is_meta:
                 _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))
-            else:
-                partitioned = partitioned_of(parameter)
-                values[name] = parameter.data if partitioned is None else partitioned
-                if partitioned is not None:
-                    partitioned.shard(source=0)
-                parameter.data = empty
+                continue
+            partitioned = partitioned_of(parameter)
+            values[name] = parameter.data if partitioned is None else partitioned
+            if partitioned is not None:
+                partitioned.shard(source=0)
+            parameter.data = empty
         return values
 
     # Buckets without values
 
     def _unit_buckets(self, unit: UnitPlan, *, model: nn.Module) -> Iterator[Bucket]:
-        parameters = dict(model.named_parameters())
+        parameters, row_of = dict(model.named_parameters()), self._context.groups.row_of
         plans = plan_buckets(
             unit,
             model=model,
-            bucket_size=self.policy.bucket_size,
-            persistence_threshold=self.policy.param_persistence_threshold,
-            parts=self.parts,
+            bucket_size=self._policy.bucket_size,
+            persistence_threshold=self._policy.param_persistence_threshold,
+            parts=self._context.parts,
         )
         for number, plan in enumerate(plans):
-            comm = self.mesh.comm(plan.axis)
+            comm = self._context.mesh.comm(plan.kind.axis)
             specs = [
-                ParameterSpec(name=name, shape=tuple(parameters[name].shape), group=self.groups.row_of.get(name, 0))
+                ParameterSpec(name=name, shape=tuple(parameters[name].shape), group=row_of.get(name, 0))
                 for name in plan.names
             ]
             layout = BucketLayout.plan(specs, num_shards=comm.size)
@@ -110,47 +83,47 @@ class Builder:
                 parameters=[parameters[placement.name] for placement in layout.placements],
                 pieces=list(self._pieces(traits, layout=layout, own_rank=comm.rank)),
                 comm=comm,
-                exchange=exchange_of(plan.axis, policy=self.policy, mesh=self.mesh, ledger=self.ledger),
-                store=self.stores.parameters,
-                pool=self.pool,
-                live=self.live,
+                exchange=exchange_of(plan.kind.axis, context=self._context),
+                context=self._context,
             )
 
     def _traits(self, plan: BucketPlan, *, name: str) -> BucketTraits:
         # A group of one has nothing to shard; stage 3 there only means that parameters may be offloaded.
-        is_alone = self.mesh.comm(plan.axis).size == 1 and self.stores.parameters.tier is Tier.device
+        is_alone = self._context.mesh.comm(plan.kind.axis).size == 1 and self._stores.parameters.tier is Tier.device
         return BucketTraits(
             name=name,
             unit=plan.unit,
-            dtype=plan.dtype,
-            gradient_dtype=self.reduce_dtype or plan.dtype,
-            trainable=plan.trainable,
-            shards_parameters=self.policy.shards_parameters and not plan.persistent and not is_alone,
-            shards_gradients=self.policy.shards_gradients,
-            counted=plan.counted,
-            holders=plan.holders,
+            dtype=plan.kind.dtype,
+            gradient_dtype=self._context.precision.reduce_dtype or plan.kind.dtype,
+            trainable=plan.kind.trainable,
+            shards_parameters=self._policy.shards_parameters and not plan.kind.persistent and not is_alone,
+            shards_gradients=self._policy.shards_gradients,
+            counted=plan.kind.counted,
+            holders=plan.kind.holders,
         )
 
     def _pieces(self, traits: BucketTraits, *, layout: BucketLayout, own_rank: int) -> Iterator[Piece]:
         """The pieces that this rank updates: of its shard, or at stage 0 of all shards, cut alike."""
-        updates_all = traits.trainable and not self.policy.shards_optimizer
+        updates_all = traits.trainable and not self._policy.shards_optimizer
         for rank in range(layout.num_shards) if updates_all else (own_rank,):
-            for number, span in enumerate(cut_shard(layout, rank=rank, piece_size=self.piece_size)):
+            for number, span in enumerate(cut_shard(layout, rank=rank, piece_size=self._context.piece_size)):
                 yield self._piece(traits, layout=layout, span=span, name=f"{traits.name}/{rank}.{number}")
 
     def _piece(self, traits: BucketTraits, *, layout: BucketLayout, span: range, name: str) -> Piece:
         """A piece with its slots. A new slot reads as zeros."""
-        size, stores = len(span), self.stores
+        shape, stores = (len(span),), self._stores
         states = gradient = parameter = None
         if traits.trainable:
-            rows = len(self.optimizer.state_names) + (not self._is_own_master(traits))
-            states = stores.optimizer.allocate(name=name, shape=(rows, size), dtype=torch.float32, category="optimizer")
+            rows = len(self._states.names) + (not self._is_own_master(traits))
+            states = stores.optimizer.allocate(
+                name=name, shape=(rows, *shape), dtype=torch.float32, category="optimizer"
+            )
         if traits.trainable and traits.shards_gradients:
             gradient = stores.gradients.allocate(
-                name=name, shape=(size,), dtype=traits.gradient_dtype, category="gradients", keep=True
+                name=name, shape=shape, dtype=traits.gradient_dtype, category="gradients", keep=True
             )
         if traits.shards_parameters:
-            parameter = stores.parameters.allocate(name=name, shape=(size,), dtype=traits.dtype, category="parameters")
+            parameter = stores.parameters.allocate(name=name, shape=shape, dtype=traits.dtype, category="parameters")
         return Piece(
             start=span.start,
             stop=span.stop,
@@ -163,8 +136,8 @@ class Builder:
 
     def _is_own_master(self, traits: BucketTraits) -> bool:
         """An fp32 parameter needs no master copy if the optimizer can write it where its states are."""
-        tier = self.stores.parameters.tier if traits.shards_parameters else Tier.device
-        return traits.dtype is torch.float32 and tier is self.stores.optimizer.tier and tier is not Tier.nvme
+        tier = self._stores.parameters.tier if traits.shards_parameters else Tier.device
+        return traits.dtype is torch.float32 and tier is self._stores.optimizer.tier and tier is not Tier.nvme
 
     # First values
 
@@ -192,18 +165,18 @@ class Builder:
         """Sets the bucket's first values. A collective call for buckets that are never sharded."""
         if not bucket.traits.shards_parameters:
             full = self._allocate_full(bucket).zero_()
-            self.ledger.add(tier=Tier.device, category="parameters", nbytes=full.nbytes)
+            self._context.ledger.add(tier=Tier.device, category="parameters", nbytes=full.nbytes)
             bucket.residency.keep_full(full)
         for piece in bucket.pieces:
             values = torch.zeros(piece.numel, dtype=torch.float32)
             for fragment in piece.fragments:
                 values[fragment.place] = source(name=fragment.name, start=fragment.start, stop=fragment.stop)
-            self.piece_states.set_master(bucket, piece=piece, values=values)
+            self._states.set_master(bucket, piece=piece, values=values)
         bucket.share_parameters()
 
     def _allocate_full(self, bucket: Bucket) -> Tensor:
         """A buffer for parameters that are full on every rank; in shared memory if they are gathered in every step."""
-        if bucket.traits.trainable and self.policy.shards_optimizer:
+        if bucket.traits.trainable and self._policy.shards_optimizer:
             return bucket.comm.empty(bucket.size, dtype=bucket.traits.dtype, label=bucket.traits.name)
         return torch.empty(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
 

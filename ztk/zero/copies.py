@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from ztk.kernels import sum_of_squares
-from ztk.runtime import Comm
 from ztk.zero.bucket import Bucket
-from ztk.zero.store import Store
+from ztk.zero.context import ZeroContext
 
 
 class SharedGradients:
-    """Adds up the gradients of the copies of `buckets`, once per step. comm: of the pipeline axis, whose ranks `holders` names."""
+    """Adds up the gradients of the copies of `buckets`, once per step, over the ranks of the pipeline axis that `holders` names."""
 
-    def __init__(self, buckets: list[Bucket], *, store: Store, comm: Comm) -> None:
+    def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.traits.holders]
-        self._store, self._comm = store, comm
+        self._store, self._comm = context.stores.gradients, context.mesh.comm("pp")
 
     def add_up(self) -> None:
         """Between the last reduction of a step and the norm. A collective call of the ranks that have copies."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ztk.kernels import dequantize, dequantize_reduce, quantize, quantized_bytes
-from ztk.runtime import Comm, MemoryLedger, Mesh, Tier
+from ztk.runtime import Comm, MemoryLedger, Tier
 from ztk.runtime.pending import Handle, Pending, then
+from ztk.zero.context import ZeroContext
 from ztk.zero.policy import ZeroPolicy
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
@@ -111,11 +112,11 @@ def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pe
     return then(work, lambda: out.copy_(dequantize_reduce(received, numel=numel, bits=GRADIENT_BITS, dtype=out.dtype)))
 
 
-def exchange_of(axis: str, *, policy: ZeroPolicy, mesh: Mesh, ledger: MemoryLedger) -> Exchange:
+def exchange_of(axis: str, *, context: ZeroContext) -> Exchange:
     """The exchange of buckets that are sharded over `axis`. Groups inside a node are of data-parallel ranks, so experts have none."""
-    comm = mesh.comm(axis)
+    policy, mesh, comm = context.policy, context.mesh, context.mesh.comm(axis)
     has_groups = axis == "data" and mesh.comm("intra_node").size > 1
     if comm.size == 1 or not (policy.quantized_weights or policy.quantized_gradients or has_groups):
         return Exchange(comm)
     hops = (mesh.comm("intra_node"), mesh.comm("inter_node")) if has_groups else None
-    return QuantizedCollectives(comm, policy=policy, hops=hops, ledger=ledger)
+    return QuantizedCollectives(comm, policy=policy, hops=hops, ledger=context.ledger)

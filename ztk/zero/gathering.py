@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ztk.runtime import PhaseClock
 from ztk.runtime.dispatch_modes import without_dispatch_modes
 from ztk.zero.bucket import Bucket
-from ztk.zero.policy import ZeroPolicy
-from ztk.zero.residency import LiveElements, ParameterState
+from ztk.zero.context import ZeroContext
+from ztk.zero.residency import ParameterState
 from ztk.zero.trace import UseTrace
 
 
@@ -30,9 +29,9 @@ class Gathering:
     units: the root last. open_units: how many units' forwards are running.
     """
 
-    def __init__(self, units: list[Unit], *, policy: ZeroPolicy, live: LiveElements, clock: PhaseClock) -> None:
+    def __init__(self, units: list[Unit], *, context: ZeroContext) -> None:
         self.units, self.open_units = units, 0
-        self._policy, self._live, self._clock = policy, live, clock
+        self._policy, self._clock, self._pool = context.policy, context.clock, context.gathered
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
         self._by_storage: dict[int, Bucket] = {}  # address of a full buffer -> its bucket
         self._trace_with_gradients, self._trace_without = UseTrace(), UseTrace()
@@ -163,7 +162,7 @@ class Gathering:
     def _is_reused_soon(self, bucket: Bucket) -> bool:
         distance = self._trace.distance_to(bucket)
         within = distance is not None and 0 < self._policy.max_reuse_distance >= distance
-        return within and self._live.count <= self._policy.max_live_parameters
+        return within and self._pool.elements_in_use <= self._policy.max_live_parameters
 
     def _release_passed(self) -> None:
         """Releases frozen buckets that the backward does not use again. They have no gradient whose completion releases them."""
@@ -177,7 +176,7 @@ class Gathering:
         for bucket in self._trace.ahead():
             if bucket.residency.is_used:
                 continue
-            if budget <= 0 or self._live.count + bucket.size > self._policy.max_live_parameters:
+            if budget <= 0 or self._pool.elements_in_use + bucket.size > self._policy.max_live_parameters:
                 return
             self._start_gather(bucket)
             budget -= bucket.size  # after the start: a budget smaller than a bucket still prefetches one bucket

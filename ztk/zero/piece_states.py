@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.piece import Piece
-from ztk.zero.store import Stores
 
 MASTER, FROZEN, GRADIENT = (
     "master",
@@ -26,8 +26,8 @@ def rows_by_kind(states: Tensor, *, names: Sequence[str]) -> dict[str, Tensor]:
 class PieceStates:
     """Reads and changes the states of pieces. names: of the optimizer's states."""
 
-    def __init__(self, stores: Stores, *, names: Sequence[str]) -> None:
-        self._stores, self.names = stores, tuple(names)
+    def __init__(self, context: ZeroContext) -> None:
+        self._stores, self.names = context.stores, context.optimizer.state_names
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:

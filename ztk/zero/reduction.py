@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ztk.kernels import sum_of_squares
-from ztk.runtime import Comm, MemoryLedger, PhaseClock, Tier
+from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
 from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
-from ztk.zero.policy import ZeroPolicy
 from ztk.zero.shards import ReducedShards
-from ztk.zero.store import Store
 from ztk.zero.units import ROOT
 
 MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one is sent while the next one fills
@@ -55,28 +54,23 @@ class GradientReduction:
     that were not used) is reduced then, with zeros for what is missing, so ranks that used different modules issue the same
     collectives. The order is that of definition backwards, the root last, and after the first backward the order in which
     rank 0's buckets became complete: a bucket early in the order that completes late would delay all others.
+
+    pool: of unreduced gradients at stages 2 and 3.
     """
 
     def __init__(
         self,
         buckets: list[Bucket],
         *,
-        policy: ZeroPolicy,
-        store: Store,
+        context: ZeroContext,
         gathering: Gathering,
         before_last: Callable[[], None],
-        comm: Comm,
-        pool: BufferPool,
-        ledger: MemoryLedger,
-        clock: PhaseClock,
     ) -> None:
-        """buckets: the trained ones. store: of reduced gradients. comm: of all ranks that hold the same part of the model.
-
-        before_last: called before each reduction of a last backward.
-        """
-        self._buckets, self._policy, self._gathering, self._before_last = buckets, policy, gathering, before_last
-        self._comm, self._pool, self._clock = comm, pool, clock
-        self._shards = ReducedShards(store, pool=pool, clock=clock)
+        """buckets: the trained ones. before_last: called before each reduction of a last backward."""
+        self._buckets, self._gathering, self._before_last = buckets, gathering, before_last
+        self._policy, self._comm, self._clock = context.policy, context.mesh.comm("data"), context.clock
+        self.pool = BufferPool(device=context.device, ledger=context.ledger, category="gradients in flight")
+        self._shards = ReducedShards(context.stores.gradients, pool=self.pool, clock=context.clock)
         root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
         self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
@@ -85,7 +79,7 @@ class GradientReduction:
         self._plan: list[Bucket] = []  # what it completes
         self._num_launched = 0  # of the plan
         self._in_flight: deque[_Reduction] = deque()
-        self._resident = self._allocate_resident(ledger)
+        self._resident = self._allocate_resident(context.ledger)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(_on_gradient, reduction=weakref.ref(self), bucket=number, index=index)
@@ -205,7 +199,7 @@ class GradientReduction:
     def _acquire(self, bucket: Bucket) -> Tensor:
         """A buffer [size] for the local gradient: resident at stages 0 and 1, of the pool at 2 and 3."""
         if bucket.traits.shards_gradients:
-            return self._pool.acquire(bucket.size, dtype=bucket.traits.gradient_dtype)
+            return self.pool.acquire(bucket.size, dtype=bucket.traits.gradient_dtype)
         return self._resident[bucket]
 
     # Reduction of one bucket
@@ -240,7 +234,7 @@ class GradientReduction:
         with self._clock.phase("communication"):
             reduction.work.wait()
         if reduction.local is not None:
-            self._pool.release(reduction.local)
+            self.pool.release(reduction.local)
             self._shards.accumulate(reduction.bucket, shard=reduction.shard, is_last=reduction.is_last)
         elif reduction.is_last:
             reduction.bucket.gradient.squares = sum_of_squares(reduction.shard)
@@ -265,12 +259,12 @@ class GradientReduction:
             reduction = self._in_flight.popleft()
             reduction.work.wait()
             if reduction.local is not None:
-                self._pool.release(reduction.local)
+                self.pool.release(reduction.local)
                 self._shards.release(reduction.bucket, shard=reduction.shard)
         self._shards.settle()
         for bucket in self._buckets:
             if bucket.traits.shards_gradients and (local := bucket.gradient.take()) is not None:
-                self._pool.release(local)
+                self.pool.release(local)
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._gathering.reshard_all()

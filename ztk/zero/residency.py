@@ -1,7 +1,6 @@
 """Where the parameters of one bucket are, and why they are there."""
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -15,6 +14,7 @@ from ztk.zero.layout import BucketLayout
 from ztk.zero.partitioned import placeholder
 from ztk.zero.piece import Piece
 from ztk.zero.store import Store
+from ztk.zero.units import BucketTraits
 
 
 class ParameterState(Enum):
@@ -23,13 +23,6 @@ class ParameterState(Enum):
     sharded = "sharded"  # only the rank's shard exists; the parameters are placeholders without memory
     gathering = "gathering"  # the full buffer is allocated and being filled; the parameters are still placeholders
     gathered = "gathered"  # the parameters are views of the full buffer
-
-
-@dataclass(slots=True)
-class LiveElements:
-    """How many elements of sharded buckets are gathered now, over all buckets of a model."""
-
-    count: int = 0
 
 
 class Residency:
@@ -46,14 +39,12 @@ class Residency:
         self,
         parameters: list[nn.Parameter],
         *,
-        name: str,
-        dtype: torch.dtype,
+        traits: BucketTraits,
         layout: BucketLayout,
         pieces: list[Piece],
-        store: Store,
         exchange: Exchange,
+        store: Store,
         pool: BufferPool,
-        live: LiveElements,
     ) -> None:
         self.state = ParameterState.sharded
         self.full: Tensor | None = None
@@ -61,8 +52,8 @@ class Residency:
         self.open_units = self.pins = 0
         self.is_used = self.stays = self.has_returned_view = False
         self._was_gathered_by_pin = False
-        self._parameters, self._name, self._dtype, self._layout, self._pieces = parameters, name, dtype, layout, pieces
-        self._store, self._exchange, self._pool, self._live = store, exchange, pool, live
+        self._parameters, self._traits, self._layout, self._pieces = parameters, traits, layout, pieces
+        self._exchange, self._store, self._pool = exchange, store, pool
         self._work: Pending | None = None  # the gather that is under way
         self._placeholder: Tensor | None = None
 
@@ -73,9 +64,8 @@ class Residency:
         """sharded -> gathering: fetches the rank's shard into the full buffer, then gathers all shards in place."""
         if self.state is not ParameterState.sharded:
             return
-        self.full = self._pool.acquire(self._layout.size, dtype=self._dtype)
-        self._live.count += self._layout.size
-        self._work = self._exchange.gather(self.full, label=self._name, after=self.start_fetch())
+        self.full = self._pool.acquire(self._layout.size, dtype=self._traits.dtype)
+        self._work = self._exchange.gather(self.full, label=self._traits.name, after=self.start_fetch())
         self.state = ParameterState.gathering
 
     def finish_gather(self) -> None:
@@ -95,11 +85,10 @@ class Residency:
         if self.state is ParameterState.gathering:
             self._finish_work()
         if self._placeholder is None:
-            self._placeholder = placeholder((), dtype=self._dtype, device=self.full.device)
+            self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
             parameter.data = self._placeholder.expand(placement.shape)
         self._pool.release(self.full)
-        self._live.count -= self._layout.size
         self.full, self.is_used, self.state = None, False, ParameterState.sharded
 
     def keep_full(self, full: Tensor) -> None:

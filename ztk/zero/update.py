@@ -26,18 +26,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ztk.kernels import Control
-from ztk.optim import FlatOptimizer
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
 from ztk.runtime.serial import SerialThread
 from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import MASTER, rows_by_kind
-from ztk.zero.store import Stores
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -62,24 +62,22 @@ class _WriteBack:
 
 
 class ShardUpdate:
-    """Runs the optimizer over all pieces that this rank updates."""
+    """Runs the optimizer over all pieces that this rank updates. pool: of buffers beside the optimizer's states."""
 
-    def __init__(
-        self,
-        buckets: list[Bucket],
-        *,
-        optimizer: FlatOptimizer,
-        stores: Stores,
-        pool: BufferPool,
-        clock: PhaseClock,
-    ) -> None:
-        """buckets: the trained ones, in the order of the update. pool: of buffers beside the optimizer's states."""
-        self._optimizer, self._stores, self._pool, self._clock = optimizer, stores, pool, clock
-        self._on_host = stores.optimizer.tier is not Tier.device  # then the update runs where the states are
+    def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
+        """buckets: the trained ones, in the order of the update."""
+        self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
+        self.pool = BufferPool(
+            device=torch.device("cpu"),
+            ledger=context.ledger,
+            category="parameters on their way",
+            tier=Tier.device if context.device.type == "cpu" else Tier.host,
+        )
+        self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
-        self._must_know_of_skips = self._on_host or stores.parameters.tier is not Tier.device
+        self._must_know_of_skips = self._on_host or context.stores.parameters.tier is not Tier.device
         self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
@@ -224,7 +222,7 @@ class ShardUpdate:
         elif resident is not None and resident.device == states.device:
             master, out = rows.pop(MASTER), resident
         else:
-            master, out = rows.pop(MASTER), self._pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+            master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
             self._optimizer.step(
@@ -252,14 +250,14 @@ class ShardUpdate:
             puts.append(self._stores.parameters.put(piece.parameter, value=out))
         elif out is not None and out.device != bucket.full.device:
             piece.of(bucket.full).copy_(out)
-        return _WriteBack(puts=tuple(puts), parameter=out if self._pool.owns(out) else None)
+        return _WriteBack(puts=tuple(puts), parameter=out if self.pool.owns(out) else None)
 
     def _finish_write(self, write: _WriteBack, *, clock: PhaseClock) -> None:
         with clock.phase("io"):
             for put in write.puts:
                 put.wait()
         if write.parameter is not None:
-            self._pool.release(write.parameter)
+            self.pool.release(write.parameter)
 
 
 def _needs_gather(bucket: Bucket) -> bool:

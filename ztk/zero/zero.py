@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.precision import PrecisionPolicy
-from ztk.runtime import MemoryLedger, Mesh, PhaseClock, Tier
+from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.part import InitialValues, Part
 from ztk.zero.build import Builder
+from ztk.zero.context import ZeroContext
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks
@@ -20,7 +21,7 @@ from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext
 from ztk.zero.piece_states import PieceStates
 from ztk.zero.policy import ZeroPolicy
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.residency import LiveElements, ParameterState
+from ztk.zero.residency import ParameterState
 from ztk.zero.state.named import NamedState
 from ztk.zero.state.offload import StateOffloader
 from ztk.zero.state.shards import ModelState
@@ -63,71 +64,43 @@ class Zero:
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
         self.dtype, self.gradient_dtype = precision.dtype, precision.reduce_dtype or precision.dtype
         self._stores, self._comm, self._pipeline_rank = stores, mesh.world, mesh.comm("pp").rank
-        device, live = mesh.world.device, LiveElements()
-        gathered = BufferPool(device=device, ledger=ledger, category="gathered")
-        unreduced = BufferPool(device=device, ledger=ledger, category="gradients in flight")
-        updated = BufferPool(
-            device=torch.device("cpu"),
-            ledger=ledger,
-            category="parameters on their way",
-            tier=Tier.device if device.type == "cpu" else Tier.host,
-        )
-        self._pools = gathered, unreduced, updated
-        self._piece_states = PieceStates(stores, names=optimizer.state_names)
-        built = Builder(
+        context = ZeroContext(
             policy=policy,
-            dtype=precision.dtype,
-            reduce_dtype=precision.reduce_dtype,
+            precision=precision,
             optimizer=optimizer,
             groups=groups,
             stores=stores,
-            piece_states=self._piece_states,
-            piece_size=piece_size,
             mesh=mesh,
             parts=self.parts,
+            piece_size=piece_size,
             ledger=ledger,
-            pool=gathered,
-            live=live,
-        ).build(model, initial_values=initial_values)
+            clock=clock,
+            gathered=BufferPool(device=mesh.world.device, ledger=ledger, category="gathered"),
+        )
+        built = Builder(model, context=context, initial_values=initial_values)
         self.buckets = built.buckets
         self._trained = [bucket for bucket in built.buckets if bucket.traits.trainable]
         self._is_sharded = any(bucket.traits.shards_parameters for bucket in built.buckets)
-        units = built.units if self._is_sharded else []
-        self.gathering = Gathering(units, policy=policy, live=live, clock=clock)
+        self.gathering = Gathering(built.units if self._is_sharded else [], context=context)
         self.hooks = ModelHooks(self.gathering)
         # The root first: the next forward starts there.
         in_order_of_use = sorted(self._trained, key=lambda bucket: bucket.traits.unit != ROOT)
-        self._update = ShardUpdate(in_order_of_use, optimizer=optimizer, stores=stores, pool=updated, clock=clock)
+        self._update = ShardUpdate(in_order_of_use, context=context)
         self.reduction = GradientReduction(
-            self._trained,
-            policy=policy,
-            store=stores.gradients,
-            gathering=self.gathering,
-            before_last=self._update.fetch_ahead,
-            comm=mesh.comm("data"),
-            pool=unreduced,
-            ledger=ledger,
-            clock=clock,
+            self._trained, context=context, gathering=self.gathering, before_last=self._update.fetch_ahead
         )
-        self._copies = SharedGradients(self._trained, store=stores.gradients, comm=mesh.comm("pp"))
-        self.state = ModelState(
-            built.buckets,
-            parts=self.parts,
-            piece_states=self._piece_states,
-            update=self._update,
-            gathering=self.gathering,
-        )
-        self.named_state = NamedState(piece_states=self._piece_states, update=self._update, reduction=self.reduction)
+        self._copies = SharedGradients(self._trained, context=context)
+        self._piece_states = PieceStates(context)
+        self._pools = context.gathered, self.reduction.pool, self._update.pool
+        self.state = ModelState(built.buckets, context=context, update=self._update, gathering=self.gathering)
+        self.named_state = NamedState(context, update=self._update, reduction=self.reduction)
         self.offloader = StateOffloader(
             built.buckets,
-            stores=stores,
-            num_moments=len(optimizer.state_names),
+            context=context,
             gathering=self.gathering,
             reduction=self.reduction,
             update=self._update,
             free_buffers=self.free_buffers,
-            device=device,
-            ledger=ledger,
         )
         self.num_parameters = self._count_parameters()
 

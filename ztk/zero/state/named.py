@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ztk.kernels import sum_of_squares
 from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
 from ztk.zero.reduction import GradientReduction
@@ -22,8 +23,8 @@ WEIGHTS = (MASTER, FROZEN)
 class NamedState:
     """Reads and changes the state of single parameters."""
 
-    def __init__(self, *, piece_states: PieceStates, update: ShardUpdate, reduction: GradientReduction) -> None:
-        self._states, self._update, self._reduction = piece_states, update, reduction
+    def __init__(self, context: ZeroContext, *, update: ShardUpdate, reduction: GradientReduction) -> None:
+        self._states, self._update, self._reduction = PieceStates(context), update, reduction
 
     def has_gradient(self, bucket: Bucket) -> bool:
         """The gradients of `bucket` are reduced, and a step is due."""

@@ -11,12 +11,13 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from ztk.runtime import MemoryLedger, Tier
+from ztk.runtime import Tier
 from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
 from ztk.zero.partitioned import placeholder
+from ztk.zero.piece import Piece
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.store import Slot, Store, Stores
 from ztk.zero.update import ShardUpdate
 
 
@@ -31,22 +32,14 @@ class StateKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Candidate:
-    """A tensor on the device. rows: (number of rows, whether they are offloaded), in order; none: all of it is."""
-
-    tensor: Tensor
-    category: str
-    rows: tuple[tuple[int, bool], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Offloaded:
-    """A tensor without memory, and its content: rows that stayed on the device or went to the host, in order."""
+    """A tensor without memory, and its content along dimension 0: rows that stayed, rows that are offloaded, rows that stayed."""
 
     tensor: Tensor
-    rows: tuple[Tensor, ...]
     category: str
-    host_bytes: int
+    before: Tensor
+    content: Tensor
+    after: Tensor
 
 
 class StateOffloader:
@@ -59,20 +52,18 @@ class StateOffloader:
         self,
         buckets: list[Bucket],
         *,
-        stores: Stores,
-        num_moments: int,
+        context: ZeroContext,
         gathering: Gathering,
         reduction: GradientReduction,
         update: ShardUpdate,
         free_buffers: Callable[[], None],
-        device: torch.device,
-        ledger: MemoryLedger,
     ) -> None:
-        """num_moments: states of the optimizer per parameter. free_buffers: frees the buffers of the pools that are not in use."""
+        """free_buffers: frees the buffers that are not in use."""
         self.absent: frozenset[StateKind] = frozenset()
-        self._buckets, self._stores, self._num_moments = buckets, stores, num_moments
+        self._buckets, self._free_buffers = buckets, free_buffers
         self._gathering, self._reduction, self._update = gathering, reduction, update
-        self._free_buffers, self._device, self._ledger = free_buffers, device, ledger
+        self._stores, self._num_moments = context.stores, len(context.optimizer.state_names)
+        self._device, self._ledger = context.device, context.ledger
         self._unsharded = [bucket for bucket in buckets if not bucket.traits.shards_parameters]
         self._offloaded: list[_Offloaded] = []
         self._copied: list[Tensor] = []  # host memory that a copy to the device may still read
@@ -87,8 +78,8 @@ class StateOffloader:
         if self.absent:  # states of one tensor may be offloaded one after the other
             kinds = self.absent | frozenset(kinds)
             self.reload(non_blocking=False)
-        for candidate in self._candidates(frozenset(kinds)):
-            self._send(candidate, pin=pin_memory, non_blocking=non_blocking)
+        for tensor, rows, category in self._on_device(frozenset(kinds)):
+            self._send(tensor, rows=rows, category=category, pin=pin_memory, non_blocking=non_blocking)
         if StateKind.lp_params in kinds:
             for bucket in self._unsharded:
                 for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
@@ -102,64 +93,55 @@ class StateOffloader:
     def reload(self, *, non_blocking: bool) -> None:
         """Moves everything back to the device. non_blocking: the copies run in the order of the current stream."""
         self._copied.clear()
-        for offloaded in self._offloaded:
-            rows = [row.to(self._device, non_blocking=non_blocking) for row in offloaded.rows]
-            offloaded.tensor.data = rows[0] if len(rows) == 1 else torch.cat(rows)
+        for away in self._offloaded:
+            content = away.content.to(self._device, non_blocking=non_blocking)
+            is_full = not (away.before.numel() or away.after.numel())
+            away.tensor.data = content if is_full else torch.cat([away.before, content, away.after])
             if self._device.type == "cuda" and non_blocking:
-                self._copied += offloaded.rows
-            self._ledger.remove(tier=Tier.host, category=offloaded.category, nbytes=offloaded.host_bytes)
-            self._ledger.add(tier=Tier.device, category=offloaded.category, nbytes=offloaded.host_bytes)
+                self._copied.append(away.content)
+            self._ledger.remove(tier=Tier.host, category=away.category, nbytes=away.content.nbytes)
+            self._ledger.add(tier=Tier.device, category=away.category, nbytes=away.content.nbytes)
         self._offloaded.clear()
         if StateKind.lp_params in self.absent:
             for bucket in self._unsharded:
                 bucket.residency.show_parameters()
         self.absent = frozenset()
 
-    def _candidates(self, kinds: frozenset[StateKind]) -> Iterator[_Candidate]:
-        """What is on the device of `kinds`."""
-        masters, moments = StateKind.hp_params in kinds, StateKind.optim_states in kinds
+    def _on_device(self, kinds: frozenset[StateKind]) -> Iterator[tuple[Tensor, slice, str]]:
+        """(tensor, the rows of it that are offloaded, category) of all tensors of `kinds` that are on the device."""
         for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
-            if (states := _on_device(self._stores.optimizer, slot=piece.states)) is not None:
-                counts = (states.shape[0] - self._num_moments, masters), (self._num_moments, moments)
-                rows = tuple((number, is_sent) for number, is_sent in counts if number)
-                if any(is_sent for _, is_sent in rows):
-                    yield _Candidate(tensor=states, rows=rows, category="optimizer")
-            if StateKind.lp_grads in kinds and (
-                (gradient := _on_device(self._stores.gradients, slot=piece.gradient)) is not None
+            if piece.states is not None and self._stores.optimizer.tier is Tier.device:
+                rows = self._rows(piece, kinds=kinds)
+                if rows.start < rows.stop:
+                    yield piece.states.tensor, rows, "optimizer"
+            for slot, store, kind, category in (
+                (piece.gradient, self._stores.gradients, StateKind.lp_grads, "gradients"),
+                (piece.parameter, self._stores.parameters, StateKind.lp_params, "parameters"),
             ):
-                yield _Candidate(tensor=gradient, category="gradients")
-            if StateKind.lp_params in kinds and (
-                (parameter := _on_device(self._stores.parameters, slot=piece.parameter)) is not None
-            ):
-                yield _Candidate(tensor=parameter, category="parameters")
+                if slot is not None and store.tier is Tier.device and kind in kinds:
+                    yield slot.tensor, slice(None), category
         if StateKind.lp_params in kinds:
-            yield from (_Candidate(tensor=bucket.full, category="parameters") for bucket in self._unsharded)
+            yield from ((bucket.full, slice(None), "parameters") for bucket in self._unsharded)
         if StateKind.lp_grads in kinds:
-            yield from (_Candidate(tensor=full, category="gradients") for full in self._reduction.resident_buffers())
+            yield from ((full, slice(None), "gradients") for full in self._reduction.resident_buffers())
 
-    def _send(self, candidate: _Candidate, *, pin: bool, non_blocking: bool) -> None:
-        tensor, parts, is_sent = candidate.tensor, [candidate.tensor.data], [True]
-        if not all(sent for _, sent in candidate.rows):
-            parts = list(tensor.data.split([number for number, _ in candidate.rows]))
-            is_sent = [sent for _, sent in candidate.rows]
-        rows = tuple(
-            _on_host(part, pin=pin, non_blocking=non_blocking) if sent else part.clone()
-            for part, sent in zip(parts, is_sent, strict=True)
+    def _rows(self, piece: Piece, *, kinds: frozenset[StateKind]) -> slice:
+        """Which rows of a piece's states [k, n] are of `kinds`: first the master weights, if there are some, then the moments."""
+        count = piece.states.shape[0]
+        moments = count - self._num_moments
+        start = 0 if StateKind.hp_params in kinds else moments
+        return slice(start, count if StateKind.optim_states in kinds else moments)
+
+    def _send(self, tensor: Tensor, *, rows: slice, category: str, pin: bool, non_blocking: bool) -> None:
+        start, stop, _ = rows.indices(tensor.shape[0])
+        content = tensor.data[start:stop]
+        if content.device.type != "cpu":
+            host = torch.empty(content.shape, dtype=content.dtype, pin_memory=pin)
+            content = host.copy_(content, non_blocking=non_blocking)
+        before, after = tensor.data[:start].clone(), tensor.data[stop:].clone()
+        self._offloaded.append(
+            _Offloaded(tensor=tensor, category=category, before=before, content=content, after=after)
         )
-        nbytes = sum(part.nbytes for part, sent in zip(parts, is_sent, strict=True) if sent)
-        self._offloaded.append(_Offloaded(tensor=tensor, rows=rows, category=candidate.category, host_bytes=nbytes))
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        self._ledger.remove(tier=Tier.device, category=candidate.category, nbytes=nbytes)
-        self._ledger.add(tier=Tier.host, category=candidate.category, nbytes=nbytes)
-
-
-def _on_device(store: Store, *, slot: Slot | None) -> Tensor | None:
-    """The tensor of a slot of the device tier."""
-    return store.fetch(slot).wait() if slot is not None and store.tier is Tier.device else None
-
-
-def _on_host(tensor: Tensor, *, pin: bool, non_blocking: bool) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-    return host.copy_(tensor, non_blocking=non_blocking)
+        self._ledger.remove(tier=Tier.device, category=category, nbytes=content.nbytes)
+        self._ledger.add(tier=Tier.host, category=category, nbytes=content.nbytes)

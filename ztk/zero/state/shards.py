@@ -1,6 +1,6 @@
 """The state as a checkpoint sees it: every element once over all ranks, in ranges of one parameter and kind."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ztk.runtime.part import Part
 from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import FROZEN, MASTER, PieceStates
@@ -38,21 +39,12 @@ class StateShard(StateSlice):
 
 
 class ModelState:
-    """Reads and sets the state of `buckets`, piece by piece.
-
-    parts: of the parameters that are cut or copied along other axes than the data's.
-    """
+    """Reads and sets the state of `buckets`, piece by piece."""
 
     def __init__(
-        self,
-        buckets: list[Bucket],
-        *,
-        parts: Mapping[str, Part],
-        piece_states: PieceStates,
-        update: ShardUpdate,
-        gathering: Gathering,
+        self, buckets: list[Bucket], *, context: ZeroContext, update: ShardUpdate, gathering: Gathering
     ) -> None:
-        self._buckets, self._parts, self._states = buckets, parts, piece_states
+        self._buckets, self._parts, self._states = buckets, context.parts, PieceStates(context)
         self._update, self._gathering = update, gathering
 
     def part_of(self, name: str, *, bucket: Bucket) -> Part:
