@@ -1,4 +1,4 @@
-"""The engine of a model that is cut into stages: a batch at a time, every rank of the pipeline running its part of the schedule."""
+"""The engine of a model that is cut into stages: every rank of the pipeline runs its part of the schedule, a batch at a time."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class PipelineEngine(Engine):
         self._adds_locally = self._gradients_fit()
 
     def plan_batch(self, accumulation_steps: int) -> None:
-        """So many micro-batches per step from now on, the same on every rank. Raises ValueError if the schedule cannot do with them."""
+        """Sets the number of micro-batches per step from now on, the same on every rank. Raises ValueError if the schedule cannot run them."""
         schedule = make_schedule(
             self.policy.schedule,
             num_ranks=self._pipeline.size,
@@ -159,7 +159,7 @@ class PipelineEngine(Engine):
         return found
 
     def _gradients_fit(self) -> bool:
-        """The rank's whole gradients may stay until the step; at stages 0 and 1 they do anyway."""
+        """The rank's full gradients may stay until the step; at stages 0 and 1 they do anyway."""
         if not self.zero.policy.shards_gradients:
             return True
         elements = sum(bucket.size for bucket in self.zero.buckets if bucket.traits.trainable)

@@ -1,4 +1,4 @@
-"""Stage 3: how a model tells that it needs parameters. Its units' forwards, its attributes and autograd's saved tensors ask for them.
+"""Stage 3: hooks that gather parameters when a unit's forward, a module's attribute or autograd's saved tensors need them.
 
 [Note: Saved parameters]
 Autograd saves views of parameters (`weight.t()`) for the backward, but the buffer under them goes back to the pool after the forward. So a
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ztk.runtime.differentiable import through
+from ztk.runtime.saved_tensors import PackedOutside, active_hooks
 from ztk.zero.bucket import Bucket
 from ztk.zero.gathering import Gathering, Unit, inside_backward
 
@@ -31,14 +32,6 @@ class _SavedParameter:
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PackedOutside:
-    """A saved tensor that the outer hooks packed."""
-
-    packed: object
-    unpack: Callable[[object], Tensor]
 
 
 class ModelHooks:
@@ -159,7 +152,7 @@ class ModelHooks:
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
         """Inside, autograd saves no view of a gathered buffer, but what is needed to gather it again."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = active_hooks()
         if not torch.is_grad_enabled() or (outer and outer[1] == self._unpack):
             yield
             return
@@ -170,7 +163,7 @@ class ModelHooks:
                 return _SavedParameter(
                     bucket=bucket, shape=tensor.shape, strides=tensor.stride(), offset=tensor.storage_offset()
                 )
-            return tensor if outer is None else _PackedOutside(packed=outer[0](tensor), unpack=outer[1])
+            return tensor if outer is None else PackedOutside(packed=outer[0](tensor), unpack=outer[1])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
@@ -179,7 +172,7 @@ class ModelHooks:
         if isinstance(saved, _SavedParameter):
             self._gathering.unshard(saved.bucket)
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
-        return saved.unpack(saved.packed) if isinstance(saved, _PackedOutside) else saved
+        return saved.restore() if isinstance(saved, PackedOutside) else saved
 
 
 class _GatherOnAccess(dict):

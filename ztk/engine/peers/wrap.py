@@ -1,8 +1,8 @@
 """DistributedDataParallel and fully_shard as their users call them, and what they move.
 
 [Note: Counting a peer's traffic]
-torch's collectives are not ours to count, so each peer says by formula what one pass moves, in the units of `CommCounters`. The tests
-hold the formulas against every collective that a dispatch mode sees.
+torch's collectives are not counted by `Comm`, so each peer computes by formula what one pass moves, in the units of `CommCounters`. The tests
+compare the formulas with every collective that a dispatch mode sees.
 """
 
 from collections.abc import Iterable, Iterator
