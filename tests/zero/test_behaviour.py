@@ -285,7 +285,7 @@ def len_of_world(process) -> int:
 
 
 def delayed_run(process, *, stage: int, where: str, offload: str):
-    """Sleeps where a missing wait would let wrong numbers through."""
+    """Waits where a missing synchronisation would let wrong numbers through."""
 
     def before(label: str) -> None:
         if where in label:

@@ -93,7 +93,7 @@ class PipelineEngine(Engine):
         return self._wire.spread(output, source=self._pipeline.size - 1)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Refused: see the class."""
+        """Refused: see the class. Raises: RuntimeError, always."""
         raise RuntimeError(
             "a pipeline trains by engine.train_batch(micro_batches): it has no backward of a single loss"
         )

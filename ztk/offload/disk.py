@@ -32,7 +32,7 @@ class DiskError(OSError):
 class DiskFile:
     """An open offload file of this process.
 
-    `read` and `write` move whole buffers and release the interpreter lock meanwhile, so any number of threads may call
+    `read` and `write` move entire buffers and release the interpreter lock meanwhile, so any number of threads may call
     them. Subclasses may override `read_some` and `write_some`, the system calls.
     """
 

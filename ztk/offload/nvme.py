@@ -10,9 +10,9 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 # it. Nothing else is ordered. A transfer that waits holds no thread, so no order of calls can block the threads.
 #
 # [Note: When the pool runs out]
-# A fetch without a free buffer is queued and starts when a buffer comes back; fetches start in the order of the calls.
-# Buffers come back by themselves from running writes (and from reads released before they ended). When no buffer is coming
-# back, only the caller could return one: then `wait()` on a queued fetch raises PoolExhausted.
+# A fetch without a free buffer is queued and starts when a buffer is returned; fetches start in the order of the calls.
+# Buffers return by themselves from running writes (and from reads released before they ended). When no buffer is about
+# to return, only the caller could return one: then `wait()` on a queued fetch raises PoolExhausted.
 # `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of their thread.
 #
 # [Note: What never reaches the disk]
@@ -120,7 +120,7 @@ class NvmeStore:
         self._queued: deque[_Fetch] = deque()  # fetches without a buffer
         self._most_kept = (policy.buffer_count - MIN_BUFFER_COUNT) * policy.buffer_bytes // 2  # bytes
         self._wanted_kept = self._kept = 0  # bytes: of the slots with `keep`, and of those that are kept now
-        self._num_returning = 0  # buffers that come back without the caller's doing
+        self._num_returning = 0  # buffers that return without the caller's doing
         self._closed = False
         # A store that is dropped without `close`, with its engine in a notebook, keeps neither threads nor memory nor disk space.
         self._drop = weakref.finalize(self, _drop, self._engine, self._pool)
@@ -377,7 +377,7 @@ class NvmeStore:
         return min(self._most_kept, self._wanted_kept) - self._kept
 
     def _returns(self, buffer: Lease) -> Callable[[], None]:
-        """Books a buffer as coming back. Returns the callback for the end of the transfer that still uses it."""
+        """Books a buffer as about to return. Returns the callback for the end of the transfer that still uses it."""
         self._num_returning += 1
 
         def give_back() -> None:

@@ -69,6 +69,7 @@ class OffloadPolicy:
 
     @property
     def uses_nvme(self) -> bool:
+        """Something is offloaded to files."""
         return OffloadTarget.nvme in (self.optimizer, self.parameters)
 
     @property

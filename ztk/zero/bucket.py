@@ -45,6 +45,7 @@ class Bucket:
 
     @property
     def state(self) -> ParameterState:
+        """Where the parameters are."""
         return self.residency.state
 
     @property

@@ -86,6 +86,7 @@ class BucketLayout:
 
     @property
     def shard_size(self) -> int:
+        """Elements of one shard."""
         return self.size // self.num_shards
 
     @property

@@ -80,7 +80,8 @@ class PartitionedParameter:
             init_context.on_partition(parameter)
 
     @property
-    def parameter(self) -> nn.Parameter:
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter itself; None when it is dead."""
         return self._parameter()
 
     @property

@@ -40,15 +40,10 @@ class ZeroPolicy:
             raise ValueError(f"zero.stage={self.stage}: must be 0, 1, 2 or 3; use zero=stage0 ... zero=stage3")
         if self.bucket_size < 1:
             raise ValueError(f"zero.bucket_size={self.bucket_size}: must be at least 1 element")
-        for name in (
-            "prefetch_bucket_size",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "param_persistence_threshold",
-        ):
+        sizes = "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold"
+        for name in sizes:
             if getattr(self, name) < 0:
                 raise ValueError(f"zero.{name}={getattr(self, name)}: must be 0 or more elements")
-
         if self.quantized_weights and self.stage < 3:
             raise ValueError(
                 f"zero.quantized_weights=true: weights are sent at stage 3 only, not at {self.stage}; use zero=stage3"
@@ -64,12 +59,15 @@ class ZeroPolicy:
 
     @property
     def shards_optimizer(self) -> bool:
+        """Stages 1 to 3."""
         return self.stage >= 1
 
     @property
     def shards_gradients(self) -> bool:
+        """Stages 2 and 3."""
         return self.stage >= 2
 
     @property
     def shards_parameters(self) -> bool:
+        """Stage 3."""
         return self.stage >= 3
