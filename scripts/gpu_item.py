@@ -117,7 +117,7 @@ def identity(process: Process, *, precision: str) -> dict:
                 stream = batches(SMALL, micro_batch=8, seq_len=256, device=process.device)
                 losses[layout] = torch.stack([train_step(engine, *next(stream)) for _ in range(STEPS)]).cpu()
                 bits = hashlib.sha256(losses[layout].numpy().tobytes())
-                for _, parameter in sorted(engine.zero.whole_parameters()):
+                for _, parameter in sorted(engine.zero.full_parameters()):
                     bits.update(parameter.cpu().contiguous().view(torch.uint8).numpy().tobytes())
                 digests[layout] = bits.hexdigest()
     difference = ((losses["1 cpu"] - losses["1 none"]) / losses["1 none"]).abs().max()

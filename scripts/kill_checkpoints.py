@@ -149,7 +149,7 @@ def train(engine: Engine, *, saver: Saver, pipe: Connection) -> None:
 
 def state_hash(engine: Engine) -> str:
     """Over all master weights and moments, in an order that no layout changes."""
-    own = [(shard.kind, shard.name, shard.start, shard.value.numpy().tobytes()) for shard in engine.zero.state_shards()]
+    own = [(shard.kind, shard.name, shard.start, shard.value.numpy().tobytes()) for shard in engine.zero.state.shards()]
     total = hashlib.sha256()
     for _, _, _, data in sorted(part for parts in engine.comm.gather_objects(own) for part in parts):
         total.update(data)

@@ -64,7 +64,7 @@ def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
     """Every state element of the model, by kind and name, complete, on every rank."""
     own = [
         (shard.kind, shard.name, shard.part, shard.start, shard.value.clone().cpu())
-        for shard in engine.zero.state_shards()
+        for shard in engine.zero.state.shards()
     ]
     full: dict[tuple[str, str], Tensor] = {}
     for shards in engine.comm.gather_objects(own):
@@ -89,7 +89,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def full_weights(engine: Engine) -> str:
     """A hash over the parameters as the model computes with them."""
-    return digest({("parameter", name): value.float().clone() for name, value in engine.zero.whole_parameters()})
+    return digest({("parameter", name): value.float().clone() for name, value in engine.zero.full_parameters()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,7 +86,7 @@ def mean(process: Process, value: float) -> float:
 
 
 def weights(engine) -> dict[str, Tensor]:
-    return {name: value.float().clone() for name, value in engine.engine.zero.whole_parameters()}
+    return {name: value.float().clone() for name, value in engine.engine.zero.full_parameters()}
 
 
 def loop(process: Process, engine, *, steps: int = STEPS, start: int = 0, period: int = 1000) -> list[float]:

@@ -49,10 +49,10 @@ import deepspeed
 model_engine, *_ = deepspeed.initialize(model=MyModel(), config="ds_config.json")
 train(model_engine, steps=3)
 model_engine.engine.global_steps = 1000
-before = {name: value.clone() for name, value in model_engine.engine.zero.whole_parameters()}
+before = {name: value.clone() for name, value in model_engine.engine.zero.full_parameters()}
 """
     after = """
-after = {name: value.clone() for name, value in model_engine.engine.zero.whole_parameters()}
+after = {name: value.clone() for name, value in model_engine.engine.zero.full_parameters()}
 same = all(torch.equal(before[name], after[name]) for name in before)
 import os
 torch.distributed.barrier()

@@ -100,7 +100,7 @@ def train(process: Process, *, kind: str, dtype: str = "fp32", clip: float = 0.5
         "losses": torch.tensor(losses),
         "norms": torch.tensor(norms),
         "rates": rates,
-        "weights": {name: value.clone() for name, value in source.whole_parameters()},
+        "weights": {name: value.clone() for name, value in source.full_parameters()},
         "memory": engine.memory.by_category(Tier.device),
         "phases": set(engine.clock.seconds),
         "metrics": engine.read_metrics(),

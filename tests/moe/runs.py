@@ -157,7 +157,7 @@ def train(
         norms.append(engine.read_metrics().grad_norm)
     counted, calls = mesh.counters.bytes, mesh.counters.calls
     module_metrics = engine.read_module_metrics()
-    weights = {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
+    weights = {name: value.float().clone() for name, value in engine.zero.full_parameters()}
     bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())
     for name in sorted(weights):
         bits.update(weights[name].numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Disks that fail: the error names file, offset, cause and mend, and nothing hangs or stays behind."""
+"""Disks that fail: the error names file, offset, cause and fix, and nothing hangs or stays behind."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def test_a_failed_read_surfaces_in_wait(make_store, faults) -> None:
     store.flush()
 
 
-def test_buffers_come_back_from_failed_writes(make_store, faults) -> None:
+def test_buffers_return_from_failed_writes(make_store, faults) -> None:
     store = make_store()
     slots = [_slot(store) for _ in range(4)]
     tensors = [store.fetch(slot).wait() for slot in slots[:3]]

@@ -91,7 +91,7 @@ def test_what_is_forgotten_makes_room_when_its_transfers_have_ended(make_store, 
 
 
 def test_what_is_read_ahead_leaves_room_for_what_is_kept(make_store) -> None:
-    """Of four slots' room two are left to kept ones, if there are so many; of the three whole buffers one."""
+    """Of four slots' room two are left to kept ones, if there are so many; of the three buffers one."""
     store = make_store(buffer_count=3 + 4)
     states, (gradient,) = _slots(store, 7, numel=4096), _slots(store, 1, numel=4096, keep=True)
 
@@ -206,7 +206,7 @@ def test_a_fetch_without_a_buffer_starts_when_a_write_ends(make_store, faults) -
 def test_an_exhausted_pool_is_an_error_not_a_hang(make_store) -> None:
     store = make_store()
     slots = _slots(store, 5)
-    for slot in slots:  # buffers have come back before
+    for slot in slots:  # buffers have returned before
         store.put(slot, value=store.fetch(slot).wait())
     held = [store.fetch(slot).wait() for slot in slots[:3]]
     queued = store.fetch(slots[3])

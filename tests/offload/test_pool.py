@@ -1,44 +1,44 @@
-"""The pool's memory: ranges by size first, whole buffers for what does not fit, nothing given out twice."""
+"""The pool's memory: ranges by size first, buffers for what does not fit, nothing given out twice."""
 
 import random
 
 import pytest
 
 from ztk.offload.policy import PAGE_BYTES
-from ztk.offload.pool import BufferPool, Lease
+from ztk.offload.pool import AlignedPool, Lease
 
 PAGE = PAGE_BYTES
 
 
 @pytest.fixture
-def pool() -> BufferPool:
-    made = BufferPool(
-        num_whole=3, buffer_bytes=8 * PAGE, rest_bytes=10 * PAGE, num_staging=1, staging_bytes=PAGE, pin=False
+def pool() -> AlignedPool:
+    made = AlignedPool(
+        num_buffers=3, buffer_bytes=8 * PAGE, rest_bytes=10 * PAGE, num_staging=1, staging_bytes=PAGE, pin=False
     )
     yield made
     made.close()
 
 
-def test_small_requests_leave_the_whole_buffers_alone(pool):
+def test_small_requests_leave_the_buffers_alone(pool):
     small = [pool.take(2 * PAGE) for _ in range(5)]
-    assert not any(lease.whole for lease in small)
+    assert not any(lease.is_buffer for lease in small)
     assert not pool.has_room(PAGE)
     large = [pool.take(8 * PAGE) for _ in range(3)]
-    assert all(lease.whole for lease in large)
+    assert all(lease.is_buffer for lease in large)
     assert pool.take(PAGE) is None
     pool.give(small[2])
     assert pool.has_room(2 * PAGE) and not pool.has_room(3 * PAGE)
 
 
-def test_what_is_taken_ahead_spares_some_of_the_rest_and_one_whole_buffer(pool):
+def test_what_is_taken_ahead_spares_some_of_the_rest_and_one_buffer(pool):
     first = pool.take_spare(4 * PAGE, leaving=4 * PAGE)
-    assert not first.whole
+    assert not first.is_buffer
     others = [pool.take_spare(4 * PAGE, leaving=4 * PAGE) for _ in range(3)]
-    assert [lease and lease.whole for lease in others] == [True, True, None]
-    assert pool.has_room(6 * PAGE) and pool.take(8 * PAGE).whole
+    assert [lease and lease.is_buffer for lease in others] == [True, True, None]
+    assert pool.has_room(6 * PAGE) and pool.take(8 * PAGE).is_buffer
 
 
-def test_free_neighbours_become_one_stretch(pool):
+def test_adjoining_free_ranges_become_one(pool):
     leases = [pool.take(2 * PAGE) for _ in range(5)]
     for index in (0, 2, 4, 1, 3):
         pool.give(leases[index])

@@ -137,7 +137,7 @@ def train(process: Process, *, layout: Layout, steps: int, folder: str = "/tmp")
         bytes={kind: count for kind, count in mesh.counters.bytes.items() if count},
         skipped=metrics.skipped_total,
         validation=float(engine.eval_batch(micro_batches(99, replica=mesh.replica, replicas=mesh.replicas))),
-        weights={name: value.detach().float().clone() for name, value in engine.zero.whole_parameters()},
+        weights={name: value.detach().float().clone() for name, value in engine.zero.full_parameters()},
     )
     engine.close()
     if layout.topology != Topology():

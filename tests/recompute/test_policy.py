@@ -14,7 +14,7 @@ FULL = RecomputePolicy(mode="full")
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "fix"),
     [
         ({"mode": "some"}, "must be one of none, full, selective"),
         ({"mode": "full", "every": 0}, "must be 1 or more"),
@@ -27,8 +27,8 @@ FULL = RecomputePolicy(mode="full")
     ],
     ids=str,
 )
-def test_options_that_change_nothing_are_refused(options, mend):
-    with pytest.raises(ValueError, match=mend):
+def test_options_that_change_nothing_are_refused(options, fix):
+    with pytest.raises(ValueError, match=fix):
         RecomputePolicy(**options)
 
 
@@ -85,7 +85,7 @@ def test_partitioned_inputs_need_tensor_parallel_ranks():
 
 
 @pytest.mark.parametrize(
-    ("model", "modules", "mend"),
+    ("model", "modules", "fix"),
     [
         (nn.Linear(2, 2), (), "name the modules by recompute.modules"),
         (build(), (r"layers\.\d+",), "no module has such a name"),
@@ -93,6 +93,6 @@ def test_partitioned_inputs_need_tensor_parallel_ranks():
     ],
     ids=["no blocks", "no match", "nested"],
 )
-def test_nothing_to_recompute_is_refused(model, modules, mend):
-    with pytest.raises(ValueError, match=mend):
+def test_nothing_to_recompute_is_refused(model, modules, fix):
+    with pytest.raises(ValueError, match=fix):
         recompute_blocks(model, policy=RecomputePolicy(mode="full", modules=modules))

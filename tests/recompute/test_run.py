@@ -108,20 +108,20 @@ def test_tensor_parallel_ranks_share_the_inputs(ranks, more):
 
 
 @pytest.mark.parametrize(
-    ("override", "mend"),
+    ("override", "fix"),
     [
         ("recompute.every=2", "only with recompute=full"),
         ("recompute.inputs_on_cpu=true", "only with recompute=full"),
         ("recompute=some", "only every2, full, none, selective"),
     ],
 )
-def test_what_cannot_act_is_refused(override, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_what_cannot_act_is_refused(override, fix):
+    with pytest.raises(ConfigError, match=fix):
         configured(override)
 
 
 @pytest.mark.parametrize(
-    ("override", "mend"),
+    ("override", "fix"),
     [
         ("recompute.every=0", "must be 1 or more"),
         ("recompute.num_checkpoints=4", "only with recompute.contiguous=true"),
@@ -129,6 +129,6 @@ def test_what_cannot_act_is_refused(override, mend):
         ("recompute.evry=2", "did you mean recompute.every"),
     ],
 )
-def test_options_of_recomputation_are_checked(override, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_options_of_recomputation_are_checked(override, fix):
+    with pytest.raises(ConfigError, match=fix):
         configured("recompute=full", override)

@@ -10,7 +10,7 @@ from tests.topology import matrix
 from ztk.engine import Engine
 from ztk.runtime import Process
 from ztk.tensor import collectives
-from ztk.zero.bucket import Bucket
+from ztk.zero.gradient import BucketGradient
 
 
 def follow_with_fault(process: Process, *, fault: str, layout: str, **where) -> matrix.Walk:
@@ -27,15 +27,15 @@ def _one_replica_weighs_more(process: Process) -> AbstractContextManager:
 
 def _gradients_in_8_bits(process: Process) -> AbstractContextManager:
     """Before they are summed over ranks."""
-    accept = Bucket.accept_gradient
+    accept = BucketGradient.accept
 
-    def rounded(bucket: Bucket, index: int, **options) -> None:
-        gradient = bucket.parameters[index].grad
+    def rounded(own: BucketGradient, index: int, **options) -> None:
+        gradient = own.parameters[index].grad
         largest = gradient.abs().amax().clamp_min(1e-30) / 127
         gradient.copy_((gradient / largest).round() * largest)
-        accept(bucket, index, **options)
+        accept(own, index, **options)
 
-    return patch.object(Bucket, "accept_gradient", rounded)
+    return patch.object(BucketGradient, "accept", rounded)
 
 
 def _activations_in_8_bits(process: Process) -> AbstractContextManager:

@@ -173,7 +173,7 @@ def _train(run: _Run, *, steps: int) -> Cell:
         losses.append(run.step(number))
         norms.append(run.engine.read_metrics().grad_norm)
     bits = hashlib.sha256(torch.tensor(losses, dtype=torch.float64).numpy().tobytes())
-    for _, value in run.engine.zero.whole_parameters():
+    for _, value in run.engine.zero.full_parameters():
         bits.update(value.float().contiguous().numpy().tobytes())
     run.engine.close()
     return Cell(losses=losses, grad_norms=norms, digest=bits.hexdigest())

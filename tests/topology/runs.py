@@ -130,7 +130,7 @@ def train(process: Process, *, strategy: Strategy, steps: int = 20, config: Deco
         norms.append(engine.read_metrics().grad_norm)
     elements = {axis: dict(mesh.comm(axis).counters.elements) for axis in AXES}
     bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())
-    for _, value in engine.zero.whole_parameters():
+    for _, value in engine.zero.full_parameters():
         bits.update(value.float().contiguous().numpy().tobytes())
     outcome = Outcome(
         losses=losses,

@@ -24,7 +24,7 @@ def _whole(process: Process, *, zero: dict, topology: Topology) -> tuple[dict[st
     """Weights as the ranks compute with them, the first gradient's norm, and bytes that a step moves between neighbourhoods."""
     arranged = process.arrange(topology)
     engine = make_engine(arranged, strategy=Strategy(stage=3, topology=topology, zero=zero))
-    weights = {name: value.clone() for name, value in engine.zero.whole_parameters()}
+    weights = {name: value.clone() for name, value in engine.zero.full_parameters()}
     arranged.mesh.counters.reset()
     train_step(engine, step=0)
     norm = engine.read_metrics().grad_norm

@@ -145,7 +145,7 @@ def train(
         losses.append(float(mean))
         norms.append(engine.read_metrics().grad_norm)
     elements, calls = dict(process.comm.counters.elements), dict(process.comm.counters.calls)
-    weights = {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
+    weights = {name: value.float().clone() for name, value in engine.zero.full_parameters()}
     bits = hashlib.sha256()
     for name in sorted(weights):
         bits.update(weights[name].numpy().tobytes())

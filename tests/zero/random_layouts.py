@@ -171,9 +171,9 @@ def train(
             if turn + 1 < len(strategies):
                 save(engine, folder=folder)
             digest = hashlib.sha256()
-            whole = {name: value.float().numpy().tobytes() for name, value in engine.zero.whole_parameters()}
-            for name in sorted(whole):  # buckets, and so their order, may differ
-                digest.update(whole[name])
+            full = {name: value.float().numpy().tobytes() for name, value in engine.zero.full_parameters()}
+            for name in sorted(full):  # buckets, and so their order, may differ
+                digest.update(full[name])
             engine.close()
         process.comm.barrier()  # before the folder goes
     return losses, digest.hexdigest()

@@ -12,7 +12,7 @@ from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.zero import ZeroPolicy
-from ztk.zero.bucket import ParameterState
+from ztk.zero.residency import ParameterState
 from ztk.zero.units import plan_units
 
 
@@ -162,7 +162,7 @@ class Wrapped(nn.Module):
 
 
 def parts_by_themselves(process, *, stage: int) -> list[float]:
-    """A loop that calls the inner model, its embedding and its head, never the whole; gathered afterwards: nothing."""
+    """A loop that calls the inner model, its embedding and its head, never the outer one; gathered afterwards: nothing."""
     torch.manual_seed(0)
     engine = make_engine(process, layout=Layout(stage=stage), model=Wrapped())
     inner = engine.module.inner
@@ -242,7 +242,7 @@ def test_a_backward_that_broke_off_can_be_discarded(ranks, stage, offload):
 
 
 def gathered_at_once(process, *, frozen: bool) -> int:
-    """The most buckets that exist whole in the backward of the third step."""
+    """The most buckets that are unsharded in the backward of the third step."""
     model = build()
     model.blocks = nn.ModuleList(Block(odd=0) for _ in range(8))
     for name, parameter in model.named_parameters():

@@ -13,14 +13,14 @@ from tests.ranks import RankFailed, RankPool
 from tests.rounding import Bounds
 from tests.zero.models import CLASSES, WIDTH, Layout, Model, batches, build, make_engine, train
 from ztk.optim import OptimizerPolicy
-from ztk.zero.bucket import ParameterState
 from ztk.zero.layout import SHARD_ALIGNMENT
+from ztk.zero.residency import ParameterState
 
 STAGES = [0, 1, 2, 3]
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: value.float().clone() for name, value in engine.zero.whole_parameters()}
+    return {name: value.float().clone() for name, value in engine.zero.full_parameters()}
 
 
 # Accumulation
@@ -307,7 +307,7 @@ def len_of_world(process) -> int:
 
 
 def delayed_run(process, *, stage: int, where: str, offload: str):
-    """Sleeps where a missing wait would let wrong numbers through."""
+    """Waits where a missing synchronisation would let wrong numbers through."""
 
     def before(label: str) -> None:
         if where in label:

@@ -35,7 +35,7 @@ def test_every_stage_and_tier_gives_the_same_bits(ranks, world, dtype):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_fp32_equals_a_plain_loop(ranks, world):
-    """One process, whole batches, torch's own AdamW and clipping: within 1e-5 relative over 20 steps."""
+    """One process, undivided batches, torch's own AdamW and clipping: within 1e-5 relative over 20 steps."""
     model = build()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -64,7 +64,7 @@ def test_fp16_overflow_skips_on_all_ranks_alike(ranks, stage):
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_persistent_parameters_change_nothing(ranks, offload):
-    """Biases and norms stay whole at stage 3; the layout with its sums is the same at stage 0 if it is told so."""
+    """Biases and norms stay full at stage 3; the layout with its sums is the same at stage 0 if it is told so."""
     zero = {"param_persistence_threshold": 110, "bucket_size": 10**6}
     first = ranks(2).run(train, layout=Layout(stage=0, zero=zero))[0]
     kept = ranks(2).run(train, layout=Layout(stage=3, offload=offload, zero=zero))

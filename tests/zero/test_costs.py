@@ -106,7 +106,7 @@ def test_live_parameters_are_bounded(ranks):
 
 
 def passing_bytes(process, *, layers: int) -> int:
-    """Bytes of whole gradients that stage 2 holds at one time, after a few steps of a deep model."""
+    """Bytes of full gradients that stage 2 holds at one time, after a few steps of a deep model."""
     model = build()
     model.blocks = nn.ModuleList(Block(odd=0) for _ in range(layers))
     run = train(process, layout=Layout(stage=2, zero={"bucket_size": 10**6}), steps=3, plain=True, model=model)

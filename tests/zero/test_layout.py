@@ -42,14 +42,14 @@ def test_segments_and_fragments_partition_every_piece(seed):
         group_at.update(dict.fromkeys(range(placement.offset, placement.stop), placement.group))
     seen: dict[str, list[int]] = {placement.name: [] for placement in layout.placements}
     for rank in range(layout.num_shards):
-        for stretch in cut_shard(layout, rank=rank, piece_size=SHARD_ALIGNMENT * (1 + seed % 3)):
-            position = stretch.start
-            for segment in layout.segments(stretch):
+        for span in cut_shard(layout, rank=rank, piece_size=SHARD_ALIGNMENT * (1 + seed % 3)):
+            position = span.start
+            for segment in layout.segments(span):
                 assert segment.start == position < segment.stop
                 assert all(group_at.get(e, segment.group) == segment.group for e in range(segment.start, segment.stop))
                 position = segment.stop
-            assert position == stretch.stop
-            for fragment in layout.fragments(stretch):
+            assert position == span.stop
+            for fragment in layout.fragments(span):
                 seen[fragment.name] += range(fragment.start, fragment.stop)
     for placement in layout.placements:
         assert seen[placement.name] == list(range(placement.numel))

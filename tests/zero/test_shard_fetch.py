@@ -1,17 +1,59 @@
-"""Whether a gather starts at once must not depend on how far this rank's update has come: ranks see that at different times."""
+"""Whether a gather starts at once must not depend on how far this rank's update is: ranks see its end at different times."""
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
-from ztk.runtime import Tier
-from ztk.zero.bucket import Bucket, _ShardFetch
+from ztk.runtime import Comm, MemoryLedger
+from ztk.runtime.buffers import BufferPool
+from ztk.runtime.comm.transport import SingleRankTransport
+from ztk.zero.exchange import Exchange
+from ztk.zero.layout import BucketLayout, ParameterSpec
+from ztk.zero.piece import Piece
+from ztk.zero.residency import ParameterState, Residency
+from ztk.zero.store import DeviceStore
+from ztk.zero.units import BucketTraits
+
+CPU = torch.device("cpu")
 
 
-def bucket(updated: Future | None) -> SimpleNamespace:
-    made = SimpleNamespace(updated=updated, parameter_store=SimpleNamespace(tier=Tier.device), fetch_shard=list)
-    made.wait_for_update = lambda: Bucket.wait_for_update(made)
+def residency(updated: Future | None) -> Residency:
+    """Of one parameter of 8 ones in one shard on the device."""
+    layout = BucketLayout.plan([ParameterSpec(name="weight", shape=(8,))], num_shards=1)
+    ledger = MemoryLedger()
+    store = DeviceStore(device=CPU, ledger=ledger)
+    slot = store.allocate(name="weight", shape=(layout.size,), dtype=torch.float32, category="parameters")
+    slot.tensor.fill_(1)
+    span = layout.shard(0)
+    piece = Piece(
+        start=0,
+        stop=layout.size,
+        segments=(),
+        fragments=tuple(layout.fragments(span)),
+        states=None,
+        gradient=None,
+        parameter=slot,
+    )
+    made = Residency(
+        [nn.Parameter(torch.zeros(8))],
+        traits=BucketTraits(
+            name="weight",
+            unit="root",
+            dtype=torch.float32,
+            gradient_dtype=torch.float32,
+            trainable=True,
+            shards_parameters=True,
+            shards_gradients=True,
+        ),
+        layout=layout,
+        pieces=[piece],
+        store=store,
+        exchange=Exchange(Comm(SingleRankTransport(), rank=0, size=1, device=CPU)),
+        pool=BufferPool(device=CPU, ledger=ledger, category="gathered"),
+    )
+    made.updated = updated
     return made
 
 
@@ -20,8 +62,19 @@ def test_an_update_behind_the_forward_defers_the_gather_whether_done_or_not(done
     updated = Future()
     if done:
         updated.set_result(None)
-    assert not _ShardFetch(bucket(updated)).is_immediate
+    made = residency(updated)
+    made.full = torch.zeros(128)
+    assert not made.start_fetch().is_immediate
+    made.full = None
+    made.start_gather()
+    assert made.state is ParameterState.gathering
+    if not done:
+        updated.set_result(None)
+    made.finish_gather()
+    assert made.state is ParameterState.gathered and made.full[:8].eq(1).all()
 
 
 def test_without_an_update_it_starts_at_once():
-    assert _ShardFetch(bucket(None)).is_immediate
+    made = residency(None)
+    made.full = torch.zeros(128)
+    assert made.start_fetch().is_immediate

@@ -52,7 +52,7 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
     comm, module = engine.process.comm, engine.module
     cut = is_cut(engine)
     values = {}
-    for name, value in engine.zero.whole_parameters():
+    for name, value in engine.zero.full_parameters():
         if keeps or cut:
             values[name] = value.detach().to("cpu", copy=True)
     held = _parameters_held(engine)
@@ -85,7 +85,7 @@ def _parameters_held(engine: Subject) -> dict[str, _Held]:
     for bucket in engine.zero.buckets:
         for placement in bucket.layout.placements:
             held[placement.name] = _Held(
-                part=engine.zero.part_of(placement.name, bucket=bucket),
+                part=engine.zero.state.part_of(placement.name, bucket=bucket),
                 dtype=bucket.traits.dtype,
                 trainable=bucket.traits.trainable,
             )

@@ -89,10 +89,10 @@ def load(
         same_world = manifest.world_size == comm.size
         with agreement.step():
             source = _state_source(reader, parts=engine.zero.parts, weights_only=weights_only)
-            engine.zero.load_state(source, keep=frozenset(matched.kept))
+            engine.zero.state.load(source, keep=frozenset(matched.kept))
             _load_buffers(engine, reader=reader, keep=matched.kept)
             rng = reader.rng_states(comm.rank) if same_world and not weights_only else None
-        engine.zero.share_parameters()
+        engine.zero.state.share_parameters()
         if not weights_only:
             _restore_progress(engine, manifest=manifest)
             if rng is not None:
@@ -111,7 +111,7 @@ def load(
 
 
 def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_only: bool) -> Callable[..., Tensor]:
-    """The `read` of `Zero.load_state`. A trained parameter may be loaded as a frozen one and, with `weights_only`, the other way round."""
+    """The `read` of `ModelState.load`. A trained parameter may be loaded as a frozen one and, with `weights_only`, the other way round."""
 
     def read(*, name: str, kind: str, start: int, stop: int) -> Tensor:
         if kind in ("master", "parameter"):

@@ -53,7 +53,7 @@ def parameter_infos(engine: Subject) -> list[TensorInfo]:
         for placement in bucket.layout.placements:
             infos[placement.name] = TensorInfo(
                 name=placement.name,
-                shape=list(engine.zero.part_of(placement.name, bucket=bucket).full_shape),
+                shape=list(engine.zero.state.part_of(placement.name, bucket=bucket).full_shape),
                 dtype=DTYPE_NAMES[bucket.traits.dtype],
                 trainable=bucket.traits.trainable,
             )

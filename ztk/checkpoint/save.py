@@ -246,7 +246,7 @@ class Saver:
                 if self._engine.zero.tiers["optimizer"] == Tier.nvme:  # this tier is chosen to save main memory
                     source.keep_small()
                     job.read = threading.Event()
-                    self._engine.zero.hold_state(until=partial(self._await_reading, job))
+                    self._engine.zero.state.before_change(partial(self._await_reading, job))
                 else:
                     self._book(-self._staging.nbytes)
                     self._staging.open(source.specs)

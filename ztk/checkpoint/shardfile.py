@@ -59,7 +59,7 @@ class ShardSource:
     def _plan(self) -> dict[tuple[str, str], Slice]:
         """One slice per parameter and kind, however many pieces it consists of, so that files do not depend on the offload tier."""
         slices: dict[tuple[str, str], Slice] = {}
-        for part in self._engine.zero.state_slices():
+        for part in self._engine.zero.state.slices():
             if part.kind == FROZEN and self._trained_only:
                 continue
             before = slices.get((part.kind, part.name))
@@ -91,9 +91,9 @@ class ShardSource:
     def stream(self, append: Append, *, aside: bool = False) -> None:
         """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time.
 
-        aside: called from another thread than the training's, see `Zero.state_shards`.
+        aside: called from another thread than the training's, see `ModelState.shards`.
         """
-        with closing(self._engine.zero.state_shards(aside=aside)) as shards:
+        with closing(self._engine.zero.state.shards(aside=aside)) as shards:
             for shard in shards:
                 if (shard.kind, shard.name) in self.slices:
                     append(self.slices[shard.kind, shard.name].key, value=shard.value)

@@ -173,7 +173,7 @@ def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     own, errors = dict(state), []
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         owner: Owner = owner_of(parameter)
-        part = engine.engine.zero.part_of(owner.name, bucket=owner.bucket)
+        part = engine.engine.zero.state.part_of(owner.name, bucket=owner.bucket)
         if name not in own or part.is_full:
             continue
         value = own.pop(name)

@@ -22,7 +22,7 @@ from ztk.deepspeed.watch.watcher import Watcher
 from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.runtime import Topology
-from ztk.zero.state_offload import StateKind
+from ztk.zero.state.offload import StateKind
 
 _FIX = (
     "there is nothing to train: no optimizer was given, and no forward of the engine has run with gradients on, or no parameter "

@@ -6,7 +6,7 @@ from enum import StrEnum
 from ztk.deepspeed.log import logger
 from ztk.engine import Engine
 from ztk.offload import OffloadPolicy, OffloadTarget
-from ztk.zero.state_offload import StateKind, StateOffloader
+from ztk.zero.state.offload import StateKind
 
 OffloadStateTypeEnum = StateKind  # DeepSpeed's name, with the same members
 
@@ -24,7 +24,7 @@ class StateOffload:
 
     def __init__(self, engine: Engine, *, policy: OffloadPolicy) -> None:
         self._policy = policy
-        self._state_offloader = StateOffloader(engine.zero, ledger=engine.memory)
+        self._state_offloader = engine.zero.offloader
 
     def offload(
         self,
@@ -46,7 +46,7 @@ class StateOffload:
                 "come and go with every pass; there is nothing left to move"
             )
         kinds = [kind for kind in StateKind if include is None or kind in include]
-        self._state_offloader.leave(kinds, pin_memory=pin_memory, non_blocking=non_blocking)
+        self._state_offloader.offload(kinds, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload(self, *, non_blocking: bool) -> None:
         """See `DeepSpeedEngine.reload_states`."""

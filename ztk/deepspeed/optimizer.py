@@ -10,7 +10,7 @@ from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
-from ztk.zero.state_offload import StateKind
+from ztk.zero.state.offload import StateKind
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

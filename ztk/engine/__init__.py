@@ -1,4 +1,4 @@
-"""Forward, backward, step: the one engine behind every door."""
+"""Forward, backward, step: the one engine behind the library, the command line and the DeepSpeed layer."""
 
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.engine import Engine

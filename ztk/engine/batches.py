@@ -1,4 +1,4 @@
-"""A whole batch in one call, for engines whose caller may also write the loop: forward, backward, step."""
+"""A batch in one call, for engines whose caller may also write the loop: forward, backward, step."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -11,7 +11,7 @@ from ztk.pipeline.layers import MicroBatch
 
 
 def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
-    """The next `count` of them. Raises ValueError if there are fewer."""
+    """The next `count` micro-batches. Raises ValueError if there are fewer."""
     taken = [MicroBatch.of(batch) for batch in islice(micro_batches, count)]
     if len(taken) < count:
         raise ValueError(

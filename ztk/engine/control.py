@@ -1,4 +1,4 @@
-"""The scalars of a step: they live on the device, one small kernel decides, the host reads them when it wants to know."""
+"""The scalars of a step: they are on the device, one small kernel decides, and the host reads them when it needs them."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ class StepControl:
         self.scaling = loss_scale
         self.state = control_state(loss_scale, device=device)
         self.hyper = groups.hyper(device=device)
-        self.row_of = groups.row_of  # of every trained parameter of the whole model, those of other ranks included
+        self.row_of = groups.row_of  # of every trained parameter of the model, those of other ranks included
         self.control = torch.zeros(len(groups.rows), CONTROL_COLUMNS, dtype=torch.float32, device=device)
         self._settings = control_settings(
             loss_scale, gradient_divisor=gradient_divisor, clip_grad_norm=optimizer.clip_grad_norm, device=device
@@ -85,6 +85,6 @@ class StepControl:
         return torch.stack([self.state[State.found_inf], self._scale_before])
 
     def is_unrecoverable(self, overflow_status: Tensor) -> bool:
-        """A non-finite gradient that no smaller scale can mend. `overflow_status` is a host tensor."""
+        """The gradient is not finite and no smaller loss scale can fix that. overflow_status: on the host [2]."""
         found, scale = overflow_status.tolist()
         return bool(found) and (not self.scaling.dynamic or scale <= self.scaling.floor)

@@ -1,4 +1,4 @@
-"""The engine: a model that trains under a memory strategy which it does not know."""
+"""The engine: trains a model under a memory strategy, of which the model knows nothing."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import Zero
 from ztk.zero.partitioned import ZeroInitContext
+from ztk.zero.reduction import Backward
 
 
 class Engine:
@@ -34,7 +35,7 @@ class Engine:
         accumulation_steps: int = 1,
         module_metrics: Callable[[], dict[str, object]] | None = None,
     ) -> None:
-        """module_metrics: what the modules have to tell since the last call, a collective call; None: nothing."""
+        """module_metrics: returns what the modules measured since the last call, a collective call; None: they measure nothing."""
         self.module, self.zero, self.control, self.process = module, zero, control, process
         self.memory, self.clock, self.io, self.comm = memory, clock, io, process.comm
         self.accumulation_steps = accumulation_steps
@@ -59,7 +60,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside add up locally and are not reduced; at stages 2 and 3 too, at the price of whole gradients."""
+        """Gradients of backwards inside add up locally and are not reduced; at stages 2 and 3 too, at the price of full gradients."""
         self._synchronise, before = False, self._synchronise
         try:
             yield
@@ -79,21 +80,21 @@ class Engine:
         retain_graph: as in `Tensor.backward`.
         """
         scaled = self.scale(loss)
-        self.zero.reduction.open_backward()
+        self.zero.reduction.begin()
         with self.clock.phase("backward"):
             scaled.backward(retain_graph=retain_graph)
-            self.zero.reduction.finish_backward()
+            self.zero.reduction.finish()
 
     def prepare_backward(self) -> None:
-        """Tells the gradients' hooks what the coming backward is for; `backward` and `scale` call it by themselves."""
-        boundary = self.is_accumulation_boundary
-        self.zero.reduction.synchronise = self._synchronise and (boundary or self.zero.policy.shards_gradients)
-        self.zero.reduction.is_boundary = boundary
+        """Says what the next backward is for; `backward` and `scale` call it by themselves."""
+        is_last = self.is_accumulation_boundary
+        reduces = self._synchronise and (is_last or self.zero.policy.shards_gradients)
+        self.zero.reduction.announce(Backward(reduces=reduces, is_last=is_last))
 
     def step(self) -> bool:
         """Ends a micro-batch. At a boundary the optimizer steps: True, also if overflow made it skip.
 
-        Raises FloatingPointError, on all ranks alike, for a non-finite gradient that no smaller loss scale can mend.
+        Raises FloatingPointError, on all ranks alike, for a non-finite gradient that no smaller loss scale can fix.
         """
         boundary = self.is_accumulation_boundary
         self.micro_steps += 1

@@ -1,4 +1,4 @@
-"""Non-finite gradients that skipping cannot mend end the run, and say where they came from."""
+"""Ends the run for non-finite gradients that skipping steps cannot fix, and names the first parameter."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from ztk.zero import Zero
 
 
 class OverflowGuard:
-    """Looks at each step's overflow_status: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
+    """Looks at each step's overflow status: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
 
-    The step that was hopeless changed no parameter, so a late look loses nothing but, if the next batch is fine, the name of the
-    parameter; the step is named in any case.
+    The unrecoverable step changed no parameter, so a late look loses only the name of the parameter, if the next batch is fine. The
+    error names the step in any case.
     """
 
     def __init__(self, control: StepControl, *, zero: Zero, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class OverflowGuard:
         self._pending = False
 
     def check(self, *, step: int) -> None:
-        """Called between the overflow_status and the update, on all ranks. Raises FloatingPointError."""
+        """Called before the update, on all ranks. step: the number of this step. Raises FloatingPointError."""
         if not self._late:
             self._judge(self._control.overflow_status(), step=step)
             return
@@ -35,7 +35,7 @@ class OverflowGuard:
         self._pending = True
 
     def finish(self, *, step: int) -> None:
-        """The run ends after `step` steps: a overflow_status that was not looked at yet is."""
+        """The run ends after `step` steps: looks at the last overflow status. Raises FloatingPointError."""
         if self._pending:
             self._pending = False
             self._event.synchronize()
@@ -54,8 +54,8 @@ class OverflowGuard:
         scaling = self._control.scaling
         if scaling.dynamic:
             reason = f"at the smallest loss scale (precision.loss_scale.floor={scaling.floor:g})"
-            mend = "the model diverges or fp16 is too narrow for it: use precision=bf16, or a smaller optimizer.lr"
+            fix = "the model diverges or fp16 is too narrow for it: use precision=bf16, or a smaller optimizer.lr"
         else:
-            reason = "and there is no dynamic loss scale that could mend it"
-            mend = "look at the data and the loss of this step, or use a smaller optimizer.lr"
-        raise FloatingPointError(f"step {step}: the gradient of {name} is not finite {reason}; {mend}")
+            reason = "and there is no dynamic loss scale that could fix it"
+            fix = "look at the data and the loss of this step, or use a smaller optimizer.lr"
+        raise FloatingPointError(f"step {step}: the gradient of {name} is not finite {reason}; {fix}")

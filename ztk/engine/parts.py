@@ -1,4 +1,4 @@
-"""Says it when somebody reads what a rank holds of a model as if it were the model."""
+"""Warns when a rank's part of a model is read as if it were the model."""
 
 import warnings
 import weakref
@@ -6,19 +6,19 @@ import weakref
 from torch import nn
 
 from ztk.zero import Zero
-from ztk.zero.bucket import ParameterState
+from ztk.zero.residency import ParameterState
 
 _TEXT = (
     "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered read as NaN. For "
-    "whole weights use ztk.checkpoint.full_state_dict(engine), `module_state_dict()` of the DeepSpeed door's engine, or a checkpoint and "
+    "full weights use ztk.checkpoint.full_state_dict(engine), `module_state_dict()` of the DeepSpeed engine, or a checkpoint and "
     "`python -m ztk.checkpoint export`"
 )
 
 
 def warn_of_parts(model: nn.Module, *, zero: Zero, is_cut: bool) -> None:
-    """From now on `model.state_dict()` warns (RuntimeWarning) while it has not all weights.
+    """Makes `model.state_dict()` warn (RuntimeWarning) while it does not have all weights.
 
-    is_cut: other axes than the data's cut the model, which no gathering of `zero` mends.
+    is_cut: other axes than the data's cut the model, so gathering by `zero` does not make it full.
     """
     if not (is_cut or zero.policy.shards_parameters):
         return

@@ -1,4 +1,4 @@
-"""The engine of a model that is cut into stages: a batch at a time, every rank of the pipeline running its part of the schedule."""
+"""The engine of a model that is cut into stages: every rank of the pipeline runs its part of the schedule, a batch at a time."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from ztk.pipeline.policy import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.pipeline.wire import Wire
 from ztk.zero.bucket import Bucket
+from ztk.zero.reduction import Backward
 
 
 class PipelineEngine(Engine):
@@ -41,7 +42,7 @@ class PipelineEngine(Engine):
         self._adds_locally = self._gradients_fit()
 
     def plan_batch(self, accumulation_steps: int) -> None:
-        """So many micro-batches per step from now on, the same on every rank. Raises ValueError if the schedule cannot do with them."""
+        """Sets the number of micro-batches per step from now on, the same on every rank. Raises ValueError if the schedule cannot run them."""
         schedule = make_schedule(
             self.policy.schedule,
             num_ranks=self._pipeline.size,
@@ -92,7 +93,7 @@ class PipelineEngine(Engine):
         return self._wire.spread(output, source=self._pipeline.size - 1)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Refused: see the class."""
+        """Refused: see the class. Raises: RuntimeError, always."""
         raise RuntimeError(
             "a pipeline trains by engine.train_batch(micro_batches): it has no backward of a single loss"
         )
@@ -143,11 +144,10 @@ class PipelineEngine(Engine):
         """Gradients that arrive inside are reduced when they are complete. See [Note: ZeRO inside a stage]."""
         reduction = self.zero.reduction
         is_last = action == self._last_of[action.stage]
-        reduction.is_boundary = is_last
-        reduction.synchronise = is_last or (not self._adds_locally and action.kind is self._completing)
-        reduction.open_backward(self._buckets_of[action.stage])
+        reduces = is_last or (not self._adds_locally and action.kind is self._completing)
+        reduction.begin(Backward(reduces=reduces, is_last=is_last, scope=self._buckets_of[action.stage]))
         yield
-        reduction.finish_backward()
+        reduction.finish()
 
     def _buckets_by_stage(self) -> dict[int, set[Bucket]]:
         """Each bucket belongs to the first of this rank's stages that uses it, whose backward comes last."""
@@ -159,7 +159,7 @@ class PipelineEngine(Engine):
         return found
 
     def _gradients_fit(self) -> bool:
-        """The rank's whole gradients may stay until the step; at stages 0 and 1 they do anyway."""
+        """The rank's full gradients may stay until the step; at stages 0 and 1 they do anyway."""
         if not self.zero.policy.shards_gradients:
             return True
         elements = sum(bucket.size for bucket in self.zero.buckets if bucket.traits.trainable)

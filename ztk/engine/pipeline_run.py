@@ -1,4 +1,4 @@
-"""One batch through a pipeline, as one rank lives it: the actions of its schedule, one after the other."""
+"""One batch through a pipeline, as one rank sees it: the actions of its schedule, one after the other."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Graph:
-    """What the forward of a stage and micro-batch leaves for its backward: not the output itself, whose memory is free when it is sent."""
+    """What the backward of a stage and micro-batch needs of its forward. Not the output, whose memory is free when it is sent."""
 
-    inputs: list[Tensor]  # leaves that want gradients
+    inputs: list[Tensor]  # leaves that need gradients
     outputs: list[GradientEdge]
     kinds: list[TensorKind]  # of the outputs
 
@@ -79,10 +79,10 @@ class PipelineRun:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._arriving_gradients: dict[tuple[int, int], ArrivingGradients] = {}
         self._leaving_gradients: dict[tuple[int, int], list[Tensor]] = {}
-        self._put_off: dict[tuple[int, int], list] = {}
+        self._deferred: dict[tuple[int, int], list] = {}
 
     def run(self) -> None:
-        """The whole batch."""
+        """Runs the batch."""
         self._weights = self._wire.open(self._batches)  # the first rank's: others may have no micro-batches
         for action in self._schedule.ranks[self._rank]:
             self._do(action)
@@ -144,7 +144,7 @@ class PipelineRun:
 
     def _backward_input(self, action: Action) -> None:
         collector = self._trainer.deferred
-        collector.collecting = self._put_off[action.stage, action.micro_batch] = []
+        collector.collecting = self._deferred[action.stage, action.micro_batch] = []
         try:
             self._backward(action)
         finally:
@@ -152,7 +152,7 @@ class PipelineRun:
 
     def _backward_weight(self, action: Action) -> None:
         with self._computing(action, phase="backward"), self._trainer.backward_of(action):
-            deferred.finish(self._put_off.pop((action.stage, action.micro_batch)))
+            deferred.finish(self._deferred.pop((action.stage, action.micro_batch)))
 
     @contextmanager
     def _computing(self, action: Action, *, phase: str) -> Iterator[None]:
@@ -201,5 +201,5 @@ class PipelineRun:
 
 
 def _with_gradient(carry: Carry) -> list[Tensor]:
-    """The tensors in it that want gradients, in order."""
+    """The tensors in it that need gradients, in order."""
     return [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor) and needs_gradient(leaf)]

@@ -1,4 +1,4 @@
-"""Where a shard sleeps: main memory or a file behind the `Store` protocol that `ztk.zero` declares."""
+"""Where a shard is stored: in main memory or in a file, behind the `Store` protocol that `ztk.zero` declares."""
 
 from ztk.offload.disk import DiskError, DiskFile
 from ztk.offload.engine import StoreClosed

@@ -1,4 +1,4 @@
-"""One offload file: opened past the page cache, nameless from its first moment, read and written in full."""
+"""One offload file: opened past the page cache, without a name from the start, read and written in full."""
 
 import ctypes
 import errno
@@ -16,7 +16,7 @@ from ztk.offload.policy import PAGE_BYTES
 # `ls` and `du` do not see the file (`df` and /proc/PID/fd do), and nothing in it outlives the process. Therefore
 # completing a write needs no fsync either: nobody could read the file after a crash.
 
-_MENDS = {
+_FIXES = {
     errno.ENOSPC: "free space on that disk, or set offload.nvme_path to a folder on a larger one",
     errno.EDQUOT: "the disk quota is used up: raise it, or set offload.nvme_path to a folder on another disk",
     errno.EIO: "the device failed (see the kernel log: dmesg); set offload.nvme_path to a folder on another disk",
@@ -26,18 +26,18 @@ _MENDS = {
 
 
 class DiskError(OSError):
-    """A read or write of an offload file failed; the text names file, offset, cause and mend."""
+    """A read or write of an offload file failed; the text names file, offset, cause and fix."""
 
 
 class DiskFile:
     """An open offload file of this process.
 
-    `read` and `write` move whole buffers and release the interpreter lock meanwhile, so any number of threads may call
+    `read` and `write` move entire buffers and release the interpreter lock meanwhile, so any number of threads may call
     them. Subclasses may override `read_some` and `write_some`, the system calls.
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
-        """Create `path` (which must not exist) and unlink it. Raises OSError."""
+        """Creates `path` (which must not exist) and unlinks it. direct: past the page cache (O_DIRECT). Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self.path = path
         self.direct = direct
@@ -47,15 +47,15 @@ class DiskFile:
         self._close.atexit = False  # a thread may still be writing then
 
     def preallocate(self, *, offset: int, nbytes: int) -> None:
-        """Reserve space that reads as zeros; OSError (ENOSPC) if the disk does not have it."""
+        """Reserves `nbytes` at `offset` (both in bytes), which read as zeros. Raises OSError (ENOSPC) if the disk is too small."""
         os.posix_fallocate(self._fd, offset, nbytes)
 
     def read(self, memory: Tensor, *, offset: int) -> None:
-        """Fill `memory` (uint8, CPU; page-aligned for direct I/O) from `offset`. Raises DiskError."""
+        """Fills `memory` (uint8, CPU; page-aligned for direct I/O) from `offset`, in bytes. Raises DiskError."""
         self._move(memory, offset=offset, some=self.read_some, action="reading")
 
     def write(self, memory: Tensor, *, offset: int) -> None:
-        """Write all of `memory` (uint8, CPU; page-aligned for direct I/O) at `offset`. Raises DiskError."""
+        """Writes all of `memory` (uint8, CPU; page-aligned for direct I/O) at `offset`, in bytes. Raises DiskError."""
         self._move(memory, offset=offset, some=self.write_some, action="writing")
 
     def read_some(self, buffer: memoryview, *, offset: int) -> int:
@@ -67,7 +67,7 @@ class DiskFile:
         return os.pwritev(self._fd, [buffer], offset)
 
     def sync(self) -> None:
-        """Push buffered writes to the device, so that their errors show here; direct writes are there already."""
+        """Writes the page cache to the device, so that its errors show here; direct writes are there already. Raises DiskError."""
         if not self.direct:
             try:
                 os.fdatasync(self._fd)
@@ -75,7 +75,7 @@ class DiskFile:
                 raise self._error("syncing", nbytes=0, offset=0, cause=error) from error
 
     def close(self) -> None:
-        """Gives the space back. Idempotent; happens by itself when nobody has the file any more."""
+        """Frees the space. Idempotent; it happens by itself when nothing refers to this object any more."""
         self._close()
 
     def _move(self, memory: Tensor, *, offset: int, some, action: str) -> None:
@@ -88,14 +88,14 @@ class DiskFile:
             except OSError as error:
                 raise self._error(action, nbytes=nbytes - done, offset=offset + done, cause=error) from error
             # A call cut short in the middle of a page is repeated from the page's start: direct I/O must stay aligned.
-            whole = moved - moved % PAGE_BYTES if self.direct and done + moved < nbytes else moved
-            if whole == 0:
+            complete = moved - moved % PAGE_BYTES if self.direct and done + moved < nbytes else moved
+            if complete == 0:
                 cause = OSError(errno.ENODATA, f"the call moved {moved} bytes; the file was truncated or is damaged")
                 raise self._error(action, nbytes=nbytes - done, offset=offset + done, cause=cause)
-            done += whole
+            done += complete
 
     def _error(self, action: str, *, nbytes: int, offset: int, cause: OSError) -> DiskError:
-        mend = _MENDS.get(cause.errno, "check that disk, or set offload.nvme_path to a folder on another one")
+        fix = _FIXES.get(cause.errno, "check that disk, or set offload.nvme_path to a folder on another one")
         name = errno.errorcode.get(cause.errno, "unknown error")
-        text = f"{action} {nbytes} bytes at offset {offset} of {self.path} failed: {cause.strerror} ({name}); {mend}"
+        text = f"{action} {nbytes} bytes at offset {offset} of {self.path} failed: {cause.strerror} ({name}); {fix}"
         return DiskError(cause.errno, text)

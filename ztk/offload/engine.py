@@ -25,9 +25,11 @@ EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for runnin
 
 
 class Urgency(IntEnum):
-    """Whose blocks are moved first. Writes are last, as long as nobody waits for them."""
+    """Whose blocks are moved first. Writes come last, unless somebody waits for them."""
 
-    awaited = 0  # reads into the caller's memory (parameters that a forward needs), writes that a caller waits for or that are copies
+    awaited = (
+        0  # reads into the caller's memory (parameters that a forward needs), copies, writes that a caller waits for
+    )
     ahead = 1  # reads into the pool
     write = 2
 
@@ -38,7 +40,7 @@ class StoreClosed(RuntimeError):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
-    """The bytes of one slot on their way. Fields below `on_done` are guarded by the engine's lock."""
+    """The bytes of one slot being moved. The engine's lock guards the fields below `on_done`."""
 
     direction: Direction
     offset: int  # in the file
@@ -46,7 +48,7 @@ class Transfer:
     padded_bytes: int  # payload rounded up to pages: what the disk moves
     urgency: Urgency
     memory: Tensor | None = None  # uint8 [>= nbytes], CPU or CUDA; None while a fetch waits for a buffer
-    kept: Tensor | None = None  # uint8 [padded_bytes] of host memory that stands for the slot's place in the file
+    kept: Tensor | None = None  # uint8 [padded_bytes] of host memory that replaces the slot's place in the file
     ready: torch.cuda.Event | None = None  # the caller's work on CUDA `memory` up to the call; copies start behind it
     on_done: Callable[[], None] | None = None  # called once with the lock held, also after an error
 
@@ -58,7 +60,7 @@ class Transfer:
 
 
 class IoEngine:
-    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping and tells of ended transfers."""
+    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping, and is notified of ended transfers."""
 
     def __init__(self, disk: DiskFile, *, staging: list[Tensor], block_bytes: int, counters: IoCounters) -> None:
         self._disk = disk
@@ -85,7 +87,7 @@ class IoEngine:
     # Transfers #
 
     def submit(self, transfer: Transfer, *, after: Iterable[Transfer]) -> None:
-        """Queue `transfer` behind the unfinished ones of `after`; a read behind a failed write fails with its error."""
+        """Queues `transfer` behind the unfinished ones of `after`; a read behind a failed write fails with its error."""
         with self.changed:
             assert not self._closing, "the store is closed"
             self._unfinished.add(transfer)
@@ -103,9 +105,9 @@ class IoEngine:
                 self._start(transfer)
 
     def hasten(self, transfer: Transfer) -> None:
-        """Somebody waits for a write: its blocks go before reads ahead of time. Called with the lock held.
+        """Moves the blocks of a write before reads ahead of time, because somebody waits for it. Called with the lock held.
 
-        Without it a pool with room for many reads ahead kept a backward waiting for the writes of its gradients, 99 of 540 ms a step.
+        Without it, where the pool had room for many reads ahead, a backward waited 99 of 540 ms per step for writes of gradients.
         """
         if transfer.urgency is not Urgency.write:
             return
@@ -117,7 +119,7 @@ class IoEngine:
         self._queues[Urgency.awaited].extend(waiting)
 
     def flush(self) -> None:
-        """Wait for all writes submitted so far; raises the first error any write of this engine had."""
+        """Waits for all writes submitted so far. Raises the first error that a write of this engine had."""
         with self.changed:
             while self._num_writes:
                 self.changed.wait()
@@ -126,14 +128,14 @@ class IoEngine:
         self._disk.sync()
 
     def abandon(self, transfer: Transfer, *, reason: str) -> None:
-        """End a transfer that was never submitted."""
+        """Ends a transfer that was never submitted, with StoreClosed."""
         with self.changed:
             transfer.error = StoreClosed(reason)
             transfer.done = True
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Drop what is queued, let running calls end, stop the threads. Dropped transfers end with StoreClosed."""
+        """Drops what is queued, waits for running calls, stops the threads. Dropped transfers end with StoreClosed."""
         _running.discard(self)
         self.stop()
         for thread in self._threads:
@@ -144,7 +146,7 @@ class IoEngine:
             self._unfinished.clear()
 
     def stop(self) -> None:
-        """Drop what is queued; the threads end when their running calls have. Waits for nothing."""
+        """Drops what is queued; the threads end after their running calls. Does not wait."""
         with self.changed:
             self._closing = True
             for queue in self._queues.values():
@@ -152,7 +154,7 @@ class IoEngine:
             self._work.notify_all()
 
     def end_with_process(self) -> None:
-        """A disk that hangs does not keep the process."""
+        """Stops, and waits for at most EXIT_SECONDS: a disk that hangs does not keep the process alive."""
         self.stop()
         deadline = time.monotonic() + EXIT_SECONDS
         for thread in self._threads:
@@ -204,7 +206,7 @@ class IoEngine:
         self.changed.notify_all()
 
     def _move_block(self, transfer: Transfer, *, start: int, staging: Tensor) -> Exception | None:
-        """Move one block, through `staging` unless its memory can be handed to the disk as it is."""
+        """Moves one block, through `staging` unless the disk can use its memory as it is."""
         nbytes = min(self._block_bytes, transfer.padded_bytes - start)
         piece = transfer.memory[start : start + nbytes]  # shorter than nbytes where the slot ends inside a page
         payload = min(nbytes, transfer.nbytes - start)
@@ -232,13 +234,13 @@ class IoEngine:
 
 
 def _inherit_error(transfer: Transfer, *, source: Transfer) -> None:
-    """A read must not return what a failed write left behind; a write replaces it all and may go on."""
+    """A read must not return what a failed write left behind; a write replaces all of it and may go on."""
     if transfer.direction is Direction.read and source.direction is Direction.write:
         transfer.error = transfer.error or source.error
 
 
 def _copy(source: Tensor, *, out: Tensor, ready: torch.cuda.Event | None) -> None:
-    """Copy equal numbers of bytes between the pool's memory and the caller's; complete on return."""
+    """Copies equal numbers of bytes between the pool's memory and the caller's; complete on return."""
     if ready is None:  # not copy_: it would start a team of OpenMP threads in each I/O thread
         ctypes.memmove(out.data_ptr(), source.data_ptr(), source.numel())
         return

@@ -1,4 +1,4 @@
-"""The host tier: shards sleep in main memory, page-locked beside a GPU."""
+"""The host tier: shards are stored in main memory, page-locked beside a GPU."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,13 @@ from ztk.offload.policy import OffloadPolicy
 from ztk.offload.pool import AlignedRegion
 from ztk.offload.slot import SlotSpec, check_fits
 from ztk.runtime.memory import MemoryLedger, Tier
+from ztk.runtime.pending import Handle
 
 # [Note: Streams and host memory]
 # Copies between host and device run on the caller's current stream, so they overlap with computation if the caller
-# chooses a side stream. `last_copy` marks the end of the newest copy that touches a slot: the CPU may look at or change
-# the slot's memory only after it, and a copy on another stream starts after it. Without it an update on the CPU could
-# overwrite values that are still on their way to the device.
+# chooses a side stream. `last_copy` marks the end of the newest copy of a slot: the CPU may read or change the slot's
+# memory only after it, and a copy on another stream starts after it. Without it an update on the CPU could overwrite
+# values that are still being copied to the device.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,7 +49,7 @@ class HostStore:
     def allocate(
         self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
     ) -> HostSlot:
-        """A zero-filled slot. keep: it is in memory anyway."""
+        """A zero-filled slot. keep: has no effect, the slot is in memory anyway."""
         spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
         region = AlignedRegion(nbytes=spec.nbytes, pin=self._pin)
         tensor = region.bytes.view(dtype).view(spec.shape)
@@ -59,60 +60,54 @@ class HostStore:
         self._ledger.add(tier=self.tier, category=category, nbytes=spec.nbytes)
         return slot
 
-    def fetch(self, slot: HostSlot) -> "_Pending":
-        """The slot's own tensor, free for the CPU to read and change once `wait()` returns."""
-        return _Pending(value=slot.tensor, copy=slot.last_copy)
+    def fetch(self, slot: HostSlot) -> Handle:
+        """The slot's tensor, which the CPU may read and change once `wait()` has returned."""
+        return _handle(slot.tensor, copy=slot.last_copy)
 
     def has_room(self, slot: HostSlot) -> bool:
         """Every slot is in memory."""
         return True
 
     def fetch_ahead(self, slot: HostSlot) -> None:
-        """There is nothing to gain."""
+        """None: reading ahead gains nothing."""
         return None
 
-    def fetch_into(self, slot: HostSlot, *, out: Tensor) -> "_Pending":
-        """Copy the slot into `out`. On CUDA the copy is in the order of the current stream; `wait()` waits for it."""
-        check_fits(out, spec=slot.spec, argument="out")
-        return _Pending(value=out, copy=_copy(slot, source=slot.tensor, out=out.view(slot.shape)))
+    def fetch_into(self, slot: HostSlot, *, out: Tensor) -> Handle:
+        """Copies the slot into `out` (contiguous, of its dtype), in the order of the current stream.
 
-    def put(self, slot: HostSlot, *, value: Tensor) -> "_Pending":
-        """Make `value` the slot's content; a CUDA value must stay unchanged on other streams until `wait()` returns."""
+        Raises ValueError if `out` does not fit.
+        """
+        check_fits(out, spec=slot.spec, argument="out")
+        return _handle(out, copy=_copy(slot, source=slot.tensor, out=out.view(slot.shape)))
+
+    def put(self, slot: HostSlot, *, value: Tensor) -> Handle:
+        """Makes `value` the slot's content. A CUDA value must not change on other streams until `wait()` has returned.
+
+        Raises ValueError if `value` does not fit.
+        """
         check_fits(value, spec=slot.spec, argument="value")
         if value.data_ptr() == slot.tensor.data_ptr():
-            return _Pending(value=value, copy=None)
-        return _Pending(value=value, copy=_copy(slot, source=value.detach().view(slot.shape), out=slot.tensor))
+            return Handle(value)
+        return _handle(value, copy=_copy(slot, source=value.detach().view(slot.shape), out=slot.tensor))
 
     def release(self, slot: HostSlot) -> None:
         """Nothing to do: fetched memory is the slot itself."""
 
     def forget(self, slot: HostSlot) -> None:
-        """Nothing to do: memory is the slot's for good."""
+        """Nothing to do: the slot keeps its memory."""
 
     def flush(self) -> None:
-        """Wait for copies from the device."""
+        """Waits for copies from the device."""
         for slot in self._slots:
             _finish_copy(slot.last_copy)
 
     def close(self) -> None:
-        """Give the memory back (a tensor that is still referenced keeps its own). May be called again."""
+        """Frees the memory, but for tensors that are still referenced. Idempotent."""
         self.flush()
         for slot in self._slots:
             slot.region.close()
             self._ledger.remove(tier=self.tier, category=slot.category, nbytes=slot.spec.nbytes)
         self._slots.clear()
-
-
-class _Pending:
-    """A copy between host and device, or nothing at all."""
-
-    def __init__(self, *, value: Tensor, copy: torch.cuda.Event | None) -> None:
-        self._value, self._copy = value, copy
-
-    def wait(self) -> Tensor:
-        """Block the CPU until the copy is done; the fetched tensor, `out` or `value`."""
-        _finish_copy(self._copy)
-        return self._value
 
 
 def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> torch.cuda.Event | None:
@@ -129,6 +124,11 @@ def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> torch.cuda.Event | 
     slot.last_copy = torch.cuda.Event()
     slot.last_copy.record(stream)
     return slot.last_copy
+
+
+def _handle(value: Tensor, *, copy: torch.cuda.Event | None) -> Handle:
+    """`value`, once the copy has ended; None: there is none."""
+    return Handle(value, finish=None if copy is None else copy.synchronize)
 
 
 def _finish_copy(event: torch.cuda.Event | None) -> None:

@@ -1,4 +1,4 @@
-"""The disk tier: shards sleep in one file per rank, and main memory holds a fixed pool of buffers, whatever the model.
+"""The disk tier: shards are stored in one file per rank, and main memory has a fixed pool of buffers, whatever the model.
 
 One fetched slot occupies one buffer from `fetch` until `release`, or until the write that `put` started has ended. The
 update of slot k therefore overlaps with the read of k+1 and the write of k-1 as soon as the pool has buffers for all
@@ -10,9 +10,9 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 # it. Nothing else is ordered. A transfer that waits holds no thread, so no order of calls can block the threads.
 #
 # [Note: When the pool runs out]
-# A fetch without a free buffer is queued and starts when a buffer comes back; fetches start in the order of the calls.
-# Buffers come back by themselves from running writes (and from reads released before they ended). `wait()` on a queued
-# fetch while no buffer is on its way back could only be helped by the waiting caller: it raises PoolExhausted instead.
+# A fetch without a free buffer is queued and starts when a buffer is returned; fetches start in the order of the calls.
+# Buffers return by themselves from running writes (and from reads released before they ended). When no buffer is about
+# to return, only the caller could return one: then `wait()` on a queued fetch raises PoolExhausted.
 # `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of their thread.
 #
 # [Note: What never reaches the disk]
@@ -29,6 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,15 +38,16 @@ from torch import Tensor
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer, Urgency
 from ztk.offload.policy import MIN_BUFFER_COUNT, PAGE_BYTES, OffloadPolicy
-from ztk.offload.pool import BufferPool, Lease
+from ztk.offload.pool import AlignedPool, Lease
 from ztk.offload.probe import filesystem_of, probe_folder
 from ztk.offload.slot import SlotSpec, check_fits, flat_bytes
 from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import MemoryLedger, Tier
+from ztk.runtime.pending import Handle
 
 
 class PoolExhausted(RuntimeError):
-    """All buffers hold fetched slots, so a further fetch can never start."""
+    """Fetched slots fill all buffers, so one more fetch can never start."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -89,18 +91,18 @@ class NvmeStore:
         counters: IoCounters,
         open_disk: Callable[..., DiskFile] = DiskFile,
     ) -> None:
-        """Probe the folder, open the file, map the pool and start the threads.
+        """Probes the folder, opens the file, maps the pool and starts the threads.
 
         open_disk: called with (path, direct=bool); tests pass a DiskFile that is slow or fails.
-        Raises ValueError naming offload.nvme_path and the mend if the folder cannot serve.
+        Raises ValueError naming offload.nvme_path and the fix if the folder cannot serve.
         """
         self._policy = policy
         self._ledger = ledger
         self._folder = Path(policy.nvme_path)
         probe_folder(self._folder, direct=policy.direct_io)
         self._disk = open_disk(self._folder / f"ztk-rank{rank}-{uuid.uuid4().hex}.bin", direct=policy.direct_io)
-        self._pool = BufferPool(
-            num_whole=MIN_BUFFER_COUNT,
+        self._pool = AlignedPool(
+            num_buffers=MIN_BUFFER_COUNT,
             buffer_bytes=policy.buffer_bytes,
             rest_bytes=(policy.buffer_count - MIN_BUFFER_COUNT) * policy.buffer_bytes,
             num_staging=policy.threads,
@@ -117,8 +119,8 @@ class NvmeStore:
         self._reserved_bytes = 0  # of the file on the disk
         self._queued: deque[_Fetch] = deque()  # fetches without a buffer
         self._most_kept = (policy.buffer_count - MIN_BUFFER_COUNT) * policy.buffer_bytes // 2  # bytes
-        self._wanted_kept = self._kept = 0  # bytes: of the slots with `keep`, and what they hold
-        self._num_returning = 0  # buffers that come back without the caller's doing
+        self._wanted_kept = self._kept = 0  # bytes: of the slots with `keep`, and of those that are kept now
+        self._num_returning = 0  # buffers that return without the caller's doing
         self._closed = False
         # A store that is dropped without `close`, with its engine in a notebook, keeps neither threads nor memory nor disk space.
         self._drop = weakref.finalize(self, _drop, self._engine, self._pool)
@@ -127,9 +129,9 @@ class NvmeStore:
     # Space #
 
     def reserve(self, *, nbytes: int) -> None:
-        """Make sure the file has `nbytes` in all, so that a full disk shows before the first slot is written.
+        """Makes the file at least `nbytes` long, so that a full disk shows before the first slot is written.
 
-        Raises ValueError: how much is needed, how much there is, which key to change.
+        Raises ValueError that says how much is needed, how much there is, and which key to change.
         """
         with self._changed:
             missing = nbytes - self._reserved_bytes
@@ -169,7 +171,7 @@ class NvmeStore:
     # Transfers #
 
     def fetch(self, slot: NvmeSlot) -> "_Fetch":
-        """Start reading into a buffer; `wait()` returns it as a CPU tensor (pinned beside a GPU) of the slot's shape.
+        """Starts to read into a buffer; `wait()` returns it as a CPU tensor (pinned beside a GPU) of the slot's shape.
 
         Raises ValueError for a slot larger than a buffer; `wait()` may raise PoolExhausted or DiskError.
         """
@@ -190,16 +192,16 @@ class NvmeStore:
             return slot.fetched
 
     def has_room(self, slot: NvmeSlot) -> bool:
-        """A fetch would find memory now, and leave the buffers that others wait for."""
+        """A fetch would find memory now, without the buffers that others wait for."""
         with self._changed:
             return slot.fetched is not None or (
                 not self._queued and self._pool.has_room(slot.padded_bytes, leaving=self._room_to_keep)
             )
 
     def fetch_ahead(self, slot: NvmeSlot) -> "_Fetch | None":
-        """`fetch` of a slot without `keep`, long before its use, or None: what is kept has its room, and one whole buffer stays free.
+        """As `fetch`, of a slot without `keep`, long before its use. None if there is no memory beside what is kept and one buffer.
 
-        So fetches in the order in which slots are updated go on: with that buffer the gradient of the first one can be fetched.
+        That buffer keeps later fetches going, in the order in which slots are updated: the first gradient can be fetched into it.
         """
         with self._changed:
             if slot.fetched is None:
@@ -210,25 +212,31 @@ class NvmeStore:
                 self._start_fetch(slot.fetched, lease=spare)
             return slot.fetched
 
-    def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> "_Transfer":
-        """Read a slot of any size into `out` (contiguous, on any device), which must not be used before `wait()`."""
+    def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> Handle:
+        """Reads a slot of any size into `out` (contiguous, on any device), which must not be used before `wait()`.
+
+        Raises ValueError if `out` does not fit; `wait()` may raise DiskError.
+        """
         check_fits(out, spec=slot.spec, argument="out")
         with self._changed:
             transfer = self._transfer(slot, direction=Direction.read, urgency=Urgency.awaited, memory=flat_bytes(out))
             if not self._read_from_memory(slot, transfer):
                 self._submit_read(slot, transfer)
-        return _Transfer(store=self, transfer=transfer, value=out)
+        return Handle(out, finish=partial(self.wait_for, transfer))
 
-    def put(self, slot: NvmeSlot, *, value: Tensor) -> "_Transfer":
-        """Start writing `value`: the fetched tensor, whose buffer returns to the pool, or any other that fits."""
+    def put(self, slot: NvmeSlot, *, value: Tensor) -> Handle:
+        """Starts to write `value`: the fetched tensor, whose buffer returns to the pool, or any other that fits.
+
+        Raises ValueError if `value` does not fit; `wait()` may raise DiskError.
+        """
         check_fits(value, spec=slot.spec, argument="value")
         with self._changed:
             fetched, transfer = slot.fetched, self._transfer(slot, direction=Direction.write, urgency=Urgency.write)
-            if fetched is not None and fetched.holds(value):
+            if fetched is not None and fetched.is_value(value):
                 slot.fetched = None
                 transfer.memory = fetched.memory
                 if slot.kept is not None:
-                    transfer.padded_bytes = 0  # it is where it stays
+                    transfer.padded_bytes = 0  # it is in its place already
                 else:
                     transfer.on_done = self._returns(fetched.buffer)
             else:
@@ -240,10 +248,10 @@ class NvmeStore:
                 if slot.kept is not None:
                     transfer.kept, transfer.urgency = self._pool.memory(slot.kept), Urgency.awaited
             self._submit_write(slot, transfer)
-        return _Transfer(store=self, transfer=transfer, value=value)
+        return Handle(value, finish=partial(self.wait_for, transfer))
 
     def forget(self, slot: NvmeSlot) -> None:
-        """Nobody will read what was put: memory that kept it returns to the pool, the slot's content is undefined until the next `put`."""
+        """Drops what was put: memory that kept it returns to the pool, and the slot's content is undefined until the next `put`."""
         with self._changed:
             self.release(slot)
             lease, slot.kept = slot.kept, None
@@ -257,7 +265,7 @@ class NvmeStore:
             self._submit_write(slot, last)
 
     def release(self, slot: NvmeSlot) -> None:
-        """Give fetched memory back unwritten, which must not have been changed; nothing happens if the slot is not fetched."""
+        """Returns fetched memory, which must not have been changed, without writing it. Does nothing if the slot is not fetched."""
         with self._changed:
             fetched, slot.fetched = slot.fetched, None
             if fetched is None or slot.kept is not None:
@@ -272,11 +280,11 @@ class NvmeStore:
                 fetched.transfer.on_done = self._returns(fetched.buffer)
 
     def flush(self) -> None:
-        """Wait until the disk has accepted all writes; raises the first error any write had."""
+        """Returns when the disk has accepted all writes. Raises the first error that a write had."""
         self._engine.flush()
 
     def close(self) -> None:
-        """Abandon what is under way and give threads, file and pool back. Raises no I/O errors; may be called again."""
+        """Drops what is under way and ends threads, file and pool. Raises no I/O errors. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -295,13 +303,13 @@ class NvmeStore:
     # Utilities; all but `wait_for` are called with the lock held #
 
     def wait_for(self, transfer: Transfer) -> None:
-        """Block until `transfer` has ended and raise its error. Raises PoolExhausted where that would be never."""
+        """Returns when `transfer` has ended. Raises its error, or PoolExhausted if it can never end."""
         with self._changed:
             self._engine.hasten(transfer)
             while not transfer.done:
                 if self._is_stuck(transfer):
                     raise PoolExhausted(
-                        f"the pool's {self._policy.buffer_count} buffers hold fetched slots and none is being written, so "
+                        f"fetched slots fill the pool's {self._policy.buffer_count} buffers and none is being written, so "
                         "this fetch would wait forever: put() or release() a slot first, or raise offload.buffer_count"
                     )
                 self._changed.wait()
@@ -369,7 +377,7 @@ class NvmeStore:
         return min(self._most_kept, self._wanted_kept) - self._kept
 
     def _returns(self, buffer: Lease) -> Callable[[], None]:
-        """Book a buffer as coming back; the callback for the end of the transfer that still uses it."""
+        """Books a buffer as about to return. Returns the callback for the end of the transfer that still uses it."""
         self._num_returning += 1
 
         def give_back() -> None:
@@ -392,20 +400,8 @@ class NvmeStore:
         )
 
 
-class _Transfer:
-    """Pending of `put` and `fetch_into`."""
-
-    def __init__(self, *, store: NvmeStore, transfer: Transfer, value: Tensor) -> None:
-        self._store, self._transfer, self._value = store, transfer, value
-
-    def wait(self) -> Tensor:
-        """Block until it is done; the tensor that was read or written. Raises DiskError."""
-        self._store.wait_for(self._transfer)
-        return self._value
-
-
 class _Fetch:
-    """Pending of `fetch`, and the buffer the slot occupies."""
+    """The handle of a `fetch`, and the buffer that the slot occupies."""
 
     def __init__(self, *, store: NvmeStore, slot: NvmeSlot, transfer: Transfer) -> None:
         self._store = store
@@ -415,18 +411,18 @@ class _Fetch:
         self.memory: Tensor | None = None  # uint8 [slot.padded_bytes] of that buffer
 
     def wait(self) -> Tensor:
-        """Block until the slot is in memory. Raises DiskError, PoolExhausted, StoreClosed."""
+        """The slot, once it is in memory. Raises DiskError, PoolExhausted or StoreClosed."""
         self._store.wait_for(self.transfer)
         spec = self.slot.spec
         return self.memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
 
-    def holds(self, value: Tensor) -> bool:
-        """Whether `value` is the fetched tensor (or a reshape of it)."""
+    def is_value(self, value: Tensor) -> bool:
+        """`value` is the fetched tensor, or a reshape of it."""
         return self.transfer.done and value.device.type == "cpu" and value.data_ptr() == self.memory.data_ptr()
 
 
-def _drop(engine: IoEngine, pool: BufferPool) -> None:
-    """The file is closed when the last thread has let go of it."""
+def _drop(engine: IoEngine, pool: AlignedPool) -> None:
+    """Ends threads and pool. The file is closed when the last thread has dropped it."""
     engine.stop()
     pool.close()
 

@@ -8,9 +8,9 @@ MIN_BUFFER_COUNT = 3  # one slot being read, one being updated, one being writte
 
 
 class OffloadTarget(StrEnum):
-    """Where a shard sleeps between its uses."""
+    """Where a shard is stored between its uses."""
 
-    none = "none"  # it does not: it stays in the memory the model computes in
+    none = "none"  # the memory the model computes in: no offloading
     cpu = "cpu"  # main memory, pinned beside a GPU
     nvme = "nvme"  # a file; main memory holds the buffer pool only
 
@@ -19,15 +19,15 @@ class OffloadTarget(StrEnum):
 class OffloadPolicy:
     """Choices of the offload tier (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5).
 
-    optimizer, parameters: where optimizer states (with fp32 master weights) and parameter shards sleep.
+    optimizer, parameters: where optimizer states (with fp32 master weights) and parameter shards are stored.
     nvme_path: folder for the offload files, one per rank; created if it is missing. Needed for `nvme`, else unused.
-    buffer_count, buffer_bytes: the pool: three buffers for slots of any size up to buffer_bytes, which a pipeline that reads one,
-        updates one and writes one goes on with, and the memory of the others, which is shared out by the slots' own sizes.
-    block_bytes: how much one system call moves. Large blocks matter more than the interface: 8 MiB reaches fio's best.
-    threads: system calls in flight; each thread owns one further block of the pool for unaligned memory.
+    buffer_count, buffer_bytes: the pool. Three buffers take slots of any size up to buffer_bytes, enough to read one slot, update
+        one and write one. The memory of the others is given out by the slots' own sizes.
+    block_bytes: how much one system call moves. Large blocks matter more than the interface: 8 MiB is as fast as fio at its best.
+    threads: system calls at one time. Each thread owns one more block of the pool, for unaligned memory.
     pin_memory: page-lock host memory when CUDA is present, so that copies to the device run asynchronously.
-    direct_io: O_DIRECT, past the page cache. False goes through the page cache: slower writes, memory use outside the
-        pool (the kernel's), but works on every filesystem.
+    direct_io: O_DIRECT, past the page cache. False goes through the page cache: writes are slower and the kernel uses memory
+        outside of the pool, but it works on every filesystem.
 
     Main memory in use for `nvme`: buffer_count * buffer_bytes + threads * min(block_bytes, buffer_bytes).
 
@@ -69,6 +69,7 @@ class OffloadPolicy:
 
     @property
     def uses_nvme(self) -> bool:
+        """Something is offloaded to files."""
         return OffloadTarget.nvme in (self.optimizer, self.parameters)
 
     @property
@@ -78,7 +79,7 @@ class OffloadPolicy:
 
     @property
     def pool_bytes(self) -> int:
-        """All main memory an NvmeStore of this policy holds."""
+        """All main memory that an NvmeStore of this policy takes."""
         return self.buffer_count * self.buffer_bytes + self.threads * self.staging_bytes
 
 

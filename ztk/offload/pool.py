@@ -1,4 +1,4 @@
-"""Page-aligned host memory: what O_DIRECT reads into and what a GPU copies from without a bounce."""
+"""Page-aligned host memory: O_DIRECT reads into it, and a GPU copies from it without a second copy."""
 
 import bisect
 import mmap
@@ -13,7 +13,7 @@ from ztk.offload.policy import PAGE_BYTES
 class AlignedRegion:
     """One page-aligned, zero-filled range of anonymous host memory, page-locked on request.
 
-    An own mapping instead of torch's pinned allocator, which rounds every size up to a power of two. Pages become
+    It is a mapping of its own, because torch's pinned allocator rounds every size up to a power of two. Pages become
     resident when they are first touched. Huge pages double the speed of direct I/O (fio on a virtual disk, kernel 6.18:
     reads 1.9 -> 3.8 GB/s, writes 3.5 -> 7.0), because each block is then a few contiguous pieces for the device.
     """
@@ -30,7 +30,7 @@ class AlignedRegion:
             self._pinned = True
 
     def close(self) -> None:
-        """Unlock the pages; they are freed with the last tensor that views them."""
+        """Unlocks the pages; they are freed with the last tensor that views them."""
         if self._pinned:
             size = self._aligned.numel()
             _cuda_check(torch.cuda.cudart().cudaHostUnregister(self._aligned.data_ptr()), "unlocking", size)
@@ -39,65 +39,66 @@ class AlignedRegion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Bytes [start, stop) of the pool, nobody else's until given back. whole: one of the buffers, else a span of the rest."""
+    """Bytes [start, stop) of the pool, in use until given back. is_buffer: one of the buffers, else a range of the rest."""
 
     start: int
     stop: int
-    whole: bool
+    is_buffer: bool
 
 
-class BufferPool:
-    """One region: a few whole buffers, from which any request can be served, and a rest that is given out in ranges of the size
+class AlignedPool:
+    """One region: a few buffers, each of which can serve any request, and a rest that is given out in ranges of the size
     that is needed; beside them one staging block per I/O thread. Nothing is allocated afterwards.
 
-    Requests take from the rest first, so that a small slot does not occupy what a large one needs.
+    Requests take from the rest first, so that a small slot does not occupy a buffer that a large one needs.
     """
 
     def __init__(
-        self, *, num_whole: int, buffer_bytes: int, rest_bytes: int, num_staging: int, staging_bytes: int, pin: bool
+        self, *, num_buffers: int, buffer_bytes: int, rest_bytes: int, num_staging: int, staging_bytes: int, pin: bool
     ) -> None:
-        split = num_whole * buffer_bytes + rest_bytes
+        split = num_buffers * buffer_bytes + rest_bytes
         self.nbytes = split + num_staging * staging_bytes
         self._region = AlignedRegion(nbytes=self.nbytes, pin=pin)
         self.staging: list[Tensor] = list(self._region.bytes[split:].view(num_staging, staging_bytes))
-        self._whole = [
-            Lease(start=index * buffer_bytes, stop=(index + 1) * buffer_bytes, whole=True) for index in range(num_whole)
+        self._buffers = [
+            Lease(start=index * buffer_bytes, stop=(index + 1) * buffer_bytes, is_buffer=True)
+            for index in range(num_buffers)
         ]
-        self._free = [range(num_whole * buffer_bytes, split)] if rest_bytes else []  # ascending, never adjoining
+        self._free = [range(num_buffers * buffer_bytes, split)] if rest_bytes else []  # ascending, never adjoining
         self._taken: set[Lease] = set()
 
     def has_room(self, nbytes: int, *, leaving: int = 0) -> bool:
-        """The rest has a span for it, so that no whole buffer would be taken, and `leaving` bytes more."""
+        """The rest has a range of `nbytes`, so that no buffer would be taken, and `leaving` bytes more."""
         sizes = [len(span) for span in self._free]
         return max(sizes, default=0) >= nbytes and sum(sizes) - nbytes >= leaving
 
     def take(self, nbytes: int) -> Lease | None:
-        """Memory for `nbytes` (a multiple of a page), or None. The shortest span that does, else a whole buffer."""
-        return self.take_range(nbytes) or self._take_whole(sparing=0)
+        """Memory for `nbytes` (a multiple of a page), or None: the shortest range of the rest that is long enough, else a buffer."""
+        return self.take_range(nbytes) or self._take_buffer(sparing=0)
 
     def take_spare(self, nbytes: int, *, leaving: int) -> Lease | None:
-        """As `take`, but `leaving` bytes of the rest and one whole buffer stay free."""
+        """As `take`, but `leaving` bytes of the rest and one buffer stay free."""
         if self.has_room(nbytes, leaving=leaving):
             return self.take_range(nbytes)
-        return self._take_whole(sparing=1)
+        return self._take_buffer(sparing=1)
 
     def take_range(self, nbytes: int) -> Lease | None:
-        """Memory for `nbytes` (a multiple of a page) of the rest, or None."""
+        """Memory for `nbytes` (a multiple of a page) in the rest, or None."""
         fits = [span for span in self._free if len(span) >= nbytes]
         if not fits:
             return None
         span = min(fits, key=len)
         self._free.remove(span)
-        lease = Lease(start=span.start, stop=span.start + nbytes, whole=False)
+        lease = Lease(start=span.start, stop=span.start + nbytes, is_buffer=False)
         if len(span) > nbytes:
             self._insert(range(lease.stop, span.stop))
         self._taken.add(lease)
         return lease
 
-    def _take_whole(self, *, sparing: int) -> Lease | None:
-        if len(self._whole) <= sparing:
+    def _take_buffer(self, *, sparing: int) -> Lease | None:
+        if len(self._buffers) <= sparing:
             return None
-        lease = self._whole.pop()  # the most recently used one: its pages are warm
+        lease = self._buffers.pop()  # the most recently used one: its pages are warm
         self._taken.add(lease)
         return lease
 
@@ -105,20 +106,20 @@ class BufferPool:
         """The memory is free again."""
         assert lease in self._taken, f"{lease} given back twice"
         self._taken.remove(lease)
-        if lease.whole:
-            self._whole.append(lease)
+        if lease.is_buffer:
+            self._buffers.append(lease)
         else:
             self._insert(range(lease.start, lease.stop))
 
     def memory(self, lease: Lease) -> Tensor:
-        """uint8 [stop - start]."""
+        """The memory of a lease, uint8 [stop - start]."""
         return self._region.bytes[lease.start : lease.stop]
 
     def close(self) -> None:
         self._region.close()
 
     def _insert(self, span: range) -> None:
-        """Joined with free neighbours."""
+        """Adds a free range and joins it with the free ranges beside it."""
         start, stop = span.start, span.stop
         for other in list(self._free):
             if other.stop == start or other.start == stop:

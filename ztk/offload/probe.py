@@ -1,4 +1,4 @@
-"""Can this folder hold offload files? Asked at start, so that the answer is not an EINVAL in the middle of a run."""
+"""Checks at start that a folder can hold offload files, so that the answer is not an EINVAL in the middle of a run."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")  # Linux accepts O_DIRECT on tmpfs since 6.6, bu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filesystem:
-    """What is known of the filesystem under a folder; `kind` is "" where the kernel does not say (btrfs)."""
+    """The filesystem under a folder. `kind` is "" where the kernel does not say (btrfs)."""
 
     kind: str
     free_bytes: int
@@ -34,9 +34,9 @@ def filesystem_of(path: Path) -> Filesystem:
 
 
 def probe_folder(path: str | Path, *, direct: bool) -> Filesystem:
-    """Create the folder if it is missing and write, read back and remove one page there as an offload file would.
+    """Creates the folder if it is missing, and writes, reads back and removes one page there as an offload file would.
 
-    Raises ValueError naming offload.nvme_path and the mend if the folder cannot be made, is not a folder, is not
+    Raises ValueError naming offload.nvme_path and the fix if the folder cannot be made, is not a folder, is not
     writable, lies in main memory, or its filesystem lacks direct I/O (`direct`) or preallocation.
     """
     folder = Path(path)
@@ -91,10 +91,10 @@ def _round_trip(disk: DiskFile, *, folder: Path) -> None:
         if error.errno == errno.EINVAL and disk.direct:
             raise _no_direct(folder) from error
         if error.errno == errno.EOPNOTSUPP:
-            mend = "choose a folder on a local disk (ext4, xfs, btrfs)"
-            raise _refusal(folder, "lies on a filesystem that cannot reserve space (posix_fallocate)", mend) from error
-        mend = "choose a folder on a working disk with free space"
-        raise _refusal(folder, f"failed a trial write ({error.strerror})", mend) from error
+            fix = "choose a folder on a local disk (ext4, xfs, btrfs)"
+            raise _refusal(folder, "lies on a filesystem that cannot reserve space (posix_fallocate)", fix) from error
+        fix = "choose a folder on a working disk with free space"
+        raise _refusal(folder, f"failed a trial write ({error.strerror})", fix) from error
     if not bool((page == 165).all()):
         raise _refusal(folder, "returned other bytes than were written", "choose a folder on a working disk")
 
@@ -108,5 +108,5 @@ def _no_direct(folder: Path) -> ValueError:
     )
 
 
-def _refusal(folder: Path, reason: str, mend: str) -> ValueError:
-    return ValueError(f"offload.nvme_path={folder} {reason}; {mend}")
+def _refusal(folder: Path, reason: str, fix: str) -> ValueError:
+    return ValueError(f"offload.nvme_path={folder} {reason}; {fix}")

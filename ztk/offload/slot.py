@@ -1,8 +1,7 @@
-"""What a store hands out: a slot is the address of a sleeping tensor, a pending its way back."""
+"""A slot: the address of a stored tensor."""
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SlotSpec:
-    """Name, shape and dtype of a tensor that sleeps in a store; `category` is its line in the memory ledger."""
+    """Name, shape and dtype of a stored tensor. `category` is its line in the memory ledger."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,15 +25,11 @@ class SlotSpec:
         return self.numel * self.dtype.itemsize
 
 
-class Pending(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> Tensor:
-        """Block until it is done; the fetched tensor, `out` or `value`. Raises the transfer's error, each time."""
-
-
 def check_fits(tensor: Tensor, *, spec: SlotSpec, argument: str) -> None:
-    """Raise ValueError unless `tensor` is contiguous with the slot's number of elements and dtype."""
+    """Checks that `tensor` is contiguous and has the slot's dtype and number of elements.
+
+    argument: its name in the message. Raises ValueError if not.
+    """
     if tensor.numel() != spec.numel or tensor.dtype != spec.dtype or not tensor.is_contiguous():
         raise ValueError(
             f"slot {spec.name!r} holds {spec.numel} contiguous elements of {spec.dtype}, but {argument} has "
@@ -43,5 +38,5 @@ def check_fits(tensor: Tensor, *, spec: SlotSpec, argument: str) -> None:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8 [nbytes]."""
+    """The memory of `tensor` as uint8 [nbytes]."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def recompute_blocks(
     model: nn.Module, *, policy: RecomputePolicy, comm: Comm | None = None, ledger: MemoryLedger | None = None
 ) -> list[str]:
-    """Makes the forwards of `model`'s blocks regions and returns their names. Wrappers of ZeRO go on before.
+    """Makes the forwards of `model`'s blocks regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
 
     comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
     Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that

@@ -1,4 +1,4 @@
-"""One buffer of equal places, allocated when the first input comes and kept: no fragments, and pinned memory is pinned once."""
+"""One buffer of equal places, allocated for the first input and kept: memory does not fragment, and is page-locked once."""
 
 import threading
 from typing import Protocol
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class OnResize(Protocol):
-    """Told how many bytes went and came."""
+    """Called with the bytes that were freed and those that were allocated."""
 
     def __call__(self, *, freed: int, taken: int) -> None: ...
 
 
 class Arena:
-    """`slots` places for flat tensors of one dtype. Handles may be dropped on any thread, so places are given back under a lock."""
+    """`slots` places for flat tensors of one dtype. A lock guards them, because autograd may drop handles on any thread."""
 
     def __init__(
         self, *, slots: int, dtype: torch.dtype, device: torch.device, pinned: bool, on_resize: OnResize
@@ -26,7 +26,10 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, numel: int) -> tuple[int, Tensor]:
-        """(place, its first `numel` elements). Raises RuntimeError if all are taken, or too small and some taken."""
+        """(number of a place, its first `numel` elements).
+
+        Raises RuntimeError if all places are taken, or if they are too small and one of them is taken.
+        """
         with self._lock:
             if not self._free:
                 raise RuntimeError(
@@ -46,7 +49,7 @@ class Arena:
     def _grow(self, numel: int) -> None:
         if len(self._free) < self._slots:
             raise RuntimeError(
-                f"recompute.contiguous: an input of {numel} elements came while the buffer holds inputs of "
+                f"recompute.contiguous: an input of {numel} elements came while the buffer has inputs of "
                 f"{self._buffer.shape[1]}: it needs inputs of one size; use recompute.contiguous=false"
             )
         freed = 0 if self._buffer is None else self._buffer.nbytes

@@ -1,6 +1,6 @@
-"""Where the inputs of recomputed blocks wait for the backward: kept, cut over tensor-parallel ranks, in main memory, in one buffer.
+"""Where the inputs of recomputed blocks are until the backward: as they are, cut over tensor-parallel ranks, in main memory, in one buffer.
 
-A `SavedInput` is a handle: it gives its tensor back as often as the backward asks, and its bytes go when autograd drops it.
+A `SavedInput` is a handle: it returns its tensor as often as the backward asks, and its memory is freed when autograd drops it.
 """
 
 import weakref
@@ -12,12 +12,13 @@ from torch import Tensor
 from ztk.recompute.arena import Arena
 from ztk.recompute.policy import RecomputePolicy
 from ztk.runtime import Comm, MemoryLedger, Tier
+from ztk.runtime.pending import Handle
 
 CATEGORY = "recompute inputs"  # in the memory ledger
 
 
 class SavedInput:
-    """A tensor as it is, for the device tier: no copy, so it must not be changed till the backward."""
+    """A tensor as it is, for the device tier: no copy, so it must not be changed before the backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -44,27 +45,27 @@ class _Form:
 class _SavedPart:
     """A flat copy of the tensor, or of this rank's part of it, in main memory or on the device.
 
-    previous: the copy that was made before this one, which the backward will want next.
+    previous: the copy that was made before this one, which the backward needs next.
     """
 
     def __init__(self, data: Tensor, *, form: _Form, store: "InputStore", previous: "weakref.ref | None") -> None:
         self._data, self._form, self._store, self._previous = data, form, store, previous
-        self._coming: _Coming | None = None
+        self._fetched: Handle | None = None
 
     def restore(self) -> Tensor:
-        """The whole tensor on the device. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        """The tensor on the device. Collective over the tensor-parallel ranks if inputs are partitioned."""
         part = self._data
         if part.device != self._form.device:
             self._fetch()
-            part, self._coming = self._coming.wait(), None
+            part, self._fetched = self._fetched.wait(), None
             if self._previous is not None and (before := self._previous()) is not None:
                 before._fetch()
-        return self._store.whole(part, shape=self._form.shape)
+        return self._store.full(part, shape=self._form.shape)
 
     def _fetch(self) -> None:
-        """Starts the way back."""
-        if self._coming is None:
-            self._coming = self._store.copies.back(self._data, device=self._form.device)
+        """Starts the copy to the device."""
+        if self._fetched is None:
+            self._fetched = self._store.copies.back(self._data, device=self._form.device)
 
 
 class InputStore:
@@ -87,11 +88,14 @@ class InputStore:
 
     @property
     def copies_inputs(self) -> bool:
-        """A handle does not hold the very tensor."""
+        """Handles have copies, not the tensors themselves."""
         return self._policy.inputs_on_cpu or self._policy.contiguous or self._comm is not None
 
     def save(self, tensor: Tensor, *, place: int) -> SavedInput | _SavedPart:
-        """place: which of its region's inputs this is; inputs at one place share a buffer."""
+        """Saves an input. place: its number among its region's inputs; inputs at one place share a buffer.
+
+        Raises RuntimeError if the contiguous buffer has no place for it.
+        """
         if not self.copies_inputs:
             saved = SavedInput(tensor)
             self._book(saved, tensor)
@@ -109,7 +113,7 @@ class InputStore:
             weakref.finalize(saved, arena.give, slot).atexit = False
         return saved
 
-    def whole(self, part: Tensor, *, shape: torch.Size) -> Tensor:
+    def full(self, part: Tensor, *, shape: torch.Size) -> Tensor:
         """The tensor that `part` was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
         if self._comm is None:
             return part.view(shape)
@@ -119,7 +123,7 @@ class InputStore:
         return full[: shape.numel()].view(shape)
 
     def _own_part(self, tensor: Tensor) -> Tensor:
-        """Flat: all of it, or this rank's part, padded to equal parts."""
+        """`tensor`, flat: all of it, or this rank's part, padded to equal parts."""
         flat = tensor.reshape(-1)
         if self._comm is None:
             return flat
@@ -128,7 +132,7 @@ class InputStore:
         return own if own.numel() == size else torch.cat([own, own.new_zeros(size - own.numel())])
 
     def _target(self, part: Tensor, *, place: int) -> tuple[Tensor, tuple[Arena, int] | None]:
-        """Memory of its own for a part, in the buffer or not."""
+        """Memory for a part, and its place if it lies in a contiguous buffer."""
         device = torch.device("cpu") if self._policy.inputs_on_cpu else part.device
         pinned = device.type == "cpu" and part.device.type == "cuda"
         if not self._policy.contiguous:
@@ -143,7 +147,7 @@ class InputStore:
         return target, (arena, slot)
 
     def _book(self, handle: object, data: Tensor) -> None:
-        """The ledger counts the bytes until the handle is gone."""
+        """The ledger counts the bytes until autograd drops the handle."""
         if self._ledger is None:
             return
         entry = {"tier": self._tier, "category": CATEGORY, "nbytes": data.numel() * data.itemsize}
@@ -160,21 +164,6 @@ class InputStore:
         return Tier.host if self._policy.inputs_on_cpu else Tier.device
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Coming:
-    """A copy on its way to the GPU."""
-
-    tensor: Tensor
-    arrived: torch.cuda.Event
-
-    def wait(self) -> Tensor:
-        """The current stream waits, not the host."""
-        current = torch.cuda.current_stream(self.tensor.device)
-        current.wait_event(self.arrived)
-        self.tensor.record_stream(current)
-        return self.tensor
-
-
 class _Copies:
     """Copies to main memory and back; beside a GPU on a stream of their own, behind its computation."""
 
@@ -182,7 +171,7 @@ class _Copies:
         self._stream: torch.cuda.Stream | None = None
 
     def out(self, source: Tensor, *, into: Tensor) -> None:
-        """`into` gets the values of `source`, which may go at once."""
+        """Copies `source` to `into`. `source` may be freed at once."""
         if into.device == source.device:
             into.copy_(source)
             return
@@ -193,9 +182,17 @@ class _Copies:
             into.copy_(source, non_blocking=True)
         source.record_stream(self._stream)
 
-    def back(self, data: Tensor, *, device: torch.device) -> _Coming:
-        """Starts to copy `data` to the GPU; what `out` wrote there is complete, because one stream does both."""
+    def back(self, data: Tensor, *, device: torch.device) -> Handle:
+        """Starts to copy `data` to the GPU. `out` has filled it by then, because one stream does both."""
         with torch.cuda.stream(self._stream):
             out = torch.empty(data.shape, dtype=data.dtype, device=device)
             out.copy_(data, non_blocking=True)
-            return _Coming(tensor=out, arrived=self._stream.record_event())
+            event = self._stream.record_event()
+
+        def finish() -> None:
+            """The current stream waits, not the host."""
+            current = torch.cuda.current_stream(device)
+            current.wait_event(event)
+            out.record_stream(current)
+
+        return Handle(out, finish=finish)

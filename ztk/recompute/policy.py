@@ -1,4 +1,4 @@
-"""What a user chooses about activations."""
+"""The user's choices about activations."""
 
 import re
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from enum import StrEnum
 
 
 class RecomputeMode(StrEnum):
-    """What the backward finds of a block."""
+    """What is saved of a block for the backward."""
 
     none = "none"  # everything that autograd saved
     full = "full"  # the block's input (Chen et al. 2016, https://arxiv.org/abs/1604.06174)
-    selective = "selective"  # the input, and what matrix products and attention gave (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+    selective = "selective"  # the input, and the results of matrix products and attention (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputePolicy:
-    """Which blocks are recomputed, and where their inputs wait.
+    """Which blocks are recomputed, and where their inputs are until the backward.
 
     every: blocks 0, every, 2 * every, ... are recomputed; the others keep their activations.
-    modules: regular expressions over whole names, such as `model\\.layers\\.\\d+`; none: the elements of the outermost ModuleLists,
+    modules: regular expressions that match full names, such as `model\\.layers\\.\\d+`; none: the elements of the outermost ModuleLists,
         ModuleDicts and Sequentials that have parameters and submodules.
-    inputs_on_cpu: a block's input waits in main memory, pinned beside a GPU.
+    inputs_on_cpu: a block's input is offloaded to main memory, pinned beside a GPU.
     partition_inputs: each tensor-parallel rank keeps its part of an input, and the backward gathers it. The input must be the same on
         all of them.
     contiguous: inputs lie in one buffer that is allocated once. They must be of one size, or smaller.
     num_checkpoints: places of that buffer; None: as many as there are recomputed blocks.
-    preserve_rng: random numbers, as of dropout, are drawn again as they were.
+    preserve_rng: the repetition draws the same random numbers, for example for dropout.
 
-    Raises ValueError for options that change nothing.
+    Raises ValueError for values that cannot work, and for options that have no effect.
     """
 
     mode: RecomputeMode = RecomputeMode.none

@@ -1,14 +1,13 @@
 """A region: a function whose activations are not saved; the backward runs it again from its inputs.
 
-torch's checkpoint without reentrant autograd does the work; here stands what becomes of the inputs. It saves them by autograd, so hooks
-on saved tensors see them. Inputs that gradients flow into are this package's to place; masks, positions and tables are the same
-tensors in every block and stay where they are. A region inside a region saves nothing of its own: the outer one repeats it whole.
+torch's checkpoint without reentrant autograd does the work; this module decides what becomes of the inputs. Checkpoint saves them by
+autograd, so hooks on saved tensors see them. Inputs that need gradients go to an `InputStore`; masks, positions and tables are
+the same tensors in every block and stay where they are. A region inside a region saves nothing: the outer one repeats all of it.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ztk.recompute import selective
 from ztk.recompute.inputs import InputStore
 from ztk.recompute.policy import RecomputeMode, RecomputePolicy
 from ztk.runtime import Comm, MemoryLedger
+from ztk.runtime.saved_tensors import PackedOutside, active_hooks
 
 Contexts = Callable[[], tuple[Any, Any]]  # makes the contexts around a forward and around its repetition
 
@@ -29,7 +29,8 @@ class Regions:
     """Runs functions as regions under one policy.
 
     num_regions: how many there are between a forward and its backward, for the contiguous buffer.
-    around: more contexts around a forward and its repetition, as for random states that torch does not know.
+    around: more contexts around a forward and its repetition, for example for random states that torch does not know.
+    comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Regions:
         self._store = InputStore(policy, num_regions=num_regions, comm=comm, ledger=ledger)
 
     def run(self, function: Callable, *, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """`function(*args, **kwargs)`, recomputed in the backward. Without gradients it is just called."""
+        """`function(*args, **kwargs)`, recomputed in the backward. Without gradients, or with mode `none`, it is just called."""
         kwargs = dict(kwargs or {})
         if not torch.is_grad_enabled() or self._policy.mode is RecomputeMode.none:
             return function(*args, **kwargs)
@@ -56,8 +57,8 @@ class Regions:
 
         def run(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            whole = [next(given) if own else leaf for own, leaf in zip(is_tensor, rest, strict=True)]
-            args, kwargs = tree_unflatten(whole, spec)
+            leaves = [next(given) if own else leaf for own, leaf in zip(is_tensor, rest, strict=True)]
+            args, kwargs = tree_unflatten(leaves, spec)
             with _within.one_more():
                 return function(*args, **kwargs)
 
@@ -80,12 +81,12 @@ class Regions:
 
     @contextmanager
     def _saving(self, tensors: list[Tensor]) -> Iterator[None]:
-        """The inputs that gradients flow into go to the store; everything else where it would have gone."""
+        """Inside, inputs that need gradients are saved in the store, and everything else as without this context."""
         if _within.depth:
             yield
             return
         places = {_identity(tensor): number for number, tensor in enumerate(t for t in tensors if t.requires_grad)}
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = active_hooks()
 
         def pack(tensor: Tensor) -> object:
             place = places.get(_identity(tensor))
@@ -94,25 +95,14 @@ class Regions:
             packed = outer[0](tensor) if outer else tensor
             if packed is tensor and place is not None:
                 return self._store.save(tensor, place=place)
-            return _HandedOn(packed=packed, unpack=outer[1] if outer else None)
+            return PackedOutside(packed=packed, unpack=outer[1] if outer else None)
 
         with saved_tensors_hooks(pack, lambda saved: saved.restore()):
             yield
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _HandedOn:
-    """A saved tensor that is not this package's; `packed` by the hooks around, if there were any."""
-
-    packed: object
-    unpack: Callable[[object], Tensor] | None
-
-    def restore(self) -> Tensor:
-        return self.packed if self.unpack is None else self.unpack(self.packed)
-
-
 class _Within(threading.local):
-    """How many regions this thread is in."""
+    """depth: how many regions this thread is inside of."""
 
     depth = 0
 

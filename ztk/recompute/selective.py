@@ -1,4 +1,4 @@
-"""What a selectively recomputed block keeps: the results of matrix products and attention, which cost most and are small."""
+"""What a selectively recomputed block keeps: the results of matrix products and attention, which cost most time and little memory."""
 
 import functools
 

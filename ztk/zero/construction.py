@@ -1,14 +1,15 @@
-"""Building a model that no rank could hold: parameters are sharded as soon as the module that made them is finished.
+"""Building a model that is too large for a rank: parameters are sharded as soon as the constructor of their module ends.
 
 [Note: End of a constructor]
 PyTorch has no hook at the end of `__init__`, so while a model is built the constructors of all module classes are wrapped. A class and its
-bases share one object: only the outermost constructor counts. A module's parameters are whole until then, so it can fill them as it likes.
+bases construct the same object: only the outermost constructor counts. Until it ends the module's parameters are full, so it can
+initialise them as it likes.
 
 [Note: Touched parameters]
 A parent often changes its children's parameters (`self.apply(init)`, `self.head.weight.data.mul_(0.5)`), which are sharded by then. While a
-model is built every torch function that is given such a parameter makes it whole first. It is sharded again, with rank 0's values,
-when the next one is touched or a constructor ends, provided that nothing else refers to its memory: a view that the parent
-still holds may yet be written to. So a model comes out as if it had been built whole, and little of it is whole at a time.
+model is built, every torch function that is given such a parameter makes it full first. The parameter is sharded again, with rank 0's
+values, when the next one is touched or a constructor ends, unless something else refers to its memory: the parent may still
+write to a view of it. So the model gets the same values as in an ordinary construction, and little of it is full at a time.
 """
 
 import functools
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, partitioned_of
 
-# Asking a parameter these things needs no values.
+# Calls on a parameter that need no values.
 _PASSIVE = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "is_tensor", "is_nonzero_static"),
@@ -36,7 +37,7 @@ def construction(init_context: ZeroInitContext) -> Iterator[None]:
     """Inside, the parameters of every module are sharded when its constructor ends; see the notes above.
 
     Every rank must build the same modules in the same order. Parameters on the meta device stay there. Inside another
-    construction this one changes nothing.
+    construction this one changes nothing. Raises ValueError for a parameter that is a view of a sharded one.
     """
     if _Construction.current is not None:
         yield
@@ -51,29 +52,29 @@ def construction(init_context: ZeroInitContext) -> Iterator[None]:
 
 
 def shard_module(module: nn.Module, *, init_context: ZeroInitContext) -> None:
-    """Shards the parameters of a module that was built whole."""
+    """Shards the parameters of a module that was built in full. A collective call."""
     for parameter in module.parameters():
         if _can_be_sharded(parameter):
             PartitionedParameter(parameter, init_context=init_context)
 
 
 class _Construction:
-    """What is being built."""
+    """A model that is being built."""
 
     current: "_Construction | None" = None
 
     def __init__(self, init_context: ZeroInitContext) -> None:
-        self._nursery = init_context
+        self._init_context = init_context
         self._unfinished: list[nn.Module] = []  # outermost first
-        # In order, unlike a set: the ranks meet for every parameter, so all must go through the modules alike.
+        # In order, unlike a set: every parameter takes a collective call, so all ranks must go through the modules alike.
         self._built: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._touched: list[PartitionedParameter] = []
 
     def finish(self) -> None:
-        """The model is built."""
+        """Shards what is still full after the last constructor."""
         self._settle(all_of_them=True)
-        for module in list(self._built):  # what was replaced after its module's constructor had ended
-            shard_module(module, init_context=self._nursery)
+        for module in list(self._built):  # parameters that were replaced after their module's constructor
+            shard_module(module, init_context=self._init_context)
 
     # See [Note: End of a constructor]
 
@@ -104,7 +105,7 @@ class _Construction:
     def _wrap(self, constructor: Callable) -> Callable:
         @functools.wraps(constructor)
         def __init__(module: nn.Module, *args, **kwargs) -> None:
-            if any(module is other for other in self._unfinished):  # a base class's part of the same object
+            if any(module is other for other in self._unfinished):  # a base class's constructor of the same object
                 constructor(module, *args, **kwargs)
                 return
             self._unfinished.append(module)
@@ -113,7 +114,7 @@ class _Construction:
             finally:
                 self._unfinished.pop()
             self._settle(all_of_them=not self._unfinished)
-            shard_module(module, init_context=self._nursery)
+            shard_module(module, init_context=self._init_context)
             self._built[module] = None
 
         return __init__

@@ -1,7 +1,7 @@
-"""Where each parameter stands in a flat buffer, and which part of it belongs to which rank.
+"""Where each parameter lies in a flat buffer, and which shard of the buffer belongs to which rank.
 
-Pure arithmetic on names, shapes and the number of ranks: no tensors, no processes. The layout does not depend on the ZeRO stage or the
-offload tier; that is the first reason why these never change a number.
+Pure arithmetic on names, shapes and the number of ranks, without tensors or processes. The layout does not depend on the ZeRO stage or the
+offload tier: this is the first reason why neither changes a number. All offsets and sizes are in elements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ SHARD_ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSpec:
-    """A parameter before it has a place. `group` numbers the optimizer's parameter group."""
+    """A parameter before it is placed. `group` is the number of its parameter group in the optimizer."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A parameter's place: flat elements [offset, offset + numel) of the bucket."""
+    """A parameter's elements in the bucket: [offset, offset + numel)."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A span [start, stop) of a bucket whose elements share one parameter group. Padding goes with its left neighbour."""
+    """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the group before it."""
 
     start: int
     stop: int
@@ -53,17 +53,20 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """The part of one parameter within a span: its flat elements [start, stop) lie at `offset` in the bucket."""
+    """The part of one parameter within a range of the bucket.
+
+    start, stop: the parameter's flat elements. place: where they lie, counted from the start of the range.
+    """
 
     name: str
     start: int
     stop: int
-    offset: int
+    place: slice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """Parameters of one flat buffer of `size` elements (padding included), cut into `num_shards` equal shards."""
+    """The parameters of one flat buffer of `size` elements (padding included), which is cut into `num_shards` equal shards."""
 
     placements: tuple[Placement, ...]
     size: int
@@ -71,7 +74,7 @@ class BucketLayout:
 
     @staticmethod
     def plan(specs: Sequence[ParameterSpec], *, num_shards: int) -> "BucketLayout":
-        """Places `specs` one after the other, those of one group together so that a shard has few segments."""
+        """Places `specs` one after the other. Parameters of one group lie together, so that a shard has few segments."""
         placements, offset = [], 0
         for spec in sorted(specs, key=lambda spec: spec.group):
             placements.append(
@@ -83,6 +86,7 @@ class BucketLayout:
 
     @property
     def shard_size(self) -> int:
+        """Elements of one shard."""
         return self.size // self.num_shards
 
     @property
@@ -90,12 +94,16 @@ class BucketLayout:
         """Elements without padding."""
         return sum(placement.numel for placement in self.placements)
 
+    def placement(self, name: str) -> Placement:
+        """The place of parameter `name`."""
+        return next(placement for placement in self.placements if placement.name == name)
+
     def shard(self, rank: int) -> range:
         """The elements that belong to `rank`."""
         return range(rank * self.shard_size, (rank + 1) * self.shard_size)
 
     def segments(self, span: range) -> Iterator[Segment]:
-        """`span` cut where the parameter group changes."""
+        """`span`, cut where the parameter group changes."""
         start, group = span.start, None
         for placement in self.placements:
             if placement.group != group:
@@ -114,11 +122,14 @@ class BucketLayout:
             start, stop = max(placement.offset, span.start), min(placement.stop, span.stop)
             if start < stop:
                 yield Fragment(
-                    name=placement.name, start=start - placement.offset, stop=stop - placement.offset, offset=start
+                    name=placement.name,
+                    start=start - placement.offset,
+                    stop=stop - placement.offset,
+                    place=slice(start - span.start, stop - span.start),
                 )
 
     def gaps(self) -> Iterator[range]:
-        """The padding."""
+        """The ranges of padding."""
         position = 0
         for placement in self.placements:
             if placement.offset > position:

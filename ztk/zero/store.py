@@ -1,5 +1,6 @@
-"""Where a shard sleeps: the protocol that `zero` needs and `ztk.offload` implements, and the trivial case."""
+"""Where a shard is stored: the protocol that `zero` needs and `ztk.offload` implements, and the device tier."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,12 +8,7 @@ import torch
 from torch import Tensor
 
 from ztk.runtime import MemoryLedger, Tier
-
-
-class Pending(Protocol):
-    """Something under way."""
-
-    def wait(self) -> Tensor | None: ...
+from ztk.runtime.pending import Handle, Pending
 
 
 class Slot(Protocol):
@@ -27,7 +23,7 @@ class Store(Protocol):
     """Keeps tensors in one tier.
 
     A fetched tensor's memory is valid until `put` or `release` of its slot. Puts and fetches of one slot happen in the order of the
-    calls. Errors of the medium surface in `wait()` or `flush()`.
+    calls. `wait()` or `flush()` raises the errors of the medium.
     """
 
     tier: Tier
@@ -38,7 +34,7 @@ class Store(Protocol):
 
     def fetch(self, slot: Slot) -> Pending: ...
 
-    def has_room(self, slot: Slot) -> bool: ...  # a fetch ahead of time takes nothing that others need
+    def has_room(self, slot: Slot) -> bool: ...  # a fetch ahead of time takes no memory that others need
 
     def fetch_ahead(self, slot: Slot) -> Pending | None: ...  # long before its use; None: no memory now, or no gain
 
@@ -55,14 +51,20 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class Done:
-    """A pending that is over."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stores:
+    """Which store keeps which kind of state."""
 
-    def __init__(self, value: Tensor | None = None) -> None:
-        self._value = value
+    optimizer: Store
+    gradients: Store
+    parameters: Store
 
-    def wait(self) -> Tensor | None:
-        return self._value
+    def close(self) -> None:
+        """Flushes and closes every store, also when one of them raises."""
+        with ExitStack() as stack:
+            for store in {id(store): store for store in (self.optimizer, self.gradients, self.parameters)}.values():
+                stack.callback(store.close)
+                stack.callback(store.flush)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,8 +93,8 @@ class DeviceStore:
         self._ledger.add(tier=self.tier, category=category, nbytes=tensor.nbytes)
         return DeviceSlot(name=name, shape=shape, dtype=dtype, tensor=tensor)
 
-    def fetch(self, slot: DeviceSlot) -> Done:
-        return Done(slot.tensor)
+    def fetch(self, slot: DeviceSlot) -> Handle:
+        return Handle(slot.tensor)
 
     def has_room(self, slot: DeviceSlot) -> bool:
         return True
@@ -100,13 +102,13 @@ class DeviceStore:
     def fetch_ahead(self, slot: DeviceSlot) -> None:
         return None
 
-    def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Done:
-        return Done(out.copy_(slot.tensor))
+    def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Handle:
+        return Handle(out.copy_(slot.tensor))
 
-    def put(self, slot: DeviceSlot, *, value: Tensor) -> Done:
+    def put(self, slot: DeviceSlot, *, value: Tensor) -> Handle:
         if value is not slot.tensor:
             slot.tensor.copy_(value)
-        return Done()
+        return Handle()
 
     def release(self, slot: DeviceSlot) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The order in which buckets are used in a pass, recorded to look ahead in the next one."""
+"""The order in which buckets are used in a pass, recorded to prefetch in the next one."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,7 @@ from ztk.zero.bucket import Bucket
 class UseTrace:
     """Uses of buckets from one start of the model to the next: forward, then backward.
 
-    Deterministic on purpose: what is prefetched depends on recorded uses and sizes only, never on time, so all ranks issue the
-    same collectives in the same order.
+    What is prefetched depends on recorded uses and sizes only, never on time, so all ranks issue the same collectives in the same order.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,7 @@ class UseTrace:
         self._current, self._cursor = [], 0
 
     def use(self, bucket: Bucket) -> None:
-        """`bucket` is used now. The cursor moves past it in the forecast, or stays when the model took another path."""
+        """`bucket` is used now. The cursor moves past it in the forecast, or stays if the forecast does not use it again."""
         self._current.append(bucket)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is bucket:

@@ -1,8 +1,8 @@
 """Which modules are gathered together, and which parameters share a flat buffer.
 
 A unit is a module whose parameters are needed at the same time: each element of a `ModuleList`, `ModuleDict` or `Sequential`, or of a
-module that says `children_are_units` (a transformer block), each module that says `is_one_unit`, each large leaf outside of them (an
-embedding, a head), and the root, which keeps the rest and stays gathered while it runs.
+module with `children_are_units` (a transformer block), each module with `is_one_unit`, each large leaf outside of them (an
+embedding, a head), and the root, which has the rest and stays gathered while it runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from ztk.runtime.part import Part
 
 LARGE_LEAF = 1 << 20  # elements; a leaf module with more is a unit of its own
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-ROOT = "root"  # the name of the unit that keeps the rest
+ROOT = "root"  # the name of the unit that has the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,20 +29,48 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BucketPlan:
-    """Parameters that share a flat buffer: of one unit, one dtype, all trained or all frozen, the same ranks holding them.
+class BucketKind:
+    """What parameters of one bucket have in common.
 
-    axis: along which the buffer is sharded. counted: this rank's copy is the one that counts, see `Part.replica`. holders: see `Part`.
+    persistent: never sharded, whatever the stage. axis: along which the buffer is sharded. counted: this rank's copy counts, see
+    `Part.replica`. holders: see `Part`. is_full: the rank holds all of each parameter; apart, so that all ranks cut buckets alike.
     """
+
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+    axis: str
+    counted: bool
+    holders: tuple[int, ...]
+    is_full: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketPlan:
+    """Parameters of one unit and one kind that share a flat buffer."""
 
     unit: str
     names: tuple[str, ...]
+    kind: BucketKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketTraits:
+    """What never changes about a bucket.
+
+    holders: pipeline ranks whose gradients of this bucket are added up, see `Part`.
+    counted: this rank's copy counts in the gradient norm and in checkpoints; False: a rank outside the shard group has the same one.
+    """
+
+    name: str
+    unit: str
     dtype: torch.dtype
+    gradient_dtype: torch.dtype
     trainable: bool
-    persistent: bool  # never sharded, whatever the stage
-    axis: str = "data"
-    counted: bool = True
+    shards_parameters: bool
+    shards_gradients: bool
     holders: tuple[int, ...] = ()
+    counted: bool = True
 
 
 def plan_units(model: nn.Module) -> list[UnitPlan]:
@@ -75,39 +103,29 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Cuts a unit's own parameters into buckets of at most `bucket_size` elements, in order of definition.
 
-    parts: of the parameters that are not simply whole on all data-parallel ranks.
+    parts: of the parameters that are not full on all data-parallel ranks.
     """
     parameters, parts = dict(model.named_parameters()), parts or {}
 
-    def kind(name: str) -> tuple:
+    def kind_of(name: str) -> BucketKind:
         parameter = parameters[name]
         part = parts.get(name) or Part.everything(tuple(parameter.shape))
-        common = parameter.dtype, parameter.requires_grad, parameter.numel() <= persistence_threshold
-        return (
-            *common,
-            part.axis,
-            part.replica == 0,
-            part.holders,
-            part.is_full,
-        )  # the last so that all ranks cut alike
+        return BucketKind(
+            dtype=parameter.dtype,
+            trainable=parameter.requires_grad,
+            persistent=parameter.numel() <= persistence_threshold,
+            axis=part.axis,
+            counted=part.replica == 0,
+            holders=part.holders,
+            is_full=part.is_full,
+        )
 
+    kinds = {name: kind_of(name) for name in unit.owned}
     plans = []
-    for wanted in dict.fromkeys(kind(name) for name in unit.owned):
-        dtype, trainable, persistent, axis, counted, holders, _ = wanted
-        names = [name for name in unit.owned if kind(name) == wanted]
-        for chunk in _cut(names, size_of=lambda name: parameters[name].numel(), limit=bucket_size):
-            plans.append(
-                BucketPlan(
-                    unit=unit.name,
-                    names=chunk,
-                    dtype=dtype,
-                    trainable=trainable,
-                    persistent=persistent,
-                    axis=axis,
-                    counted=counted,
-                    holders=holders,
-                )
-            )
+    for kind in dict.fromkeys(kinds.values()):
+        names = [name for name in unit.owned if kinds[name] == kind]
+        chunks = _cut(names, size_of=lambda name: parameters[name].numel(), limit=bucket_size)
+        plans += [BucketPlan(unit=unit.name, names=chunk, kind=kind) for chunk in chunks]
     return plans
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.external import register_external_parameter
 from ztk.zero.bucket import Bucket
-from ztk.zero.full_state import write_full
 from ztk.zero.partitioned import partitioned_of
+from ztk.zero.piece_states import MASTER
 
 
 class GatheredParameters:
@@ -39,8 +39,8 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         pin(self._params)
-        for gathering in dict.fromkeys(owner.engine.zero.gathering for owner in _buckets(self._params).values()):
-            self._saving.enter_context(gathering.saved_tensors())
+        for hooks in dict.fromkeys(owner.engine.zero.hooks for owner in _buckets(self._params).values()):
+            self._saving.enter_context(hooks.saved_tensors())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._saving.close()
@@ -80,7 +80,7 @@ def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
             changed.setdefault(owner.bucket, {})[owner.name] = parameter.data
             owners[owner.bucket] = owner
     for bucket, values in changed.items():
-        write_full(owners[bucket].engine.zero, bucket=bucket, values=values, kind="master")
+        owners[bucket].engine.zero.named_state.write(bucket, values=values, kind=MASTER)
 
 
 def _ordered(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -9,13 +9,18 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.states import check_state, divisor_of, need_gradient, weights_of
-from ztk.zero.full_state import own_range, read_own, read_own_gradient, write_gradient, write_own
+from ztk.zero.piece_states import GRADIENT, MASTER
+from ztk.zero.state.named import local_range
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """fp32 [elements of this rank]: the master weights; None for a frozen parameter."""
     owner = _owner(param)
-    return read_own(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind="master") if _trained(owner) else None
+    return (
+        owner.engine.zero.named_state.read_local(owner.bucket, name=owner.name, kind=MASTER)
+        if _trained(owner)
+        else None
+    )
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -24,7 +29,9 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     Between the backward at a boundary and `step()`; None at other times and for a frozen parameter.
     """
     owner = _owner(param)
-    gradient = read_own_gradient(owner.engine.zero, bucket=owner.bucket, name=owner.name) if _trained(owner) else None
+    if not _trained(owner):
+        return None
+    gradient = owner.engine.zero.named_state.read_local(owner.bucket, name=owner.name, kind=GRADIENT)
     return None if gradient is None else gradient / divisor_of(owner)
 
 
@@ -34,13 +41,13 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     if not _trained(owner):
         return None
     check_state(owner, key=optim_state_key)
-    return read_own(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=optim_state_key)
+    return owner.engine.zero.named_state.read_local(owner.bucket, name=owner.name, kind=optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets this rank's master weights and with them the parameter; of a parameter that is never sharded all ranks must call it."""
     owner = _fitting(param, value=value)
-    write_own(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=weights_of(owner), value=value)
+    owner.engine.zero.named_state.write_local(owner.bucket, name=owner.name, kind=weights_of(owner), value=value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -48,15 +55,14 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     owner = _fitting(param, value=value)
     need_gradient(owner)
     scaled = value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * divisor_of(owner)
-    start = own_range(owner.bucket, name=owner.name).start
-    write_gradient(owner.engine.zero, bucket=owner.bucket, name=owner.name, value=scaled, start=start)
+    owner.engine.zero.named_state.write_local(owner.bucket, name=owner.name, kind=GRADIENT, value=scaled)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets this rank's part of one optimizer state."""
     owner = _fitting(param, value=value)
     check_state(owner, key=optim_state_key)
-    write_own(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=optim_state_key, value=value)
+    owner.engine.zero.named_state.write_local(owner.bucket, name=owner.name, kind=optim_state_key, value=value)
 
 
 def _owner(param: nn.Parameter) -> Owner:
@@ -76,7 +82,7 @@ def _fitting(param: nn.Parameter, *, value: Tensor) -> Owner:
     owner = _owner(param)
     if not _trained(owner):
         raise ValueError(f"parameter {owner.name} is frozen: it has no master weights, gradient or optimizer states")
-    expected = len(own_range(owner.bucket, name=owner.name))
+    expected = len(local_range(owner.bucket, name=owner.name))
     if not isinstance(value, Tensor) or value.numel() != expected:
         raise ValueError(f"value for {owner.name}: must be a tensor of {expected} elements, what this rank keeps of it")
     return owner

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ztk.deepspeed.owners import owner_of
 from ztk.deepspeed.zero.gathered import pin, unpin
 from ztk.deepspeed.zero.states import weights_of
-from ztk.zero.bucket import ParameterState
-from ztk.zero.full_state import read_own
 from ztk.zero.partitioned import partitioned_of
+from ztk.zero.residency import ParameterState
 
 _numbers = itertools.count()
 
@@ -80,7 +79,7 @@ class ZeroNames:
         if owner is None:
             raise AttributeError("ds_tensor: the parameter belongs to no engine any more")
         kind = weights_of(owner)
-        return read_own(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=kind).to(self.dtype)
+        return owner.engine.zero.named_state.read_local(owner.bucket, name=owner.name, kind=kind).to(self.dtype)
 
     @property
     def ds_active_sub_modules(self) -> set:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.zero.full_state import read_full, read_gradient, write_full, write_gradient
+from ztk.zero.piece_states import FROZEN, GRADIENT, MASTER
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -14,7 +14,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if owner is None:
         return None
-    return read_full(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=weights_of(owner))
+    return owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=weights_of(owner))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -25,7 +25,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if owner is None or not owner.bucket.traits.trainable:
         return None
-    gradient = read_gradient(owner.engine.zero, bucket=owner.bucket, name=owner.name)
+    gradient = owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=GRADIENT)
     return None if gradient is None else gradient / divisor_of(owner)
 
 
@@ -38,13 +38,13 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if owner is None or not owner.bucket.traits.trainable:
         return None
     check_state(owner, key=optim_state_key)
-    return read_full(owner.engine.zero, bucket=owner.bucket, name=owner.name, kind=optim_state_key)
+    return owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets the master weight and with it the parameter. value: in the parameter's shape, the same on all ranks."""
     owner = owned(param, value=value)
-    write_full(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=weights_of(owner))
+    owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=weights_of(owner))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -53,7 +53,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if not owner.bucket.traits.trainable:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
     check_state(owner, key=optim_state_key)
-    write_full(owner.engine.zero, bucket=owner.bucket, values={owner.name: value}, kind=optim_state_key)
+    owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=optim_state_key)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -64,7 +64,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     owner = owned(param, value=value)
     need_gradient(owner)
     scaled = value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * divisor_of(owner)
-    write_gradient(owner.engine.zero, bucket=owner.bucket, name=owner.name, value=scaled)
+    owner.engine.zero.named_state.write(owner.bucket, values={owner.name: scaled}, kind=GRADIENT)
 
 
 def safe_update_full_grad_vectorized(
@@ -84,7 +84,7 @@ def divisor_of(owner: Owner) -> Tensor:
 
 def weights_of(owner: Owner) -> str:
     """The kind of state that a parameter's weights are."""
-    return "master" if owner.bucket.traits.trainable else "parameter"
+    return MASTER if owner.bucket.traits.trainable else FROZEN
 
 
 def owned(param: nn.Parameter, *, value: Tensor) -> Owner:
@@ -99,9 +99,7 @@ def owned(param: nn.Parameter, *, value: Tensor) -> Owner:
 
 def need_gradient(owner: Owner) -> None:
     """Raises ValueError unless there is a reduced gradient."""
-    reduction = owner.engine.zero.reduction
-    reduction.settle()
-    if owner.bucket not in reduction.squares:
+    if not owner.engine.zero.named_state.has_gradient(owner.bucket):
         raise ValueError(
             f"parameter {owner.name} has no reduced gradient now: set it between the backward at a boundary and step()"
         )

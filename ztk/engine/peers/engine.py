@@ -18,9 +18,9 @@ from ztk.runtime.io import IoCounters
 class PeerEngine:
     """Trains `module` as `ztk.engine.Engine` does, by torch; built by `parallelize_peer`.
 
-    memory: bytes of the tensors that this rank really holds, read off after every step. What torch gathers or sends for a moment is
+    memory: bytes of the tensors that this rank has, read after every step. What torch gathers or sends for a moment is
         not among them.
-    clock: forward, backward and optimizer; torch communicates inside the backward, so that phase holds it.
+    clock: forward, backward and optimizer; torch communicates inside the backward, so that phase includes it.
     comm: counters by formula, see [Note: Counting a peer's traffic] in `wrap.py`.
     """
 
@@ -173,12 +173,12 @@ class PeerEngine:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def gathered(self) -> AbstractContextManager[None]:
-        """All parameters are whole inside. Every rank must enter."""
+        """All parameters are full inside. Every rank must enter."""
         return self.peer.gathered()
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, parameter) one at a time. Every rank must iterate to the end."""
-        return self.peer.whole_parameters()
+        return self.peer.full_parameters()
 
     def _count(self, traffic: Iterable[Traffic]) -> None:
         for item in traffic:
@@ -187,13 +187,13 @@ class PeerEngine:
 
     def _book(self) -> None:
         """Brings the ledger up to the tensors that exist now."""
-        held = {
+        existing = {
             "parameters": [p.data for p in self.module.parameters()],
             "gradients": [p.grad for p in self._parameters if p.grad is not None],
             "optimizer": [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)],
         }
         booked = self.memory.by_category(Tier.device)
-        for category, tensors in held.items():
+        for category, tensors in existing.items():
             more = sum(_local(tensor).nbytes for tensor in tensors) - booked.get(category, 0)
             if more > 0:
                 self.memory.add(tier=Tier.device, category=category, nbytes=more)

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ztk.optim import HyperParameters, OptimizerPolicy, group_parameters
 from ztk.precision import LossScalePolicy
 
-# What torch.amp.GradScaler can be told.
+# The options of torch.amp.GradScaler.
 _SCALER_OPTIONS = ("dynamic", "initial", "window", "growth_factor", "backoff_factor")
 
 

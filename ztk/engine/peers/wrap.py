@@ -1,8 +1,8 @@
 """DistributedDataParallel and fully_shard as their users call them, and what they move.
 
 [Note: Counting a peer's traffic]
-torch's collectives are not ours to count, so each peer says by formula what one pass moves, in the units of `CommCounters`. The tests
-hold the formulas against every collective that a dispatch mode sees.
+torch's collectives are not counted by `Comm`, so each peer computes by formula what one pass moves, in the units of `CommCounters`. The tests
+compare the formulas with every collective that a dispatch mode sees.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ class Traffic:
 class DataParallelPeer:
     """DistributedDataParallel: fp32 parameters, `torch.autocast` for 16 bit, gradients as views of its buckets.
 
-    Gradients travel in fp32, or in `precision.reduce_dtype` by torch's compression hooks. Accumulated micro-batches are reduced
+    Gradients are sent in fp32, or in `precision.reduce_dtype` by torch's compression hooks. Accumulated micro-batches are reduced
     once, at the last.
     """
 
@@ -74,7 +74,7 @@ class DataParallelPeer:
     def gathered(self) -> Iterator[None]:
         yield
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():
             yield name, parameter.data
 
@@ -109,7 +109,7 @@ class FullyShardedPeer:
             fully_shard(unit, mesh=mesh, mp_policy=mixed)
         self._module: FSDPModule = module
         self._dtype, self._wire = precision.dtype, precision.reduce_dtype or precision.dtype
-        self._root_is_whole = False
+        self._root_is_full = False
 
     def forward(self, args: tuple, kwargs: dict, *, synchronise: bool):
         """The module's forward; its backward reduces gradients if `synchronise`."""
@@ -118,14 +118,14 @@ class FullyShardedPeer:
 
     def forward_traffic(self, *, trains: bool) -> Iterable[Traffic]:
         """Every group is gathered; the root stays gathered until the next backward has ended."""
-        groups = self._groups[:-1] if self._root_is_whole else self._groups
-        self._root_is_whole = True
+        groups = self._groups[:-1] if self._root_is_full else self._groups
+        self._root_is_full = True
         yield self._gathers(groups)
 
     def backward_traffic(self, *, synchronise: bool) -> Iterable[Traffic]:
         """All but the root are gathered again, all are reduce-scattered."""
         yield self._gathers(self._groups[:-1])
-        self._root_is_whole = False
+        self._root_is_full = False
         if synchronise:
             trained = [group.trained for group in self._groups if group.trained]
             yield Traffic(kind="reduce_scatter", numel=sum(trained), itemsize=self._wire.itemsize, calls=len(trained))
@@ -144,11 +144,11 @@ class FullyShardedPeer:
         finally:
             for module in sharded:
                 module.reshard()
-            self._root_is_whole = False
+            self._root_is_full = False
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         self._module.reshard()  # a forward without backward has left the root gathered
-        self._root_is_whole = False
+        self._root_is_full = False
         for name, parameter in self._module.named_parameters():
             yield name, parameter.full_tensor().detach()
 

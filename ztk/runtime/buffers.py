@@ -1,53 +1,56 @@
-"""Flat device buffers that live for a moment: gathered parameters and gradients on their way to their shard.
+"""Flat buffers that are needed for a moment: gathered parameters, and gradients on their way to their shard.
 
 Buffers are kept for reuse. On the CPU a fresh allocation costs a page fault per 4 KiB, measured 0.1 s per GB and step; on a GPU
-the reuse keeps the allocator's pool from growing.
+the reuse keeps the caching allocator from growing.
 """
 
 import torch
 from torch import Tensor
 
-from ztk.runtime import MemoryLedger, Tier
+from ztk.runtime.memory import MemoryLedger, Tier
 
 
 class BufferPool:
-    """Hands out 1-D buffers. Never holds more buffers than were in use at one time; each is as large as the largest it had to be.
+    """Hands out 1-D buffers. It never keeps more buffers than were in use at one time.
 
-    Booked under one category as long as they exist, in use or not.
+    The ledger counts buffers under `category` as long as they exist, in use or not. elements_in_use: what the callers have now.
     """
 
     def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str, tier: Tier = Tier.device) -> None:
         self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
-        self._used: dict[int, Tensor] = {}  # address -> uint8
+        self._used: dict[int, tuple[Tensor, int]] = {}  # address -> uint8, the elements asked for
+        self.elements_in_use = 0
 
-    @torch.inference_mode(False)  # a buffer first made by an evaluation is written to by training too
+    @torch.inference_mode(False)  # training writes to buffers that an evaluation allocated
     def acquire(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A buffer [numel] with undefined content."""
+        """A buffer [numel] of `dtype` with undefined content."""
         nbytes = numel * dtype.itemsize
         fitting = next((buffer for buffer in self._free if buffer.numel() >= nbytes), None)
         if fitting is not None:
             self._free = [buffer for buffer in self._free if buffer is not fitting]
         else:
-            if self._free:  # the largest of those that are too small makes room for one that is not
+            if self._free:  # the new buffer replaces the largest of those that are too small
                 self._ledger.remove(tier=self._tier, category=self._category, nbytes=self._free.pop().numel())
             fitting = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._ledger.add(tier=self._tier, category=self._category, nbytes=nbytes)
-        self._used[fitting.data_ptr()] = fitting
+        self._used[fitting.data_ptr()] = fitting, numel
+        self.elements_in_use += numel
         return fitting[:nbytes].view(dtype)
 
-    def lends(self, buffer: Tensor | None) -> bool:
-        """`buffer` is one of those in use."""
+    def owns(self, buffer: Tensor | None) -> bool:
+        """`buffer` was acquired here and not released yet."""
         return buffer is not None and buffer.data_ptr() in self._used
 
     def release(self, buffer: Tensor) -> None:
         """The caller no longer uses `buffer`."""
-        self._free.append(self._used.pop(buffer.data_ptr()))
+        released, numel = self._used.pop(buffer.data_ptr())
+        self.elements_in_use -= numel
+        self._free.append(released)
         self._free.sort(key=Tensor.numel)
 
     def drop_free(self) -> None:
-        """Gives the memory of what is not in use back."""
-        self._ledger.remove(
-            tier=self._tier, category=self._category, nbytes=sum(buffer.numel() for buffer in self._free)
-        )
+        """Frees the memory of the buffers that are not in use."""
+        nbytes = sum(buffer.numel() for buffer in self._free)
+        self._ledger.remove(tier=self._tier, category=self._category, nbytes=nbytes)
         self._free.clear()

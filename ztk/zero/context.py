@@ -1,0 +1,40 @@
+"""What the parts of one `Zero` share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ztk.optim import FlatOptimizer, GroupTable
+from ztk.precision import PrecisionPolicy
+from ztk.runtime import MemoryLedger, Mesh, PhaseClock
+from ztk.runtime.buffers import BufferPool
+from ztk.runtime.part import Part
+from ztk.zero.policy import ZeroPolicy
+from ztk.zero.store import Stores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroContext:
+    """Policies, stores, ranks and counters.
+
+    groups: the optimizer's parameter groups. piece_size: elements that are updated at once; None: a shard.
+    parts: of the parameters that are cut or copied along other axes than the data's. gathered: the full buffers of sharded buckets.
+    """
+
+    policy: ZeroPolicy
+    precision: PrecisionPolicy
+    optimizer: FlatOptimizer
+    groups: GroupTable
+    stores: Stores
+    mesh: Mesh
+    parts: Mapping[str, Part]
+    piece_size: int | None
+    ledger: MemoryLedger
+    clock: PhaseClock
+    gathered: BufferPool
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.mesh.world.device

@@ -1,0 +1,83 @@
+"""The gradient of one bucket: from autograd into a flat buffer, and how far its reduction is."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ztk.zero.layout import BucketLayout
+
+
+class BucketGradient:
+    """The gradient half of a bucket.
+
+    full: [layout.size], this rank's local gradient; None: there is none.
+    squares: fp32 [1], the sum of squares of the reduced shard; None: this step's gradient is not reduced yet.
+    is_launched: its reduction has started in this backward. is_final: this step's gradient is reduced, and `full` must not change.
+    has_earlier: the stored shard contains gradients of earlier micro-batches of this step.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], *, layout: BucketLayout) -> None:
+        self.parameters, self._layout = parameters, layout
+        self.full: Tensor | None = None
+        self.squares: Tensor | None = None
+        self.is_launched = self.is_final = self.has_earlier = False
+        self._written = [False] * len(parameters)  # whose gradient is in `full`
+        self._arrived: set[int] = set()  # whose gradient came in this backward
+
+    def accept(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
+        """Moves the fresh gradient of parameter `index` into the flat buffer: copies the first one, adds later ones.
+
+        acquire: returns the buffer [layout.size] if there is none yet.
+        """
+        parameter, placement = self.parameters[index], self._layout.placements[index]
+        if self.full is None:
+            self.full = acquire()
+            self.restart()
+            for gap in self._layout.gaps():
+                self.full[gap.start : gap.stop].zero_()
+        place = self.full[placement.offset : placement.stop].view(placement.shape)
+        if self._written[index]:
+            place.add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+            self._written[index] = True
+        parameter.grad = None
+        self._arrived.add(index)
+
+    @property
+    def has_local(self) -> bool:
+        """A parameter's local gradient is in the buffer."""
+        return self.full is not None and any(self._written)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every parameter's gradient has arrived in this backward."""
+        return len(self._arrived) == len(self.parameters)
+
+    def begin_backward(self) -> None:
+        """A backward starts: no gradient has arrived in it."""
+        self._arrived.clear()
+
+    def fill_missing(self, *, acquire: Callable[[], Tensor]) -> None:
+        """Sets the gradient of parameters that were not used to zero."""
+        if self.full is None:
+            self.full = acquire().zero_()
+            return
+        for written, placement in zip(self._written, self._layout.placements, strict=True):
+            if not written:
+                self.full[placement.offset : placement.stop].zero_()
+
+    def take(self) -> Tensor | None:
+        """Gives the buffer to the caller; the next gradient starts a new one."""
+        full, self.full = self.full, None
+        return full
+
+    def restart(self) -> None:
+        """Keeps the buffer and forgets its content."""
+        self._written = [False] * len(self.parameters)
+
+    def finish_step(self) -> None:
+        """The step is over: the next gradient starts anew."""
+        self.squares = None
+        self.is_launched = self.is_final = self.has_earlier = False
+        self.restart()

@@ -1,0 +1,189 @@
+"""Stage 3: hooks that gather parameters when a unit's forward, a module's attribute or autograd's saved tensors need them.
+
+[Note: Saved parameters]
+Autograd saves views of parameters (`weight.t()`) for the backward, but the buffer under them goes back to the pool after the forward. So a
+saved tensor whose storage is a gathered buffer is packed as (bucket, shape, strides, offset). When the backward asks for it, it is rebuilt
+from the buffer that the bucket has then, and this request gathers the bucket. That works for any module and for parameters used outside
+of their own module, and needs no hooks on outputs.
+Hooks on saved tensors do not stack in PyTorch: only the innermost pair is called. So tensors that are no parameters are passed on to the
+pair that was active outside, which keeps activation checkpointing around a unit working.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ztk.runtime.differentiable import through
+from ztk.runtime.saved_tensors import PackedOutside, active_hooks
+from ztk.zero.bucket import Bucket
+from ztk.zero.gathering import Gathering, Unit, inside_backward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SavedParameter:
+    """A saved tensor that is a view of a bucket. See [Note: Saved parameters]."""
+
+    bucket: Bucket
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+class ModelHooks:
+    """Wraps the forwards of `gathering.units` and the parameters of their modules, until `detach`."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self._gathering, self._units = gathering, gathering.units
+        self._bucket_of = {
+            parameter: bucket for unit in self._units for bucket in unit.buckets for parameter in bucket.parameters
+        }
+        self._forwards: dict[nn.Module, Callable] = {}  # of the wrapped modules, as they were or compiled
+        for unit in self._units:
+            self._wrap(unit.module, unit=unit, is_root=unit is self._units[-1])
+        for module in self._entries():
+            self._wrap(module, unit=self._units[-1], is_root=True)
+        for module in self._modules():
+            if any(parameter in self._bucket_of for parameter in module._parameters.values()):
+                module._parameters = _GatherOnAccess(module._parameters, on_access=self._on_access)
+
+    def compile(self, compiler: Callable[[Callable], Callable]) -> None:
+        """Compiles the forward of every unit, inside its gathering.
+
+        The root's own code runs between theirs and stays as it is, unless the root is the only unit.
+        """
+        for unit in self._units[:-1] or self._units:
+            self._forwards[unit.module] = compiler(self._forwards[unit.module])
+
+    def detach(self) -> None:
+        """Takes the hooks off the model. Its sharded parameters remain placeholders."""
+        for module, forward in self._forwards.items():
+            del module.forward
+            if module.forward != forward:  # the module had a forward of its own before
+                module.forward = forward
+        for module in self._modules():
+            if isinstance(module._parameters, _GatherOnAccess):
+                module._parameters = dict(module._parameters)
+
+    def _modules(self) -> list[nn.Module]:
+        """The model's modules; none where nothing is sharded."""
+        return list(self._units[-1].module.modules()) if self._units else []
+
+    def _entries(self) -> Iterator[nn.Module]:
+        """The modules between the root and the units, which callers may call directly.
+
+        Generation calls the model inside its wrappers, a loss may call the head alone: such a call starts a pass.
+        """
+        if not self._units:
+            return
+        inside = {module for unit in self._units[:-1] for module in unit.module.modules()}
+        needed = {parameter for bucket in self._units[-1].buckets for parameter in bucket.parameters}
+        for module in self._modules()[1:]:
+            if module in inside:
+                continue
+            has_units = any(part in inside for part in module.modules())
+            if has_units or any(parameter in needed for parameter in module.parameters()):
+                yield module
+
+    # Forward
+
+    def _wrap(self, module: nn.Module, *, unit: Unit, is_root: bool) -> None:
+        """The forward of `module` opens `unit`. A module outside of the units does so only when it is called directly."""
+        if module in self._forwards:  # one module under two names: both units need the same buckets
+            return
+        self._forwards[module] = module.forward
+        is_part = module is not unit.module
+        gathers_first = not is_root and any(getattr(part, "is_one_unit", False) for part in module.modules())
+
+        @functools.wraps(module.forward)
+        def forward(*args, **kwargs):
+            if is_part and self._gathering.open_units:
+                return self._forwards[module](*args, **kwargs)
+            with self._gathering.open(unit, is_root=is_root), self.saved_tensors():
+                output = self._keep_views(self._forwards[module](*args, **kwargs), is_root=is_root)
+            return self._gather_before_backward(unit, output=output) if gathers_first else output
+
+        module.forward = forward
+
+    def _keep_views(self, output: object, *, is_root: bool) -> object:
+        """A unit that returns views of its parameters stays gathered until the model's forward ends; the model returns copies."""
+
+        def keep(value: object) -> object:
+            if isinstance(value, Tensor) and (bucket := self._gathering.bucket_under(value)) is not None:
+                if is_root:
+                    return value.clone()
+                bucket.residency.has_returned_view = True
+            return value
+
+        return tree_map(keep, output)
+
+    def _gather_before_backward(self, unit: Unit, *, output: object) -> object:
+        """Makes the backward of a unit that is gathered as one begin with gathering all of it.
+
+        Inside such a unit ranks may read different parameters, or none, so they could not agree on what to gather.
+        """
+
+        def gather(gradient: Tensor) -> Tensor:
+            for bucket in unit.buckets:
+                self._gathering.unshard(bucket)
+            return gradient
+
+        def mark(value: object) -> object:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            return through(value, forward=lambda x: x.view_as(x), backward=gather)
+
+        return tree_map(mark, output)
+
+    def _on_access(self, parameter: nn.Parameter) -> None:
+        """Gathers a parameter that is read in a forward of another unit, or again by activation checkpointing in the backward."""
+        if torch.compiler.is_compiling():
+            return  # compiled code runs inside an open unit, and must not guard on what happens to be gathered
+        bucket = self._bucket_of.get(parameter)
+        if bucket is not None and not bucket.residency.is_used and (self._gathering.open_units or inside_backward()):
+            self._gathering.unshard(bucket)
+
+    # Saved tensors: see [Note: Saved parameters]
+
+    @contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        """Inside, autograd saves no view of a gathered buffer, but what is needed to gather it again."""
+        outer = active_hooks()
+        if not torch.is_grad_enabled() or (outer and outer[1] == self._unpack):
+            yield
+            return
+
+        def pack(tensor: Tensor) -> object:
+            bucket = self._gathering.bucket_under(tensor)
+            if bucket is not None:
+                return _SavedParameter(
+                    bucket=bucket, shape=tensor.shape, strides=tensor.stride(), offset=tensor.storage_offset()
+                )
+            return tensor if outer is None else PackedOutside(packed=outer[0](tensor), unpack=outer[1])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def _unpack(self, saved: object) -> Tensor:
+        if isinstance(saved, _SavedParameter):
+            self._gathering.unshard(saved.bucket)
+            return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
+        return saved.restore() if isinstance(saved, PackedOutside) else saved
+
+
+class _GatherOnAccess(dict):
+    """A module's parameters. Reading one calls `on_access`; iterating does not."""
+
+    def __init__(self, parameters: dict, *, on_access: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._on_access = on_access
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._on_access(parameter)
+        return parameter

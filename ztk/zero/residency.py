@@ -1,0 +1,155 @@
+"""Where the parameters of one bucket are, and why they are there."""
+
+from concurrent.futures import Future
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ztk.runtime import Tier
+from ztk.runtime.buffers import BufferPool
+from ztk.runtime.pending import Handle, Pending
+from ztk.zero.exchange import Exchange
+from ztk.zero.layout import BucketLayout
+from ztk.zero.partitioned import placeholder
+from ztk.zero.piece import Piece
+from ztk.zero.store import Store
+from ztk.zero.units import BucketTraits
+
+
+class ParameterState(Enum):
+    """Where a bucket's parameters are, and what memory they take."""
+
+    sharded = "sharded"  # only the rank's shard exists; the parameters are placeholders without memory
+    gathering = "gathering"  # the full buffer is allocated and being filled; the parameters are still placeholders
+    gathered = "gathered"  # the parameters are views of the full buffer
+
+
+class Residency:
+    """The parameter half of a bucket: the full buffer while there is one, and what keeps it.
+
+    full: [layout.size], the parameters; None while they are sharded.
+    updated: done when an optimizer that runs behind the forward has finished with the bucket; None: no such optimizer runs.
+    open_units: running forwards of units that use the bucket. pins: contexts that keep it gathered across passes.
+    is_used: it was used since it was gathered, or since it was kept for reuse. stays: once gathered, it stays until the end of a batch.
+    has_returned_view: a unit returned a view of it, so it stays until the model's forward ends.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        traits: BucketTraits,
+        layout: BucketLayout,
+        pieces: list[Piece],
+        exchange: Exchange,
+        store: Store,
+        pool: BufferPool,
+    ) -> None:
+        self.state = ParameterState.sharded
+        self.full: Tensor | None = None
+        self.updated: Future | None = None
+        self.open_units = self.pins = 0
+        self.is_used = self.stays = self.has_returned_view = False
+        self._was_gathered_by_pin = False
+        self._parameters, self._traits, self._layout, self._pieces = parameters, traits, layout, pieces
+        self._exchange, self._store, self._pool = exchange, store, pool
+        self._work: Pending | None = None  # the gather that is under way
+        self._placeholder: Tensor | None = None
+
+    # sharded -> gathering -> gathered -> sharded
+
+    @torch.inference_mode(False)
+    def start_gather(self) -> None:
+        """sharded -> gathering: fetches the rank's shard into the full buffer, then gathers all shards in place."""
+        if self.state is not ParameterState.sharded:
+            return
+        self.full = self._pool.acquire(self._layout.size, dtype=self._traits.dtype)
+        self._work = self._exchange.gather(self.full, label=self._traits.name, after=self.start_fetch())
+        self.state = ParameterState.gathering
+
+    def finish_gather(self) -> None:
+        """-> gathered: the parameters are usable."""
+        if self.state is ParameterState.gathered:
+            return
+        self.start_gather()
+        self._finish_work()
+        self.show_parameters()
+        self.state = ParameterState.gathered
+
+    @torch.inference_mode(False)
+    def release(self) -> None:
+        """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool."""
+        if self.state is ParameterState.sharded:
+            return
+        if self.state is ParameterState.gathering:
+            self._finish_work()
+        if self._placeholder is None:
+            self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
+        for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
+            parameter.data = self._placeholder.expand(placement.shape)
+        self._pool.release(self.full)
+        self.full, self.is_used, self.state = None, False, ParameterState.sharded
+
+    def keep_full(self, full: Tensor) -> None:
+        """-> gathered for good: the parameters become views of `full` [layout.size] and are never sharded."""
+        self.full, self.state = full, ParameterState.gathered
+        self.show_parameters()
+
+    @torch.inference_mode(False)
+    def show_parameters(self) -> None:
+        """Makes the parameters views of `full`."""
+        for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
+            parameter.data = self.full[placement.offset : placement.stop].view(placement.shape)
+
+    def start_fetch(self) -> Handle:
+        """Brings the rank's shard into `full`: from now on, or as soon as the optimizer has finished with it."""
+        # Each rank sees the end of its update at another time, but all must start the collective alike. So this looks at whether there is
+        # an update, not at whether it is done.
+        is_immediate = self._store.tier is Tier.device and self.updated is None
+        fetches = self._fetch_shard() if self.updated is None or self.updated.done() else None
+
+        def finish() -> None:
+            for fetch in self._fetch_shard() if fetches is None else fetches:
+                fetch.wait()
+
+        return Handle(finish=finish, is_immediate=is_immediate)
+
+    def _fetch_shard(self) -> list[Pending]:
+        self.wait_for_update()
+        return [self._store.fetch_into(piece.parameter, out=piece.of(self.full)) for piece in self._pieces]
+
+    def _finish_work(self) -> None:
+        self._work.wait()
+        self._work = None
+
+    def wait_for_update(self) -> None:
+        """Returns when an optimizer that runs behind the forward has finished with this bucket. Raises what went wrong in it."""
+        if (updated := self.updated) is not None:
+            updated.result()
+            self.updated = None
+
+    # What keeps it gathered
+
+    @property
+    def is_kept(self) -> bool:
+        """It stays gathered across passes."""
+        return self.pins > 0 or self.stays
+
+    @property
+    def is_needed(self) -> bool:
+        """The forward that is running needs it."""
+        return self.open_units > 0 or self.has_returned_view
+
+    def pin(self, *, gathered_by_pin: bool) -> None:
+        """One more context keeps it. gathered_by_pin: it was not in use before that context came."""
+        self._was_gathered_by_pin |= gathered_by_pin
+        self.pins += 1
+
+    def unpin(self) -> bool:
+        """One context less. Returns whether no context is left and the first one had gathered it."""
+        self.pins -= 1
+        if self.pins or not self._was_gathered_by_pin:
+            return False
+        self._was_gathered_by_pin = False
+        return True

@@ -1,0 +1,147 @@
+"""States that are moved off the device for a while, so that something else (generation, another model) has its memory.
+
+A tensor keeps its identity and loses its memory, so everything that refers to it finds its content when it is back. States that are
+offloaded anyway stay where they are. Where the device is the CPU its memory is host memory already: nothing is copied, only booked.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from ztk.runtime import Tier
+from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
+from ztk.zero.gathering import Gathering
+from ztk.zero.partitioned import placeholder
+from ztk.zero.piece import Piece
+from ztk.zero.reduction import GradientReduction
+from ztk.zero.update import ShardUpdate
+
+
+class StateKind(StrEnum):
+    """What can be offloaded."""
+
+    optim_states = "optim_states"  # the optimizer's moments
+    hp_params = "hp_params"  # fp32 master weights; fp32 parameters have none
+    lp_params = "lp_params"  # parameters, or their shards
+    lp_grads = "lp_grads"  # reduced gradients
+    contiguous_grad_buffer = "contiguous_grad_buffer"  # free buffers of gathered parameters and of unreduced gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Offloaded:
+    """A tensor without memory, and its content along dimension 0: rows that stayed, rows that are offloaded, rows that stayed."""
+
+    tensor: Tensor
+    category: str
+    before: Tensor
+    content: Tensor
+    after: Tensor
+
+
+class StateOffloader:
+    """Moves the states of one model to main memory and back. Every rank calls it alike, between steps.
+
+    absent: the kinds that are offloaded now.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        *,
+        context: ZeroContext,
+        gathering: Gathering,
+        reduction: GradientReduction,
+        update: ShardUpdate,
+        free_buffers: Callable[[], None],
+    ) -> None:
+        """free_buffers: frees the buffers that are not in use."""
+        self.absent: frozenset[StateKind] = frozenset()
+        self._buckets, self._free_buffers = buckets, free_buffers
+        self._gathering, self._reduction, self._update = gathering, reduction, update
+        self._stores, self._num_moments = context.stores, len(context.optimizer.state_names)
+        self._device, self._ledger = context.device, context.ledger
+        self._unsharded = [bucket for bucket in buckets if not bucket.traits.shards_parameters]
+        self._offloaded: list[_Offloaded] = []
+        self._copied: list[Tensor] = []  # host memory that a copy to the device may still read
+
+    def offload(self, kinds: Collection[StateKind], *, pin_memory: bool, non_blocking: bool) -> None:
+        """Moves `kinds` to main memory, in addition to what is offloaded already.
+
+        Raises RuntimeError if parameters are pinned.
+        """
+        self._gathering.reshard_before_change()
+        self._update.finish()
+        if self.absent:  # states of one tensor may be offloaded one after the other
+            kinds = self.absent | frozenset(kinds)
+            self.reload(non_blocking=False)
+        for tensor, rows, category in self._on_device(frozenset(kinds)):
+            self._send(tensor, rows=rows, category=category, pin=pin_memory, non_blocking=non_blocking)
+        if StateKind.lp_params in kinds:
+            for bucket in self._unsharded:
+                for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+                    parameter.data = placeholder(placement.shape, dtype=bucket.traits.dtype, device=self._device)
+        if StateKind.contiguous_grad_buffer in kinds:
+            self._free_buffers()
+        self.absent = frozenset(kinds)
+        if self._device.type == "cuda" and not non_blocking:
+            torch.cuda.synchronize(self._device)
+
+    def reload(self, *, non_blocking: bool) -> None:
+        """Moves everything back to the device. non_blocking: the copies run in the order of the current stream."""
+        self._copied.clear()
+        for away in self._offloaded:
+            content = away.content.to(self._device, non_blocking=non_blocking)
+            is_full = not (away.before.numel() or away.after.numel())
+            away.tensor.data = content if is_full else torch.cat([away.before, content, away.after])
+            if self._device.type == "cuda" and non_blocking:
+                self._copied.append(away.content)
+            self._ledger.remove(tier=Tier.host, category=away.category, nbytes=away.content.nbytes)
+            self._ledger.add(tier=Tier.device, category=away.category, nbytes=away.content.nbytes)
+        self._offloaded.clear()
+        if StateKind.lp_params in self.absent:
+            for bucket in self._unsharded:
+                bucket.residency.show_parameters()
+        self.absent = frozenset()
+
+    def _on_device(self, kinds: frozenset[StateKind]) -> Iterator[tuple[Tensor, slice, str]]:
+        """(tensor, the rows of it that are offloaded, category) of all tensors of `kinds` that are on the device."""
+        for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
+            if piece.states is not None and self._stores.optimizer.tier is Tier.device:
+                rows = self._rows(piece, kinds=kinds)
+                if rows.start < rows.stop:
+                    yield piece.states.tensor, rows, "optimizer"
+            for slot, store, kind, category in (
+                (piece.gradient, self._stores.gradients, StateKind.lp_grads, "gradients"),
+                (piece.parameter, self._stores.parameters, StateKind.lp_params, "parameters"),
+            ):
+                if slot is not None and store.tier is Tier.device and kind in kinds:
+                    yield slot.tensor, slice(None), category
+        if StateKind.lp_params in kinds:
+            yield from ((bucket.full, slice(None), "parameters") for bucket in self._unsharded)
+        if StateKind.lp_grads in kinds:
+            yield from ((full, slice(None), "gradients") for full in self._reduction.resident_buffers())
+
+    def _rows(self, piece: Piece, *, kinds: frozenset[StateKind]) -> slice:
+        """Which rows of a piece's states [k, n] are of `kinds`: first the master weights, if there are some, then the moments."""
+        count = piece.states.shape[0]
+        moments = count - self._num_moments
+        start = 0 if StateKind.hp_params in kinds else moments
+        return slice(start, count if StateKind.optim_states in kinds else moments)
+
+    def _send(self, tensor: Tensor, *, rows: slice, category: str, pin: bool, non_blocking: bool) -> None:
+        start, stop, _ = rows.indices(tensor.shape[0])
+        content = tensor.data[start:stop]
+        if content.device.type != "cpu":
+            host = torch.empty(content.shape, dtype=content.dtype, pin_memory=pin)
+            content = host.copy_(content, non_blocking=non_blocking)
+        before, after = tensor.data[:start].clone(), tensor.data[stop:].clone()
+        self._offloaded.append(
+            _Offloaded(tensor=tensor, category=category, before=before, content=content, after=after)
+        )
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        self._ledger.remove(tier=Tier.device, category=category, nbytes=content.nbytes)
+        self._ledger.add(tier=Tier.host, category=category, nbytes=content.nbytes)

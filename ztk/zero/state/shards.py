@@ -1,0 +1,148 @@
+"""The state as a checkpoint sees it: every element once over all ranks, in ranges of one parameter and kind."""
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.runtime.part import Part
+from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
+from ztk.zero.gathering import Gathering
+from ztk.zero.piece import Piece
+from ztk.zero.piece_states import FROZEN, MASTER, PieceStates
+from ztk.zero.update import ShardUpdate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSlice:
+    """This rank's elements [start, stop) of one parameter's flat state.
+
+    kind: "master" (fp32 weights; the parameter is their cast), a name of the optimizer's states, or "parameter" for a frozen
+    parameter, which has nothing else. start and stop count the elements of the part that this rank holds of the parameter.
+    """
+
+    name: str
+    kind: str
+    part: Part
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateShard(StateSlice):
+    """A slice with its values."""
+
+    value: Tensor  # [stop - start]
+
+
+class ModelState:
+    """Reads and sets the state of `buckets`, piece by piece."""
+
+    def __init__(
+        self, buckets: list[Bucket], *, context: ZeroContext, update: ShardUpdate, gathering: Gathering
+    ) -> None:
+        self._buckets, self._parts, self._states = buckets, context.parts, PieceStates(context)
+        self._update, self._gathering = update, gathering
+
+    def part_of(self, name: str, *, bucket: Bucket) -> Part:
+        """What this rank holds of parameter `name`, which lies in `bucket`."""
+        return self._parts.get(name) or Part.everything(bucket.layout.placement(name).shape)
+
+    # Save
+
+    def slices(self) -> Iterator[StateSlice]:
+        """What `shards` will yield, in the same order, without the values. Does not touch the stores."""
+        for bucket, piece in self._saved_pieces():
+            kinds = {FROZEN: bucket.traits.dtype}
+            if piece.states is not None:
+                kinds = dict.fromkeys((MASTER, *self._states.names), torch.float32)
+            for kind, dtype in kinds.items():
+                for fragment in piece.fragments:
+                    yield StateSlice(
+                        name=fragment.name,
+                        kind=kind,
+                        part=self.part_of(fragment.name, bucket=bucket),
+                        dtype=dtype,
+                        start=fragment.start,
+                        stop=fragment.stop,
+                    )
+
+    def shards(self, *, aside: bool = False) -> Iterator[StateShard]:
+        """Every state element of the model exactly once over all ranks. A shard's values are valid until the next one.
+
+        aside: for another thread than the one that trains, after `before_change`; pieces pass through memory of their own.
+        """
+        self._update.await_last() if aside else self._update.finish()
+        for bucket, piece in self._saved_pieces():
+            with self._states.reading(bucket, piece=piece, aside=aside) as states:
+                for kind, values in states.items():
+                    for fragment in piece.fragments:
+                        yield StateShard(
+                            name=fragment.name,
+                            kind=kind,
+                            part=self.part_of(fragment.name, bucket=bucket),
+                            dtype=values.dtype,
+                            start=fragment.start,
+                            stop=fragment.stop,
+                            value=values[fragment.place],
+                        )
+
+    def before_change(self, action: Callable[[], None]) -> None:
+        """Calls `action()` once, before the next update or whatever else changes the state."""
+        self._update.before_change(action)
+
+    def _saved_pieces(self) -> Iterator[tuple[Bucket, Piece]]:
+        """Each rank saves its own shards, also at stage 0, where it has all; of several copies one rank saves its copy."""
+        for bucket in self._buckets:
+            if bucket.traits.counted:
+                yield from ((bucket, piece) for piece in bucket.own_pieces)
+
+    # Load
+
+    def load(self, read: Callable[..., Tensor], *, keep: Container[str] = ()) -> None:
+        """Sets this rank's state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece.
+
+        keep: names of parameters that stay as they are, with their optimizer states.
+        Local: after it all ranks call `share_parameters`. Raises RuntimeError if parameters are pinned.
+        """
+        self._gathering.reshard_before_change()
+        self._update.finish()
+        for bucket in self._buckets:
+            if all(placement.name in keep for placement in bucket.layout.placements):
+                continue
+            for piece in bucket.pieces:
+                self._load_master(bucket, piece=piece, read=read, keep=keep)
+                if piece.states is not None:
+                    self._load_moments(piece, read=read, keep=keep)
+
+    def share_parameters(self) -> None:
+        """After `load`, a collective call: parameters that are never sharded become full on all ranks."""
+        for bucket in self._buckets:
+            bucket.share_parameters()
+
+    def _load_master(self, bucket: Bucket, *, piece: Piece, read: Callable[..., Tensor], keep: Container[str]) -> None:
+        values = torch.zeros(piece.numel, dtype=torch.float32)
+        if any(fragment.name in keep for fragment in piece.fragments):
+            with self._states.reading(bucket, piece=piece) as states:
+                values.copy_(next(iter(states.values())))
+        _read_into(values, piece=piece, kind=FROZEN if piece.states is None else MASTER, read=read, keep=keep)
+        self._states.set_master(bucket, piece=piece, values=values)
+
+    def _load_moments(self, piece: Piece, *, read: Callable[..., Tensor], keep: Container[str]) -> None:
+        with self._states.changing(piece) as rows:
+            for kind in self._states.names:
+                values = torch.zeros(piece.numel, dtype=torch.float32)
+                if any(fragment.name in keep for fragment in piece.fragments):
+                    values.copy_(rows[kind])
+                _read_into(values, piece=piece, kind=kind, read=read, keep=keep)
+                rows[kind].copy_(values)
+
+
+def _read_into(values: Tensor, *, piece: Piece, kind: str, read: Callable[..., Tensor], keep: Container[str]) -> None:
+    """Reads the fragments of a piece into `values`, fp32 [n], but for those whose names are in `keep`."""
+    for fragment in piece.fragments:
+        if fragment.name not in keep:
+            values[fragment.place] = read(name=fragment.name, kind=kind, start=fragment.start, stop=fragment.stop)
