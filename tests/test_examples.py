@@ -17,7 +17,11 @@ START = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.d
 
 def commands_of(path: Path) -> list[list[str]]:
     """The indented lines of its docstring, as arguments."""
-    lines = [line for line in ast.get_docstring(ast.parse(path.read_text()), clean=False).splitlines() if line.startswith("    ")]
+    lines = [
+        line
+        for line in ast.get_docstring(ast.parse(path.read_text()), clean=False).splitlines()
+        if line.startswith("    ")
+    ]
     return [shlex.split(line, comments=True) for line in lines]
 
 
