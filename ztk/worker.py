@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed (the error lies in `ranks/rank{r}.error.json`), 130
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
     """Imports the task and runs it. Returns what went wrong, which is then also in the rank's error file and log."""
     log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else sys.stderr
+    show_messages()
     try:
         import torch
 
@@ -55,6 +57,16 @@ def import_task(name: str) -> ModuleType:
         sys.modules["experiments"] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
     return importlib.import_module(name)
+
+
+def show_messages() -> None:
+    """Writes what ztk logs, from INFO on, to standard error. A program that sets up logging itself does not come here."""
+    logger = logging.getLogger("ztk")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("ztk: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def leave(code: int) -> None:
