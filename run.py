@@ -2,20 +2,7 @@
 
 import sys
 
-import hydra
-from omegaconf import DictConfig
-
-from ztk.cli import Session
-from ztk.config import conf_dir
-
-session = Session()
-
-
-@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
-def run(choices: DictConfig) -> float:
-    """Runs one composed job. Returns its final loss."""
-    return session.run_job(choices)
-
+from ztk.cli import main
 
 if __name__ == "__main__":
-    sys.exit(session.main(run))
+    sys.exit(main())

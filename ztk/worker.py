@@ -4,8 +4,12 @@ Exit codes: 0 done, 1 failed (the error lies in `ranks/rank{r}.error.json`), 130
 """
 
 import importlib
+import importlib.util
+import logging
 import os
 import sys
+from pathlib import Path
+from types import ModuleType
 
 from ztk.config import Config, load
 from ztk.launch import RankFailure, failure_of, log_path, write_failure
@@ -29,17 +33,40 @@ def main() -> None:
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
     """Imports the task and runs it. Returns what went wrong, which is then also in the rank's error file and log."""
     log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else sys.stderr
+    show_messages()
     try:
         import torch
 
         torch.set_num_threads(config.launch.threads)
-        importlib.import_module(config.task.module).main(config)
+        import_task(config.task.module).main(config)
     except Exception as error:
         failure = failure_of(error, rank=rank)
         write_failure(failure, output_dir=config.output_dir)
         log.write(failure.trace)
         return failure
     return None
+
+
+def import_task(name: str) -> ModuleType:
+    """The program `name`. An installed ztk holds the checkout's `experiments/` as its own folder, and programs find it by the same name."""
+    installed = Path(__file__).with_name("experiments")
+    if installed.is_dir() and "experiments" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "experiments", installed / "__init__.py", submodule_search_locations=[str(installed)]
+        )
+        sys.modules["experiments"] = package = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+    return importlib.import_module(name)
+
+
+def show_messages() -> None:
+    """Writes what ztk logs, from INFO on, to standard error. A program that sets up logging itself does not come here."""
+    logger = logging.getLogger("ztk")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("ztk: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def leave(code: int) -> None:

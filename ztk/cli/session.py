@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
+from ztk.cli.help import requested_help
 from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
 from ztk.config import Config, ConfigError, Machine
 from ztk.launch import ExternalRank, RankError, first_cause, forget_failure, read_failure
@@ -39,6 +40,10 @@ class Session:
         """
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, not to Hydra's own printer
         try:
+            help_text = requested_help(sys.argv[1:])
+            if help_text is not None:
+                self._print(help_text)
+                return Outcome.done
             self._prepare_arguments()
             compose_and_run()
         except ConfigError as error:
@@ -156,6 +161,10 @@ class Session:
     def _say(self, *lines: str) -> None:
         if self._external is None or self._external.rank == 0:
             print("".join(f"ztk: {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+    def _print(self, text: str) -> None:
+        if self._external is None or self._external.rank == 0:
+            print(text)
 
     def _print_jobs(self) -> None:
         if self._sweeping and self._jobs:

@@ -5,17 +5,22 @@ from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.machine import Machine
+from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
 
 __all__ = [
     "Config",
     "ConfigError",
+    "GroupReference",
+    "KeyReference",
     "Machine",
+    "build_reference",
     "compose",
     "conf_dir",
     "expand_ds_config",
     "extra_folders",
+    "find_reference",
     "from_yaml",
     "load",
     "on_fewer_ranks",

@@ -128,6 +128,15 @@ _RANGES = {
 }
 
 
+def range_of(key: str) -> str:
+    """The numbers that a key accepts, in words; empty if its type says all."""
+    if key == "optimizer.betas":
+        return "two of 0 or more and below 1"
+    if key in ("offload.buffer_bytes", "offload.block_bytes"):
+        return f"a multiple of {_PAGE_BYTES}"
+    return str(_RANGES.get(key, ""))
+
+
 def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
     """Raises ConfigError with all faults of `config`.
 

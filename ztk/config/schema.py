@@ -1,12 +1,12 @@
 """The typed form of one run: every key that a command line may set, its type and what it means.
 
-Values stand in `conf/`, each with its meaning; this file holds names and types. None means "plays no part in this run"
-unless a comment says otherwise: after `ztk.config.to_config` a key that has no effect is None, and what was left to the
+Values stand in `conf/`; this file holds names, types and meanings, which `run.py --help GROUP` prints. None means "plays no part
+in this run" unless its meaning says otherwise: after `ztk.config.to_config` a key that has no effect is None, and what was left to the
 machine is a number. Buckets are counted in elements, memory in bytes, time in seconds, phases of the learning rate in
 optimizer steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -102,183 +102,294 @@ class DeviceName(StrEnum):
     cuda = "cuda"
 
 
+def key(meaning: str, **default: Any) -> Any:
+    """A key of the command line. `meaning` is its line in `--help GROUP` and on the configuration's page."""
+    return field(metadata={"meaning": meaning}, **default)
+
+
 @dataclass(kw_only=True)
 class TaskConfig:
-    name: str
-    module: str  # imported by every rank; its `main(config)` is the program
+    """The program that every rank runs."""
+
+    name: str = key("name of the task, wandb's job type")
+    module: str = key("module to import; every rank calls its main(config)")
 
 
 @dataclass(kw_only=True)
 class ZeroConfig:
-    engine: ZeroEngine
-    stage: int | None = None
-    bucket_size: int | None = None
-    prefetch_bucket_size: int | None = None
-    max_live_parameters: int | None = None
-    max_reuse_distance: int | None = None
-    param_persistence_threshold: int | None = None
-    quantized_weights: bool | None = None
-    quantized_gradients: bool | None = None
-    hpz_partition_size: int | None = None
+    """Which of optimizer states, gradients and parameters are sharded, and by whom."""
+
+    engine: ZeroEngine = key(
+        "who shards and reduces: ztk's own ZeRO; torch's DistributedDataParallel (ddp) or fully_shard (fsdp2), to compare with"
+    )
+    stage: int | None = key(
+        "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too", default=None
+    )
+    bucket_size: int | None = key("elements of one flat buffer; a larger unit is split", default=None)
+    prefetch_bucket_size: int | None = key("elements of parameters gathered ahead of their use", default=None)
+    max_live_parameters: int | None = key(
+        "nothing is gathered ahead while this many elements are gathered", default=None
+    )
+    max_reuse_distance: int | None = key(
+        "a unit stays gathered if it is used again within this many elements", default=None
+    )
+    param_persistence_threshold: int | None = key(
+        "parameters with at most this many elements are never sharded", default=None
+    )
+    quantized_weights: bool | None = key(
+        "all-gather parameters as int8: half the bytes, and ranks compute with what arrives (ZeRO++ qwZ)", default=None
+    )
+    quantized_gradients: bool | None = key(
+        "reduce gradients as int4: a quarter of the bytes (ZeRO++ qgZ)", default=None
+    )
+    hpz_partition_size: int | None = key(
+        "this many neighbouring ranks (a node's GPUs) keep a second copy of the parameters, from which the backward gathers "
+        "(ZeRO++ hpZ); 1: off",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)
 class OffloadConfig:
-    optimizer: OffloadTier
-    parameters: ParameterTier
-    nvme_path: str | None = None
-    buffer_count: int | None = None
-    buffer_bytes: int | None = None
-    block_bytes: int | None = None
-    threads: int | None = None
-    pin_memory: bool | None = None
-    direct_io: bool | None = None
+    """Where a rank's shards are stored between their uses."""
+
+    optimizer: OffloadTier = key("tier of the optimizer states: none (the device), cpu (main memory), nvme (files)")
+    parameters: ParameterTier = key(
+        "tier of the parameters; auto: as offload.optimizer at stage 3, on the device below"
+    )
+    nvme_path: str | None = key("folder on the disk to use; null: nvme/ in the run folder", default=None)
+    buffer_count: int | None = key("buffers of the pool through which shards pass", default=None)
+    buffer_bytes: int | None = key("bytes of one buffer; less if the largest shard needs less", default=None)
+    block_bytes: int | None = key(
+        "bytes of one read or write. Main memory per rank is at most buffer_count * buffer_bytes + threads * block_bytes",
+        default=None,
+    )
+    threads: int | None = key("reads and writes under way at the same time", default=None)
+    pin_memory: bool | None = key("page-locked buffers, for copies to and from a GPU; null: true", default=None)
+    direct_io: bool | None = key("read and write past the page cache (O_DIRECT)", default=None)
 
 
 @dataclass(kw_only=True)
 class LossScaleConfig:
-    dynamic: bool | None = None
-    initial: float | None = None
-    window: int | None = None
-    hysteresis: int | None = None
-    floor: float | None = None
+    """How the loss is scaled in float16."""
+
+    dynamic: bool | None = key("adapt the scale to overflows; false: it stays at initial", default=None)
+    initial: float | None = key("first scale", default=None)
+    window: int | None = key("steps without overflow before the scale doubles", default=None)
+    hysteresis: int | None = key("overflows in a row that are tolerated before the scale halves", default=None)
+    floor: float | None = key("an overflow at this scale ends the run", default=None)
 
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    dtype: DType
-    reduce_dtype: DType | None = None  # None: as dtype
+    """The dtypes of parameters, gradients and collectives."""
+
+    dtype: DType = key("dtype of parameters, activations and gradients; 16-bit ones have fp32 master weights")
+    reduce_dtype: DType | None = key("dtype in which gradients are reduced; null: as precision.dtype", default=None)
     loss_scale: LossScaleConfig
 
 
 @dataclass(kw_only=True)
 class RecomputeConfig:
-    mode: RecomputeMode
-    every: int | None = None
-    inputs_on_cpu: bool | None = None
-    partition_inputs: bool | None = None
-    contiguous: bool | None = None
-    num_checkpoints: int | None = None  # None: one per recomputed block
+    """Which activations the backward computes again instead of reading them (activation checkpointing)."""
+
+    mode: RecomputeMode = key(
+        "what a block saves: none: all its activations; full: its input alone; selective: its input and the results of matrix "
+        "products and attention"
+    )
+    every: int | None = key("recompute one block of this many", default=None)
+    inputs_on_cpu: bool | None = key("keep a block's input in main memory, pinned beside a GPU", default=None)
+    partition_inputs: bool | None = key("each tensor-parallel rank keeps its part of a block's input", default=None)
+    contiguous: bool | None = key("keep inputs in one buffer, allocated once", default=None)
+    num_checkpoints: int | None = key("inputs that this buffer holds; null: one per recomputed block", default=None)
 
 
 @dataclass(kw_only=True)
 class TopologyConfig:
-    pipeline: int
-    tensor: int
-    expert: int
-    sequence: int
-    data: int | None  # batches at a time; None: as many as the ranks leave
-    sequence_parallel: bool | None
-    schedule: PipelineSchedule | None
-    virtual_stages: int | None
-    partition: str | None
-    max_local_gradients: int | None
+    """How the ranks divide the model: degrees of pipeline, tensor, sequence, expert and data parallelism."""
+
+    pipeline: int = key("pipeline-parallel degree: the layers are split into this many stages")
+    tensor: int = key("tensor-parallel degree: each layer is split over this many ranks")
+    expert: int = key("expert-parallel degree: experts are spread over this many of the data-parallel ranks")
+    sequence: int = key("sequence-parallel degree (Ulysses): each sequence is split over this many ranks")
+    data: int | None = key("data-parallel degree: batches at a time; null: as many as the ranks allow")
+    sequence_parallel: bool | None = key(
+        "norms and residuals work on a part of the sequence per tensor-parallel rank (Megatron's sequence parallelism)"
+    )
+    schedule: PipelineSchedule | None = key(
+        "order of a pipeline's micro-batches: gpipe: all forwards, then all backwards; 1f1b: in turn, so fewer are alive; "
+        "interleaved: 1f1b over several stages per rank; zero_bubble: 1f1b whose gradients of weights fill the bubble"
+    )
+    virtual_stages: int | None = key("stages per rank of the interleaved schedule")
+    partition: str | None = key(
+        "what is equal between stages: uniform (number of layers), parameters, type:PATTERN (layers of these classes) or profile "
+        "(measured time)"
+    )
+    max_local_gradients: int | None = key(
+        "up to this many elements, gradients are summed over micro-batches before they are reduced"
+    )
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    name: str
-    vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden_dim: int
-    max_seq_len: int
-    rope_theta: float
-    norm_eps: float
-    tie_embeddings: bool
-    experts: int | None = None  # None: the model is dense
-    experts_per_token: int | None = None
-    experts_every: int | None = None
-    expert_hidden_dim: int | None = None
-    shared_hidden_dim: int | None = None
-    balance_loss_weight: float | None = None
-    router_z_loss_weight: float | None = None
+    """The decoder: a Llama-like transformer, dense or with experts."""
+
+    name: str = key("name of the model, for the record")
+    vocab_size: int = key("tokens of the vocabulary; text is read as bytes, which are 256")
+    dim: int = key("width of the residual stream")
+    layers: int = key("number of blocks")
+    heads: int = key("query heads")
+    kv_heads: int = key("key and value heads (grouped-query attention)")
+    hidden_dim: int = key("hidden width of the SwiGLU, in a model with experts of the blocks without them")
+    max_seq_len: int = key("longest sequence in tokens")
+    rope_theta: float = key("base of the rotary embedding's wavelengths")
+    norm_eps: float = key("added to the mean square in RMSNorm")
+    tie_embeddings: bool = key("the output layer is the embedding's weight")
+    experts: int | None = key("experts of a block that has them; null: the model is dense", default=None)
+    experts_per_token: int | None = key("experts that a token is sent to", default=None)
+    experts_every: int | None = key("every n-th block has experts, the last of each n", default=None)
+    expert_hidden_dim: int | None = key("hidden width of the SwiGLU in an expert", default=None)
+    shared_hidden_dim: int | None = key(
+        "hidden width of the expert that every token uses; 0: there is none", default=None
+    )
+    balance_loss_weight: float | None = key(
+        "weight of the load-balancing loss, which is 1 when experts are used evenly", default=None
+    )
+    router_z_loss_weight: float | None = key(
+        "weight of the mean squared logsumexp of the router's logits", default=None
+    )
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    name: DataName
-    path: Any = None  # a file, folder or glob, or a list of them
-    validation_fraction: float | None = None
-    seq_len: int
+    """The tokens to train on."""
+
+    name: DataName = key(
+        "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
+        "tokens"
+    )
+    path: Any = key("a file, a folder, a glob, or a list of them", default=None)
+    validation_fraction: float | None = key("part of the text held out for evaluation", default=None)
+    seq_len: int = key("tokens per sequence")
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    steps: int
-    micro_batch_size: int
-    accumulation_steps: int | None = None
-    global_batch_size: int | None = None
-    seed: int
-    log_every: int
-    eval_every: int | None = None
-    eval_batches: int | None = None
+    """Length, batch and evaluation of a run. `train` has no options, only keys."""
+
+    steps: int = key("optimizer steps")
+    micro_batch_size: int = key("sequences per rank and forward, at most")
+    accumulation_steps: int | None = key(
+        "forwards per optimizer step; null: 1, or as many as train.global_batch_size takes", default=None
+    )
+    global_batch_size: int | None = key(
+        "sequences per optimizer step over all ranks, any number; null: replicas * micro_batch_size * accumulation_steps",
+        default=None,
+    )
+    seed: int = key("seed of the initial weights and of the order of the data")
+    log_every: int = key("steps between rows of metrics.jsonl")
+    eval_every: int | None = key(
+        "steps between held-out evaluations, one more follows the last step; 0: that one alone", default=None
+    )
+    eval_batches: int | None = key("global batches of one evaluation", default=None)
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    name: OptimizerName
-    lr: float
-    betas: list[float] | None = None
-    eps: float | None = None
-    weight_decay: float
-    momentum: float | None = None
-    nesterov: bool | None = None
-    clip_grad_norm: float  # 0: off
+    """The update of the parameters."""
+
+    name: OptimizerName = key("the optimizer")
+    lr: float = key("learning rate, which the schedule multiplies")
+    betas: list[float] | None = key("decay rates of the two moving averages, as in [0.9,0.95]", default=None)
+    eps: float | None = key("added to the denominator", default=None)
+    weight_decay: float = key("weight decay: with adamw and lion decoupled, else added to the gradient")
+    momentum: float | None = key("momentum of SGD", default=None)
+    nesterov: bool | None = key("Nesterov's momentum", default=None)
+    clip_grad_norm: float = key("largest global gradient norm; 0: no clipping")
 
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    name: SchedulerName
-    warmup_steps: int | None = None
-    warmup_shape: WarmupShape | None = None
-    warmup_start: float | None = None  # None: 1 / warmup_steps
-    final: float | None = None
-    total_steps: int | None = None  # None: train.steps
-    start: float | None = None
-    rise_steps: int | None = None
-    fall_steps: int | None = None  # None: as rise_steps
-    rise_stairs: int | None = None
-    fall_stairs: int | None = None  # None: as rise_stairs
-    decay_rate: float | None = None
-    decay_interval: int | None = None
-    step_size: int | None = None
-    step_rate: float | None = None
-    staircase: bool | None = None
+    """The learning rate over the optimizer steps, as multiples of optimizer.lr."""
+
+    name: SchedulerName = key("the schedule")
+    warmup_steps: int | None = key(
+        "steps in which the learning rate rises; null: a twentieth of train.steps", default=None
+    )
+    warmup_shape: WarmupShape | None = key("how it rises", default=None)
+    warmup_start: float | None = key("first multiplier; null: 1 / warmup_steps", default=None)
+    final: float | None = key("multiplier at the end", default=None)
+    total_steps: int | None = key("step at which the decay ends; null: train.steps", default=None)
+    start: float | None = key("lowest multiplier", default=None)
+    rise_steps: int | None = key("steps up; null: half of train.steps", default=None)
+    fall_steps: int | None = key("steps down; null: as rise_steps", default=None)
+    rise_stairs: int | None = key("stairs on the way up; 0: a slope", default=None)
+    fall_stairs: int | None = key("stairs on the way down; null: as rise_stairs", default=None)
+    decay_rate: float | None = key(
+        "after the cycle the rate is divided by 1 + decay_rate per decay_interval steps; 0: it is not", default=None
+    )
+    decay_interval: int | None = key("steps of that decay; 0: there is none", default=None)
+    step_size: int | None = key(
+        "steps in which the multiplier grows by step_rate; null: a tenth of train.steps", default=None
+    )
+    step_rate: float | None = key("growth of the multiplier in step_size steps", default=None)
+    staircase: bool | None = key("grow in jumps of step_size", default=None)
 
 
 @dataclass(kw_only=True)
 class KernelsConfig:
-    backend: KernelBackend
+    """What computes ztk's operations."""
+
+    backend: KernelBackend = key(
+        "auto: Triton on a GPU, torch's vectorised kernels on a CPU; triton: Triton or refuse; reference: plain torch"
+    )
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every: int  # 0: none
-    keep: int | None = None
-    keep_every: int | None = None  # steps; 0: off
-    keep_best: bool | None = None
-    asynchronous: bool | None = None
-    resume: str | None = None  # a path, or auto
+    """Saving and resuming."""
+
+    every: int = key("steps between checkpoints; 0: none")
+    keep: int | None = key("how many of the newest are kept", default=None)
+    keep_every: int | None = key("beside them those of every so many steps are kept; 0: none", default=None)
+    keep_best: bool | None = key(
+        "and the one with the smallest held-out loss, which is then measured before every save", default=None
+    )
+    asynchronous: bool | None = key("training goes on while the files are written", default=None)
+    resume: str | None = key(
+        "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)
 class LoggerConfig:
-    mode: LoggerMode
-    project: str | None = None
-    every: int | None = None
+    """wandb. metrics.jsonl and summary.json are written in any case."""
+
+    mode: LoggerMode = key(
+        "offline: wandb writes into the run folder; online: to its server, needs a login; disabled: no wandb"
+    )
+    project: str | None = key("wandb's project", default=None)
+    every: int | None = key("steps between rows given to wandb, a multiple of train.log_every", default=None)
 
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    ranks: int | None = None
-    threads: int | None = None
-    timeout_seconds: float
-    device: DeviceName
-    elastic: bool | None = None
-    min_ranks: int | None = None
+    """The ranks of a run. Under torchrun or srun they are there already: only threads, timeout_seconds and device count."""
+
+    ranks: int | None = key(
+        "number of ranks; null: what the topology needs, else one per GPU, two without a GPU", default=None
+    )
+    threads: int | None = key(
+        "CPU threads per rank; null: OMP_NUM_THREADS, else the cores divided by the ranks", default=None
+    )
+    timeout_seconds: float = key("how long a collective may wait for a rank, in seconds")
+    device: DeviceName = key("where the ranks compute; auto: on GPUs if there are any")
+    elastic: bool | None = key(
+        "when ranks are killed, go on with the others from the latest checkpoint, with the same global batch",
+        default=None,
+    )
+    min_ranks: int | None = key("fewest ranks to go on with", default=None)
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@ seconds after the error is found, unless the program has exited by itself.
 """
 
 import json
+import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ztk.runtime.comm.errors import CommMismatch
+
+logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 10.0
 _REMEMBERED = 4096  # collectives: a GPU's host may run this far ahead of the device
@@ -103,7 +105,7 @@ class Watchdog:
                     f"{self._name}: rank {self._rank} is at '{own.label}', rank {rank} at '{theirs[own.number]}': the ranks "
                     "ran different modules or shapes"
                 )
-                print(f"ztk: {self.mismatch}", file=sys.stderr, flush=True)
+                logger.error("%s", self.mismatch)
                 if self._ends_process and not self._ended.wait(_GRACE_SECONDS):
                     os._exit(1)
                 return
@@ -113,11 +115,8 @@ class Watchdog:
                 late.append(f"rank {rank} has not arrived yet and was last at '{theirs.get(last, 'nothing')}'")
         if late:
             waited = time.monotonic() - own.since
-            print(
-                f"ztk: {self._name}: rank {self._rank} has waited {waited:.0f} s at '{own.label}'; {'; '.join(late)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = "%s: rank %d has waited %.0f s at '%s'; %s"
+            logger.warning(text, self._name, self._rank, waited, own.label, "; ".join(late))
 
     def _key(self, rank: int) -> str:
         return f"ztk/watchdog/{self._name}/{rank}"

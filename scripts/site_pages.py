@@ -1,0 +1,138 @@
+"""The pages of the documentation site that are not written by hand: the front page, the configuration and the library.
+
+mkdocs calls these functions (`hooks` in mkdocs.yml). The front page is README.md, the configuration's page has the source of
+`run.py --help GROUP`, and every package of ztk has a page of its docstrings.
+"""
+
+import ast
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import ztk
+from ztk.config import GroupReference, build_reference, conf_dir
+from ztk.deepspeed.names.table import MODULES, TOP
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGURATION, LIBRARY, PACKAGES = "reference/configuration.md", "reference/library.md", "reference/{}.md"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the reference to the navigation."""
+    pages = [{"Configuration": CONFIGURATION}, {"Library": LIBRARY}]
+    pages += [{f"ztk.{package}": PACKAGES.format(package)} for package in packages()]
+    config.nav = [*config.nav, {"Reference": pages}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages."""
+    pages = {"index.md": front_page(), CONFIGURATION: configuration_page(), LIBRARY: library_page()}
+    pages |= {PACKAGES.format(package): package_page(package) for package in packages()}
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def packages() -> list[str]:
+    """The packages of ztk, in alphabetical order."""
+    return sorted(path.parent.name for path in (ROOT / "ztk").glob("*/__init__.py"))
+
+
+def front_page() -> str:
+    """README.md with its links as seen from docs/."""
+    return (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def configuration_page() -> str:
+    """Every group with its options and keys."""
+    reference = build_reference([conf_dir()])
+    intro = (
+        "# Configuration\n\nA run is one option of every group (`zero=stage3`) and any number of values (`train.steps=50`). What follows "
+        "is printed by `python run.py --help GROUP`, too. A default is that of the usual option, then that of options which differ; "
+        "`null` is none: what happens then stands in the meaning. A key has an effect only with what its last column names, and is "
+        "refused without it.\n"
+    )
+    return "\n".join([intro, *(_group_section(group) for group in reference.values())])
+
+
+def _group_section(group: GroupReference) -> str:
+    lines = [f"## {group.name}", "", group.meaning, ""]
+    if group.options:
+        lines += [f"| `{group.name}=` | |", "| --- | --- |"]
+        for option, meaning in group.options.items():
+            mark = " (usual)" if option == group.usual else ""
+            lines.append(f"| `{option}`{mark} | {_cell(meaning)} |")
+        lines.append("")
+    if group.keys:
+        lines += ["| key | meaning | takes | default | only with |", "| --- | --- | --- | --- | --- |"]
+        for key in group.keys:
+            cells = (f"`{key.name}`", *map(_cell, (key.meaning, key.takes, key.default, key.only)))
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def library_page() -> str:
+    """The names of `import ztk`, each with the first line of its docstring and a link to its place in the reference."""
+    lines = ["# Library", "", "`import ztk` has these names. It imports torch when the first of them is used.", ""]
+    lines += ["| name | |", "| --- | --- |"]
+    for name in ztk.__all__:
+        home = ztk._HOMES[name]  # where `import ztk` finds it
+        anchor = f"{home}.{name}" if home != "ztk.deepspeed" else f"{deepspeed_home(name)}.{name}"
+        page = "library.md" if home == "ztk.parallel" else f"{home.partition('.')[2]}.md"
+        lines.append(f"| [`ztk.{name}`]({page}#{anchor}) | {_cell(_first_line(home, name))} |")
+    return "\n".join([*lines, "", "::: ztk.parallel.parallelize", ""])
+
+
+def package_page(package: str) -> str:
+    """What the package exports, from its docstrings."""
+    if package != "deepspeed":
+        return f"# ztk.{package}\n\n::: ztk.{package}\n"
+    # Its names are looked up when they are used, so no tool that reads the source finds them.
+    lines = [
+        "# ztk.deepspeed",
+        "",
+        "`import ztk.deepspeed as deepspeed` has these names, and the modules below them.",
+        "",
+    ]
+    for home, names in sorted(TOP.items()):
+        lines += [f"::: {home}.{name}\n" for name in names.split() if _definition(home, name)]
+    lines += ["## Modules", "", "| module | names |", "| --- | --- |"]
+    for module, row in sorted(MODULES.items()):
+        names = f"as `{row}`" if isinstance(row, str) else ", ".join(f"`{name}`" for name in _listed(row))
+        lines.append(f"| `{module}` | {names} |")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(row: dict[str, str]) -> list[str]:
+    """The names of a module; `*` stands for all that a module of ztk offers."""
+    return [name if name != "*" else f"{home}.*" for home, names in row.items() for name in names.split()]
+
+
+def deepspeed_home(name: str) -> str:
+    """The module of ztk that defines this name of `deepspeed`."""
+    return next(home for home, names in TOP.items() if name in names.split())
+
+
+def _first_line(module: str, name: str) -> str:
+    """Of a docstring, without importing the module: torch would take seconds."""
+    found = _definition(module, name)
+    if found is None:
+        raise ValueError(f"{module}.{name}: no file of {module} defines it; correct ztk/__init__.py")
+    return (ast.get_docstring(found) or "").partition("\n\n")[0]
+
+
+def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    place = ROOT.joinpath(*module.split("."))
+    for path in sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node
+    return None
+
+
+def _cell(text: str) -> str:
+    """As one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")

@@ -1,0 +1,90 @@
+"""The wheel without the checkout: installed in a fresh environment, the command `ztk` does what `python run.py` does."""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+OFFLINE = ("--no-deps", "--no-index")
+RUN = (
+    "zero=stage3",
+    "offload=nvme",
+    "train.steps=5",
+    "train.micro_batch_size=2",
+    "data.seq_len=32",
+    "train.eval_every=0",
+)
+RUN += ("train.eval_batches=1", "logger=disabled", "hydra.run.dir=run", "launch.ranks=1", "launch.threads=1")
+OWN_PROGRAM = """
+from experiments import policies  # ztk's own, beside this file
+def main(config):
+    print("a program of one's own,", policies.zero_policy(config))
+"""
+
+
+def start(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """A process that cannot see the checkout unless `environment` says where it is."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=plain | environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The `bin` folder of an environment that holds the wheel alone.
+
+    Its other libraries are those of the tests' environment, by a line in a .pth file: an editable ztk in there does not count, because
+    .pth files behind a .pth file are not read.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    built = start(*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", folder, CHECKOUT, cwd=folder)
+    assert built.returncode == 0, built.stderr
+    venv.create(folder / "venv", with_pip=False)
+    (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    libraries = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site_packages / "libraries.pth").write_text("\n".join(libraries) + "\n")
+    (wheel,) = folder.glob("ztk-*.whl")
+    done = start(*PIP, "--python", folder / "venv" / "bin" / "python", "install", *OFFLINE, wheel, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (site_packages / "ztk" / "experiments").glob("*.py")} == {
+        path.name for path in (CHECKOUT / "experiments").glob("*.py")
+    }
+    assert (site_packages / "ztk" / "py.typed").is_file()  # type checkers read ztk's annotations only then
+    assert not list(site_packages.rglob("results")) and not (site_packages / "experiments").exists()
+    return folder / "venv" / "bin"
+
+
+def test_it_trains_as_the_checkout_does(installed, tmp_path):
+    commands = {"ztk": (installed / "ztk",), "run.py": (sys.executable, CHECKOUT / "run.py")}
+    for name in commands:
+        (tmp_path / name).mkdir()
+    with ThreadPoolExecutor() as pool:
+        runs = {name: pool.submit(start, *command, *RUN, cwd=tmp_path / name) for name, command in commands.items()}
+    found = {}
+    for name, run in runs.items():
+        assert run.result().returncode == 0, run.result().stderr
+        found[name] = json.loads((tmp_path / name / "run" / "summary.json").read_text())
+    assert found["ztk"]["steps"] == 5 and found["ztk"]["status"] == "done"
+    assert found["ztk"]["loss_digest"] == found["run.py"]["loss_digest"]
+
+
+def test_a_program_of_ones_own_stands_beside_those_it_brings(installed, tmp_path):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "own.py").write_text(OWN_PROGRAM)
+    done = start(installed / "ztk", "task.module=experiments.own", "launch.ranks=1", "zero=stage1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "a program of one's own, ZeroPolicy(stage=1" in done.stdout
+
+
+def test_its_help_and_exit_codes_are_those_of_run_py(installed, tmp_path):
+    for line, code in ((("--help",), 0), (("zero=stage9",), 2)):
+        told = [start(*c, *line, cwd=tmp_path) for c in ((installed / "ztk",), (sys.executable, CHECKOUT / "run.py"))]
+        assert [done.returncode for done in told] == [code, code]
+        assert told[0].stdout == told[1].stdout and told[0].stderr == told[1].stderr
+    assert "zero: ddp, fsdp2, stage0" in start(installed / "python", "-m", "ztk", "--help", cwd=tmp_path).stdout

@@ -1,0 +1,18 @@
+"""The command `ztk`, which is `python run.py` and `python -m ztk`."""
+
+import hydra
+from omegaconf import DictConfig
+
+from ztk.cli.session import Session
+from ztk.config import conf_dir
+
+
+def main() -> int:
+    """Runs the command line in `sys.argv` and returns its exit code."""
+    session = Session()
+
+    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
+    def compose_and_run(choices: DictConfig) -> float:
+        return session.run_job(choices)
+
+    return session.main(compose_and_run)

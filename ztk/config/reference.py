@@ -1,0 +1,136 @@
+"""What every group, option and key means: the source of `run.py --help GROUP` and of the configuration's page in the documentation."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ztk.config.arguments import options_of
+from ztk.config.effects import EFFECTS
+from ztk.config.keys import expected, flatten, leaf_types, section_of, written
+from ztk.config.rules import ConfigError, range_of
+from ztk.config.schema import Config
+from ztk.config.suggest import did_you_mean, near_keys
+
+# Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
+_SETS = {
+    "experiment": "A named set of options and values; none is chosen unless the command line does.",
+    "sweep": "A named grid of runs; none is chosen unless the command line does.",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyReference:
+    """One key.
+
+    takes: the values it accepts, in words. default: the value of the usual option, then those of others that differ; `null` where no
+    option sets it. only: the choice with which alone it has an effect, empty if it always has one.
+    """
+
+    name: str
+    takes: str
+    default: str
+    meaning: str
+    only: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupReference:
+    """One group. options: name -> meaning, in alphabetical order. usual: the option of a run that chooses none; None if there is none."""
+
+    name: str
+    meaning: str
+    options: dict[str, str]
+    usual: str | None
+    keys: tuple[KeyReference, ...]
+
+
+def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
+    """Group -> its reference, in the order of the schema. folders: where the option files are, `config.yaml` in the first."""
+    root = yaml.safe_load(Path(folders[0], "config.yaml").read_text(encoding="utf-8"))
+    usual = {group: option for entry in root["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
+    options = options_of(list(folders))
+    names = [field.name for field in fields(Config) if field.name != "output_dir"]
+    found = {}
+    for group in [*names, *_SETS]:
+        files = {option: _option_file(group, option, folders=folders) for option in options.get(group, [])}
+        values = {option: dict(flatten(_values(path), prefix=f"{group}.")) for option, path in files.items()}
+        if not files and group in names:
+            values = {"": dict(flatten(root[group], prefix=f"{group}."))}
+        keys = [key for key in leaf_types() if key.startswith(f"{group}.")]
+        found[group] = GroupReference(
+            name=group,
+            meaning=_SETS.get(group) or _summary(section_of(f"{group}.").__doc__),
+            options={option: _first_comment(path) for option, path in files.items()},
+            usual=usual.get(group),
+            keys=tuple(_key_reference(key, values=values, usual=usual.get(group) or "") for key in keys),
+        )
+    return found
+
+
+def find_reference(topic: str, *, reference: dict[str, GroupReference]) -> GroupReference | KeyReference:
+    """The group or key of this name. Raises ConfigError with what may have been meant."""
+    keys = {key.name: key for group in reference.values() for key in group.keys}
+    found = reference.get(topic) or keys.get(topic)
+    if found is None:
+        near = did_you_mean(near_keys(topic, keys=[*keys, *reference]))
+        raise ConfigError([f"--help {topic}: there is no such group or key{near}; --help lists all"])
+    return found
+
+
+def _key_reference(key: str, *, values: dict[str, dict[str, Any]], usual: str) -> KeyReference:
+    field = next(field for field in fields(section_of(key)) if field.name == key.rpartition(".")[2])
+    return KeyReference(
+        name=key,
+        takes=_takes(key),
+        default=_default(
+            key, values=values, usual=usual, otherwise=None if field.default is MISSING else field.default
+        ),
+        meaning=field.metadata["meaning"],
+        only=", or with ".join(effect.only for effect in EFFECTS if key in effect.keys),
+    )
+
+
+def _takes(key: str) -> str:
+    """The type, then the range, then null."""
+    kind, limits = expected(leaf_types()[key]), range_of(key)
+    name, null, _ = kind.partition(" or null")
+    return f"{name}, {limits}{',' * bool(null)}{null}" if limits else kind
+
+
+def _default(key: str, *, values: dict[str, dict[str, Any]], usual: str, otherwise: Any) -> str:
+    """`1; 2 with pp2, pp2_dp2; 4 with pp4`: the usual option's value, then the options that set another one."""
+    by_value: dict[str, list[str]] = {}
+    for option, set_here in values.items():
+        if key in set_here:
+            by_value.setdefault(_written(set_here[key]), []).append(option)
+    first = [value for value, options in by_value.items() if usual in options]
+    others = [f"{value} with {', '.join(options)}" for value, options in by_value.items() if value not in first]
+    return "; ".join(first + others) or written(otherwise)
+
+
+def _written(value: Any) -> str:
+    """Of a value in an option file: a reference to another key is that key's name."""
+    reference = re.fullmatch(r"\$\{(?P<key>[\w.]+)\}", value) if isinstance(value, str) else None
+    return f"as {reference['key']}" if reference else written(value)
+
+
+def _option_file(group: str, option: str, *, folders: Sequence[str]) -> Path:
+    return next(path for folder in folders if (path := Path(folder, group, f"{option}.yaml")).is_file())
+
+
+def _values(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def _first_comment(path: Path) -> str:
+    """What an option file says of itself in its first line. Lines for Hydra (`# @package`) do not count."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line[2:] for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
+
+
+def _summary(docstring: str | None) -> str:
+    return (docstring or "").partition("\n\n")[0]
