@@ -209,6 +209,21 @@ def test_functions_take_keywords():
     assert_kept(lambda path: positional_arguments(parsed(path)), files=files)
 
 
+# Pages
+
+
+def test_pages_name_tests_that_exist():
+    files = list((ROOT / "tests").rglob("*.py"))
+    names = {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
+    known = names | {path.stem for path in files}
+
+    def missing(page: Path) -> Iterator[str]:
+        for code in re.findall(r"`[^`\n]*`", page.read_text()):
+            yield from (f"{name} is no test" for name in re.findall(r"\btest_\w+", code) if name not in known)
+
+    assert_kept(missing, files=[ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
+
+
 # Kernels
 
 
