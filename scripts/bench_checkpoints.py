@@ -3,13 +3,13 @@
     python scripts/bench_checkpoints.py [FOLDER] [--ranks 2] [--rounds 5] [--layers 10]
 
 The same decoder in fp32 with AdamW on the same ranks: ztk stage 3, saved synchronously and asynchronously, and FSDP2 with
-torch's `save`, `async_save` and `load` on its sharded state_dict. Contenders take turns, round after round; each saves the same
-bytes (12 a parameter) into FOLDER, files are synced, and the previous checkpoint is removed outside the measurement.
-"stand-still" is the time until training may go on, "done" until the checkpoint is complete on the disk. Peak memory is the
+torch's `save`, `async_save` and `load` on its sharded state_dict. Contenders take turns in every round. Each saves the same
+bytes (12 per parameter) into FOLDER, files are synced, and the previous checkpoint is removed outside the measurement.
+"stand-still" is the time until training may go on, "done" until the checkpoint is async save: until complete on disk. Peak memory is the
 growth of the process's resident set during a load.
 
-With --nvme instead: ztk with everything on NVMe, where nothing is copied. What a save costs is then the time that `save` takes and what the
-next two steps take longer than steps without a save, because an asynchronous one is read and written behind them.
+With --nvme instead: ztk with everything on NVMe, where nothing is copied. The cost of a save is then the duration of `save` plus the
+additional duration of the next two steps, because an asynchronous save is read and written behind them.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class Torch:
 def peak_growth(found: list[float]):
     """Appends by how many MB the resident set grew at most inside."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide what the load takes
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide the load's memory
     before = peak = resident()
     over = threading.Event()
 
@@ -178,7 +178,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pi
         for name in names:
             contender = contenders[name]
             empty(contender.folder)
-            timed(name, "save, stand-still and done", contender.save)
+            timed(name, "save, stall until complete", contender.save)
             process.comm.barrier()
             found[name, "bytes on disk (MB)"].append(_size(contender.folder) / 1e6)
             with peak_growth(found[name, "load, peak memory (MB)"]):
@@ -229,7 +229,7 @@ def measure_nvme(rank: int, options: argparse.Namespace, folder: Path, store: st
                 found[name, "save() takes"].append(time.perf_counter() - start)
                 found[name, "a save costs"].append(found[name, "save() takes"][-1] + two_steps() - plain)
                 saver.wait()
-                found[name, "complete on the disk"].append(time.perf_counter() - start)
+                found[name, "async save: until complete on disk"].append(time.perf_counter() - start)
         if round_number == 0:
             found.clear()  # first touches of memory and files
     pipe.send(({key: statistics.median(values) for key, values in found.items()}, engine.zero.num_parameters))

@@ -3,11 +3,11 @@
     python scripts/bench_engine.py [--model 30m] [--modules ztk] [--dtype fp32] [--rounds 3] [--deepspeed-python PATH]
 
 The model has the same parameters, first values and function for all candidates. `--modules` says whose layers compute it:
-`ztk`: ztk's, also for the peers, so that only the engines differ; `torch`: torch's own (`plain_decoder.py`), as somebody brings it who
-trained it by DDP yesterday, given to `ztk.parallelize(fast_linear=True)`, which makes its linear layers multiply as ztk's do; `own`: each
-what it has, torch's for `compute` and the peers and ztk's for ztk, so that kernels count as well.
+`ztk`: ztk's, also for the peers, so that only the engines differ; `torch`: torch's own (`plain_decoder.py`), as in an existing DDP script,
+with `ztk.parallelize(fast_linear=True)`, which makes its linear layers multiply as ztk's do; `own`: torch's for `compute` and the peers,
+ztk's for ztk, so that kernels count as well.
 
-All candidates run once per round, each round in another order, in fresh processes with one thread per rank; the numbers are medians
+All candidates run once per round, in a different order each round, in fresh processes with one thread per rank; the numbers are medians
 over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
 tokens/s, `cpu ratio` the CPU seconds, relative to the best peer that offers the same stage and tier (above 1: ztk is faster);
 `of compute` is the CPU time over that of forward, backward and AdamW alone. ztk keeps freed memory (`ztk.runtime.host_memory`, about 4 %);
@@ -46,7 +46,7 @@ DEEPSPEED = [
     "deepspeed3+cpu",
     "deepspeed3+nvme",
 ]
-# What a torch peer is an alternative to.
+# The stages and tiers of ztk that a torch peer corresponds to.
 TORCH_STAGES = {"ddp": "0", "zro": "1", "fsdp2-keep": "2", "fsdp2": "3"}
 
 
@@ -80,7 +80,7 @@ class ZeroInitContext:
         return json.loads(answer)
 
     def close(self) -> None:
-        with suppress(BrokenPipeError):  # it may have failed, and said so
+        with suppress(BrokenPipeError):  # it may have failed with an error
             self._process.stdin.close()
         self._process.wait()
 

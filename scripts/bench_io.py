@@ -2,16 +2,16 @@
 
     python scripts/bench_io.py FOLDER [--gib 1] [--rounds 5]
 
-Every contender opens the store's own file (through /proc/PID/fd; the file has no name), reads or writes all of it with
-O_DIRECT and is measured in turns, round after round, so that a shared disk treats all alike. fio runs in several
+Every contender opens the store's own file (through /proc/PID/fd; the file has no name) and reads or writes all of it with
+O_DIRECT. They take turns in every round, so that a shared disk affects all alike. fio runs in several
 shapes, and with huge pages, as the store has them, where the system has some free (`sysctl vm.nr_hugepages=80`: they
-are worth a factor of two); the ratio is to the median of its best one. CPU seconds are those of all threads of the
-transfer itself; fio's are by its own account, without its start-up. DeepSpeed's row appears where `deepspeed.ops.aio`
+double the speed); the ratio is to the median of its best one. CPU seconds are those of all threads of the
+transfer itself; fio reports its own, without its start-up. DeepSpeed's row appears where `deepspeed.ops.aio`
 can be built. Nothing stays on the disk.
 
 fio reads into the same few blocks again and again. Where they fit into the processor's cache (`psync 1M`, 4 MiB in all) a
-virtual disk is up to a sixth faster than for anybody who wants to keep what he reads: the two rows of plain threads show it, the
-same calls into 4 and into 128 MiB of memory. So there is a second ratio, to fio's best one that fills at least 32 MiB.
+virtual disk is up to a sixth faster than for a reader that keeps the data: the two rows of plain threads show it, with the same calls
+into 4 and into 128 MiB of memory. So there is a second ratio, to fio's best one that fills at least 32 MiB.
 """
 
 import argparse
@@ -47,7 +47,7 @@ FIO_SHAPES = (  # engine, block, depth, jobs
     ("io_uring", "1M", 32, 1),
     ("io_uring", "8M", 8, 1),
 )
-FIO_MEMORY_BYTES = 64 << 20  # of the shape that needs most
+FIO_MEMORY_BYTES = 64 << 20  # of the shape that needs the most
 CACHE_BYTES = 32 << 20  # the last level of the largest processor this was measured on
 PLAIN_THREADS, PLAIN_BLOCK = 4, 1 << 20  # those of fio's fastest reader
 
@@ -65,7 +65,7 @@ class Contender:
     """A way to move the file: `run(direction)` moves all of it once."""
 
     name: str
-    memory_bytes: int  # through which its transfers pass
+    memory_bytes: int  # used by its transfers
     run: Callable[[str], Pass]
     passes: dict[str, list[Pass]] = field(default_factory=lambda: {direction: [] for direction in DIRECTIONS})
 
@@ -107,7 +107,7 @@ def main() -> None:
             *_fio(path, nbytes=nbytes),
             *_deepspeed(path, nbytes=nbytes),
         ]
-        for contender in contenders:  # the first write of a reserved block is slower: nobody is measured with it
+        for contender in contenders:  # the first write of a reserved block is slower and is not measured
             contender.run("write")
             contender.run("read")
         for round_number in range(options.rounds):
@@ -135,7 +135,9 @@ class StorePass:
         self._store.flush()
 
     def _read(self) -> None:
-        pending = [self._store.fetch(slot) for slot in self._slots]  # as many as there are buffers run, others queue
+        pending = [
+            self._store.fetch(slot) for slot in self._slots
+        ]  # as many run as there are buffers, the others queue
         for slot, transfer in zip(self._slots, pending, strict=True):
             transfer.wait()
             self._store.release(slot)
@@ -229,7 +231,7 @@ def _deepspeed(path: str, *, nbytes: int) -> list[Contender]:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         handle = AsyncIOBuilder().load(verbose=False).aio_handle(8 << 20, 32, False, True, 1)
-    except Exception as error:  # noqa: BLE001 - whatever its build says, the table goes on without it
+    except Exception as error:  # noqa: BLE001 - the table does without it, whatever the error of its build
         print(f"DeepSpeed's aio op is not available ({type(error).__name__}: {str(error).splitlines()[0]})")
         return []
     memory = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).random_(256)

@@ -1,7 +1,7 @@
 """Measure every kernel on the GPU at hand: `python scripts/bench_kernels.py [--ops NAME] [--minutes 8.5]`.
 
 Phases: the machine's own limits (copy bandwidth, bfloat16 matrix product rate); then per op a correctness gate against its
-reference, and only behind it p20, p50 and p80 of forward and of forward with backward, as share of the limit and as ratio to
+reference, and only after it p20, p50 and p80 of forward and of forward with backward, as share of the limit and as ratio to
 each peer present (torch eager, torch.compile, torch's fused forms, SDPA, liger-kernel). Rows go to
 experiments/results/<gpu>/kernels-<date>-<commit>.json, and docs/kernels.md is written again.
 

@@ -3,9 +3,9 @@
     python scripts/bench_loading.py [--ranks 2] [--layers 10]
 
 A Llama with random weights in safetensors files, fp32, read by ranks that the runner starts: by ztk, where every rank reads its own slices,
-and by transformers' own way, where every rank reads all and rank 0 hands out. "peak" and "after" are the growth of a process's own
+and by transformers, where every rank reads all and rank 0 distributes. "peak" and "after" are the growth of a process's own
 memory during the call, and once it has returned and malloc has given back what is free; "files" are the most pages of mapped files
-beside it, which the system may drop at any time. What is kept is 1/n of the model on every rank.
+beside it, which the system may drop at any time. Every rank keeps 1/n of the model.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python scripts/bench_offload.py --ranks 1           with a core to spare for the disk, on 2 cores
 
 Per round, interleaved: the same model with its shards on the device (its step is the compute time) and on NVMe. Disk time is the time
-during which at least one transfer was running, as the I/O counters saw it. Target: the step takes at most 1.15 times the larger of the two.
+during which at least one transfer was running, according to the I/O counters. Target: the step takes at most 1.15 times the larger of the two.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python scripts/bench_pipeline.py                      4 stages, 8 micro-batches
     python scripts/bench_pipeline.py --micro-batches 16 --unit-ms 30 --activation-mb 4
 
-Ranks, schedule, messages and gradients are the engine's own. Only the layers are made for measuring: equal, and they pass their
-`time.sleep` calls, so that more ranks than cores do not slow each other down. One unit is the time of a forward, of the gradient of a stage's
-input, and of that of its weights, each. Idle is what a rank does not compute between the batch's first start and last stop on any rank.
+Ranks, schedule, messages and gradients are the engine's own. Only the layers are made for the measurement: all are equal and only call
+`time.sleep`, so that more ranks than cores do not slow each other down. One unit is the time of a forward, of the gradient of a stage's
+input, and of that of its weights, each. A rank is idle when it does not compute between the batch's first start and last stop on any rank.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Measured:
     simulated: float
     seconds: float
     ideal_seconds: float  # without any bubble
-    sent_mb: float  # of the rank that sends most, a batch
+    sent_mb: float  # per batch, of the rank that sends the most
 
 
 class WaitingLayer(nn.Module):

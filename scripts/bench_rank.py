@@ -1,7 +1,7 @@
 """What one rank of `scripts/bench_engine.py` does: build a candidate, warm it up, measure its steps.
 
-Run as `python bench_rank.py` it is a init_context: it imports torch once, reads one `Task` as JSON per line, forks the ranks of each
-and answers with one line. So every measurement has fresh processes and none pays for an import twice. It runs in whichever
+`python bench_rank.py` is a process that forks ranks: it imports torch once, reads one `Task` as JSON per line, forks the ranks of each
+and answers with one line. So every measurement has fresh processes, and torch is imported only once. It runs in whichever
 interpreter has the peer (DeepSpeed may live in another environment).
 """
 
@@ -53,7 +53,7 @@ class Task:
 
     candidate: `compute`; torch's `ddp`, `zro` (ZeroRedundancyOptimizer over it), `fsdp2` and `fsdp2-keep` (parameters stay gathered
         from forward to backward: stage 2); or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`.
-    modules: whose the model's layers are: `torch` or `ztk` for all candidates, or `own`: ztk's for ztk, torch's for the others.
+    modules: whose layers the model has: `torch` or `ztk` for all candidates, or `own`: ztk's for ztk, torch's for the others.
     """
 
     candidate: str
@@ -274,7 +274,7 @@ def run(task: Task) -> Measurement | str:
         for pid, _ in children:
             os.waitpid(pid, 0)
     for left in Path("/dev/shm").glob(f"deepspeed_*_{deepspeed_port(os.getpid())}_*"):
-        left.unlink()  # DeepSpeed does not, and 69 MB a rank stay until the next start of the machine
+        left.unlink()  # DeepSpeed does not remove it, and 69 MB per rank would stay until the machine restarts
     errors = [answer for answer in answers if not answer.startswith("{")]
     if errors:
         return errors[0] or "a rank died"
@@ -307,7 +307,7 @@ def fork(task: Task, *, rank: int, store: str):
 def serve(task: Task, *, rank: int, store: str) -> Measurement:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ZTK_STORE=store)
     os.environ.update(WORLD_SIZE=str(task.ranks), LOCAL_WORLD_SIZE=str(task.ranks))
-    # For DeepSpeed, as its launcher says it.
+    # For DeepSpeed, as its launcher sets them.
     os.environ.update(LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=deepspeed_port(os.getppid()))
     os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
@@ -322,7 +322,7 @@ def deepspeed_port(init_context: int) -> str:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the candidates print is no answer
+    os.dup2(2, 1)  # output of the candidates must not mix with the answers
     for line in sys.stdin:
         result = run(Task(**json.loads(line)))
         print(json.dumps(result if isinstance(result, str) else asdict(result)), file=answers, flush=True)

@@ -4,7 +4,7 @@
 
 P counts the elements of all buckets with their padding; Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054), sections 5
 and 7. In 16 bit: 2P of parameters, 2P of gradients, 12P of optimizer states, each divided by the ranks from stages 3, 2 and 1 on; 2P
-elements moved per step, 3P at stage 3. Exit code 1 if a figure differs (on disk: by more than the pages that slots end on).
+elements moved per step, 3P at stage 3. Exit code 1 if a number differs (on disk: by more than the pages that slots end on).
 """
 
 import functools

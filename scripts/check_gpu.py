@@ -3,12 +3,12 @@
     python scripts/check_gpu.py [--parts identity memory speed] [--seconds 500]
 
 identity: stages 0 to 3 on the device, in main memory and on disk train to the same bits; an optimizer on the host agrees within
-    rounding. And NCCL's collectives, in a world of one, do what the CPU's do.
+    rounding. In a world of one, NCCL's collectives give the CPU's results.
 memory: model state by the CUDA allocator's own counters, beside the ledger and the formula of the ZeRO paper.
 speed: tokens/s and model FLOP utilisation of a model of 1B parameters in bf16 beside plain PyTorch and FSDP2.
 
-Each item runs in a process of its own, so that one failure costs one row. Writes experiments/results/GPU/check_gpu.json; exit code 1
-if a check fails. Without a GPU it says so and does nothing.
+Each item runs in its own process, so that a failure affects one row. Writes experiments/results/GPU/check_gpu.json; exit code 1
+if a check fails. Without a GPU it prints a message and does nothing.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> int:
         if part == "identity":
             failures += identity_failures(good)
         if part == "memory":
-            failures += [f"{item}: the allocator's figure is off" for item, row in good.items() if not row["agrees"]]
+            failures += [f"{item}: the allocator's number differs" for item, row in good.items() if not row["agrees"]]
     write(report)
     for failure in failures:
         console.print(failure, style="red", markup=False)

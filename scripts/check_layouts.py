@@ -3,23 +3,23 @@
     python scripts/check_layouts.py                                     all 612 cells on up to 8 ranks, about an hour on 2 cores
     python scripts/check_layouts.py --layouts tp2 pp2 --precisions fp32  a part of them
 
-A cell of the table is the largest relative difference of a loss over 20 steps to the one-rank run of the same model. fp32 is held to 1e-5.
+A cell of the table is the largest relative difference of a loss over 20 steps to the one-rank run of the same model. The bound in fp32 is 1e-5.
 
-A 16-bit cell is held to three times the error that the one-rank run has itself, which is its distance to the one-rank run in fp32: two runs
-that are both as exact as that one differ by at most twice it, and the error is known from one run only. That is partly chance: every rounded
-weight and every token that chooses another expert sends a run another way. Of one-rank runs in bf16 with experts, from weights that differ
+The bound of a 16-bit cell is three times the error of the one-rank run, its distance to the one-rank run in fp32: two runs of that
+exactness differ by at most twice the error, and the error is known from one run only. It is partly chance: every rounded weight and every
+token that chooses another expert changes the path of a run. Of one-rank runs in bf16 with experts, from weights that differ
 by 1e-5 of themselves, 13 of 600 pairs miss this bound, with 1e-4 43 of 600, with 1e-6 none of 272 (commit 762d551); over 12 first weights
-pp2_ep2 in bf16 is 0.3 to 2.5 times its one-rank run's error from that run (592ab7a; before it 0.5 to 3.1). So a 16-bit row is held to more:
+pp2_ep2 in bf16 is 0.3 to 2.5 times its one-rank run's error from that run (592ab7a; before it 0.5 to 3.1). A 16-bit row must also pass these:
 
 * A step that begins in the state of the one-rank run, for each of its 20 steps: loss and gradient differ from that rank's by at most twice
-  the error that these have themselves, which is their distance to fp32 from the same state. Two that are both as exact as that one
-  differ by no more (the triangle inequality), and one step has no time to go astray. Both are norms over the steps in which tokens
-  choose alike, a quarter of the 20 at least: a token that rounding sends to another expert moves a gradient as far as ten roundings.
+  the error that these have themselves, which is their distance to fp32 from the same state. Two runs of that exactness
+  differ by no more (the triangle inequality), and one step is too short to diverge. Both are norms over the steps in which tokens
+  choose alike, a quarter of the 20 at least: a token that rounding sends to another expert moves a gradient as much as ten roundings.
 * The geometric mean of the error of the entire run over 8 first weights is at most twice one rank's. Logarithms of the errors have a standard
   deviation of about 0.4, the difference of two means of 8 thus one of 0.2, and log 2 is 3.5 times that: by chance 1 row in 4000.
-* Both hold for the row's first stage and tier, and all others have its bits.
+* Both must hold for the row's first stage and tier; all others must have its bits.
 
-Exit code 1 if a cell misses, if a row in 16 bit is less exact than one rank, or if its bits differ between stages or tiers.
+Exit code 1 if a cell misses its bound, if a row in 16 bit is less exact than one rank, or if its bits differ between stages or tiers.
 """
 
 import argparse
@@ -55,8 +55,8 @@ from tests.topology.matrix import (
     walk_alone,
 )
 
-SEEDS = range(3, 11)  # of first weights; the cells have the first
-# See the module's text.
+SEEDS = range(3, 11)  # of initial weights; the cells use the first one
+# See the module's docstring.
 OWN_ERRORS = 3
 LESS_EXACT = 2
 

@@ -3,8 +3,8 @@
     python scripts/check_memory.py                 a model whose states are about ten times the bound, 2 ranks
     python scripts/check_memory.py --layers 24     a larger one: the bound does not move
 
-The bound of a rank: the pool, the largest unit's buffers that are gathered or reduced at one time, the activations, and what a rank
-needs before there is a model. Exit code 1 if the resident set grew past it.
+The bound of a rank: the pool, the largest unit's buffers that are gathered or reduced at one time, the activations, and a rank's memory
+before it has a model. Exit code 1 if the resident set exceeds it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from ztk.zero import ZeroPolicy
 
 BUFFERS, BUFFER_BYTES, THREADS, BLOCK_BYTES = 9, 4 << 20, 2, 4 << 20
 SEQ_LEN = 128
-ALLOCATOR_SLACK = 64 << 20  # what the C allocator keeps of freed temporaries
+ALLOCATOR_SLACK = 64 << 20  # freed temporaries that the C allocator keeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,9 @@
 
     python scripts/compare_deepspeed.py --deepspeed-python PATH [--rounds 3] [--steps 12] [--ranks 2]
 
-PATH is an interpreter that can import deepspeed; ztk is not needed there. Both sides' ranks start once and then train in turn, the one that
-begins changing every round; one thread per rank. Seconds per step are medians over rounds, of the slowest rank. Exits with 1 if a loss of
-any step differs by more than 1e-5.
+PATH is an interpreter that can import deepspeed; ztk is not needed there. Both sides' ranks start once and then train in turn, in
+alternating order; one thread per rank. Seconds per step are medians over rounds, of the slowest rank. Exits with 1
+if a loss of any step differs by more than 1e-5.
 Rows are appended to experiments/results/cpu/compare_deepspeed.jsonl.
 """
 

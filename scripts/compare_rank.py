@@ -1,6 +1,6 @@
 """One rank of `scripts/compare_deepspeed.py`: a script for DeepSpeed that knows nothing of ztk.
 
-It is run by real DeepSpeed and by ztk. A line on standard input is a ZeRO stage to train at; the answer is a line of JSON with every step's
+It runs under real DeepSpeed and under ztk. A line on standard input is a ZeRO stage to train at; the answer is a line of JSON with every step's
 loss (this rank's, summed over micro-batches) and the seconds of the steps after the warm-up.
 """
 
@@ -91,7 +91,7 @@ def train(stage: int, *, steps: int, width: int, layers: int) -> dict:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed is no answer
+    os.dup2(2, 1)  # output must not mix with the answers
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     print(json.dumps({"version": deepspeed.__version__, "home": deepspeed.__file__}), file=answers, flush=True)

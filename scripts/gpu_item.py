@@ -41,7 +41,7 @@ OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 SEED, STEPS = 0, 20
 # Dense bf16 FLOP/s of the data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
-# The host updates in another order of operations: fp32 losses drift by rounding, 16-bit ones by full 16-bit steps.
+# The host's update has another order of operations: fp32 losses differ by rounding, 16-bit ones by steps of 16-bit numbers.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
 
@@ -146,7 +146,7 @@ def memory(process: Process, *, stage: int, tier: str) -> dict:
     held = engine.memory.by_category(Tier.device)
     state = {category: held.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     numel, offloaded = engine.num_parameters, tier != "none"
-    # Offloaded: reduced gradients sleep beside their states at stages 2 and 3, parameters at 3.
+    # Offloaded: reduced gradients are stored beside their states at stages 2 and 3, parameters at 3.
     formula = numel * (2 * (not offloaded or stage < 3) + 2 * (not offloaded or stage < 2) + 12 * (not offloaded))
     ledger = engine.memory.current(Tier.device)
     slack = (2 << 20) + 0.002 * formula  # rotary tables, the step's scalars, the allocator's rounding; padding

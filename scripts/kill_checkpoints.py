@@ -4,14 +4,14 @@
 
 Every run continues from the last one's folder under another random layout (stage, tier, number of ranks, synchronous or
 asynchronous saving), trains, saves after each step, and loses a random rank at a random moment; every sixth run loses it while ranks
-build, connect their savers and load. Disk calls are slowed down by random milliseconds so that every moment of a save has its
-share. After the kill:
+build, connect their savers and load. Disk calls are delayed by random milliseconds, so that kills hit every moment
+of a save. After the kill:
 
 * every folder that looks like a checkpoint must verify to the last byte;
 * the latest must be there, and not older than the last save that any rank saw completed;
 * loading it, in the next run and on its layout, must give the state whose hash was taken before it was saved;
 * the other ranks must end by themselves within 5 seconds.
-Prints the tally; the exit code is 1 if any of this failed.
+Prints the counts; the exit code is 1 if any of this failed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from ztk.zero import ZeroPolicy
 
 MODEL = DecoderConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, hidden_dim=96, max_seq_len=32)
 START_SECONDS, END_SECONDS = 90.0, 5.0
-EARLY_SPAN_SECONDS = 0.3  # about what building, connecting and loading take
+EARLY_SPAN_SECONDS = 0.3  # about the duration of building, connecting and loading
 DISK_CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
@@ -57,7 +57,7 @@ class Layout:
     stage: int
     offload: str
     asynchronous: bool
-    slow_seconds: float  # upper bound of what a disk call takes longer
+    slow_seconds: float  # upper bound of the delay of a disk call
     killed_early: bool  # before the ranks train
     folder: str
 
@@ -179,7 +179,7 @@ class Run:
     """One run seen from outside."""
 
     layout: Layout
-    trained: bool = False  # a rank was through with loading
+    trained: bool = False  # a rank had finished loading
     loaded: int = 0  # step it continued from
     saved: int = 0  # last step that a rank saw saved
     errors: list[str] = field(default_factory=list)  # of the ranks before the kill, or other than a lost peer

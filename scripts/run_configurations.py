@@ -3,8 +3,8 @@
     python scripts/run_configurations.py TREE FILE
 
 FILE is a JSON list of objects {"ranks": 2, "arguments": ["zero=stage3", ...], "log": "PATH"}. This process imports torch and the tree's
-training program once and then forks the ranks of each command line, with the variables that torchrun sets: `run.py` cannot tell the
-difference. Prints one line with the exit codes of the ranks per command line; exit code 1 if one of them is not 0.
+training program once and then forks the ranks of each command line, with the variables that torchrun sets, as `run.py`
+expects. Prints one line with the exit codes of the ranks per command line; exit code 1 if one of them is not 0.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def run_line(line: dict) -> list[int]:
             if done:
                 codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
         if any(codes) or time.monotonic() > deadline:
-            deadline = min(deadline, time.monotonic() + 5)  # the others notice by themselves, or are ended
+            deadline = min(deadline, time.monotonic() + 5)  # the others end by themselves, or are killed
         if running and time.monotonic() > deadline:
             for child in running:
                 os.kill(child, signal.SIGKILL)

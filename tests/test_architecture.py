@@ -45,6 +45,10 @@ RAISES_PENDING = {
 }
 # Packages whose public methods do not all have a docstring.
 METHODS_PENDING = {"config", "deepspeed", "moe", "nn", "pipeline"}
+# Packages with other libraries' signatures, or whose functions do not all take keywords yet.
+POSITIONAL_PENDING = {"config", "deepspeed", "engine", "kernels", "moe", "nn", "pipeline"}
+# Signatures of Python's or ztk's own protocols.
+PROTOCOL_SIGNATURES = {"find_class", "find_spec", "forward", "read"}
 # Exceptions that belong to a protocol of Python and not to a function's contract.
 PROTOCOL_ERRORS = {"AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
 
@@ -190,6 +194,36 @@ def test_public_methods_are_documented():
     assert_kept(undocumented, files=[path for path in FILES if package_of(path) not in METHODS_PENDING])
 
 
+def positional_arguments(tree: ast.Module) -> Iterator[str]:
+    """Public functions with more than one positional argument: keywords say what a value is."""
+    for function, owner in public_functions(tree):
+        is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
+        count = len(function.args.posonlyargs + function.args.args) - (owner is not None and not is_static)
+        autograd = owner is not None and any(ast.unparse(base).endswith("Function") for base in owner.bases)
+        if count > 1 and not autograd and function.name not in PROTOCOL_SIGNATURES:
+            yield f"{function.lineno}: {function.name} has {count} positional arguments: make all but the first keywords"
+
+
+def test_functions_take_keywords():
+    files = [path for path in FILES if package_of(path) not in POSITIONAL_PENDING]
+    assert_kept(lambda path: positional_arguments(parsed(path)), files=files)
+
+
+# Pages
+
+
+def test_pages_name_tests_that_exist():
+    files = list((ROOT / "tests").rglob("*.py"))
+    names = {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
+    known = names | {path.stem for path in files}
+
+    def missing(page: Path) -> Iterator[str]:
+        for code in re.findall(r"`[^`\n]*`", page.read_text()):
+            yield from (f"{name} is no test" for name in re.findall(r"\btest_\w+", code) if name not in known)
+
+    assert_kept(missing, files=[ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
+
+
 # Kernels
 
 
@@ -270,6 +304,8 @@ def test_the_rules_find_planted_mistakes():
     assert list(host_waits(ast.parse("def launch_sum(x):\n    return x.item()")))
     assert list(implicit_fusion(ast.parse("k[grid](x, num_warps=4)")))
     assert not list(implicit_fusion(ast.parse("k[grid](x, num_warps=4, enable_fp_fusion=False)")))
+    assert list(positional_arguments(ast.parse("def f(x, y): ...")))
+    assert not list(positional_arguments(ast.parse("def f(x, *, y): ...")))
     silent = "def f(x):\n    '''Half of x.'''\n    if x % 2:\n        raise ValueError('odd')\n    return x // 2"
     assert list(unnamed_errors(ast.parse(silent)))
     assert not list(unnamed_errors(ast.parse(silent.replace("Half of x.", "Half of x. Raises: ValueError: x is odd."))))

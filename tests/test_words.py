@@ -43,9 +43,7 @@ ATTRIBUTES = {
     r"land|landing": "finish_reduce",
 }
 # Uses that are right: arithmetic's term, the system call, plotting.
-ALLOWED = re.compile(
-    r"whole[ _-]numbers?|time\.sleep|sleep\(|import sleep|\bSLEEP\b|\bsleep \d+|\"sleep\"|'sleep'", re.IGNORECASE
-)
+ALLOWED = re.compile(r"[Ww]hole[ _-]numbers?|time\.sleep|\bsleep\(|import sleep|[\"']sleep[\"', ]|\bsleep \d+")
 PATTERNS = [
     (re.compile(rf"(?<![A-Za-z])(?:{words.replace(' ', '[ _-]')})(?![A-Za-z])", re.IGNORECASE), use)
     for words, use in REPLACED.items()
@@ -173,6 +171,6 @@ def test_the_rule_finds_words_in_names_and_sentences_and_leaves_legitimate_uses(
         "Whole",
         "Short Exchange",
     ]
-    assert replaced_words("raise ValueError('n must fit; mend: n=2')")
-    assert not replaced_words("a whole number, whole_numbers, time.sleep(1), wholesale, recommend, indoors")
+    assert replaced_words("raise ValueError('n must fit; mend: n=2')") and replaced_words("gradients sleep on disk")
+    assert not replaced_words("a whole number, whole_numbers, time.sleep(1), sleep(1), wholesale, recommend, indoors")
     assert replaced_attributes("x = mesh.near.size") and not replaced_attributes("near = 3")

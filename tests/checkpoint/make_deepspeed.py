@@ -1,4 +1,4 @@
-"""Makes tests/checkpoint/data/deepspeed: checkpoints of a real DeepSpeed, and how training went on there.
+"""Makes tests/checkpoint/data/deepspeed: checkpoints of a real DeepSpeed, and the losses of its further training.
 
 Needs an environment of its own with DeepSpeed 0.19.8; from the repository's root, per stage:
 

@@ -118,7 +118,7 @@ def seed_all(process: Process, *, seed: int) -> None:
 
 
 def train_and_save(process: Process, *, setup: Setup, folder: str, save_at: int, stop: int) -> Outcome:
-    """An uninterrupted run that saves on its way. Losses are those after the save."""
+    """An uninterrupted run that saves once. Losses are those after the save."""
     seed_all(process, seed=5)
     engine = setup.engine(process)
     train_steps(engine, start=0, stop=save_at)
@@ -137,7 +137,7 @@ def resume(process: Process, *, setup: Setup, folder: str, stop: int) -> Outcome
 
 
 def reload(process: Process, *, setup: Setup, folder: str, to: str | None = None) -> Outcome:
-    """Loads and says what was loaded; saves it again under this setup if `to` is given."""
+    """Loads and returns the report; saves again under this setup if `to` is given."""
     engine = setup.engine(process)
     load(engine, path=folder)
     if to is not None:
@@ -148,7 +148,7 @@ def reload(process: Process, *, setup: Setup, folder: str, to: str | None = None
 def save_some(
     process: Process, *, setup: Setup, folder: str, steps: list[int], asynchronous: bool = False, **options
 ) -> list:
-    """Trains and saves after each of `steps`; returns names of what is there at the end."""
+    """Trains and saves after each of `steps`; returns the names in the folder at the end."""
     seed_all(process, seed=5)
     engine = setup.engine(process)
     with Saver(engine, folder=folder, asynchronous=asynchronous, **options) as saver:

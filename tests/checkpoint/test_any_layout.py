@@ -1,4 +1,4 @@
-"""A checkpoint belongs to the model: master weights and moments keep their bits through any chain of layouts."""
+"""A checkpoint does not depend on the layout: master weights and moments keep their bits through any chain of layouts."""
 
 from tests.checkpoint.runs import Setup, reload, resume, train_and_save
 from tests.zero.models import Layout
@@ -35,7 +35,7 @@ def test_every_state_keeps_its_bits_through_fifteen_layouts(ranks, tmp_path):
                 assert loaded.weights == first.weights, (world, setup)
 
 
-def test_training_goes_on_alike_on_another_stage(ranks, tmp_path):
+def test_training_continues_identically_at_another_stage(ranks, tmp_path):
     """Stages and tiers do not change numbers, so on one world size the continuation is the same to the bit."""
     straight = ranks(2).run(train_and_save, setup=Setup(), folder=str(tmp_path), save_at=3, stop=6)
     for layout in (Layout(stage=3, offload="nvme"), Layout(stage=2, offload="cpu"), Layout(stage=1)):

@@ -59,7 +59,7 @@ def test_overlaps_are_found_and_read_through_few_elements():
     )
 
 
-def test_what_it_costs_does_not_grow_with_the_elements():
+def test_the_cost_does_not_grow_with_the_elements():
     """A million million elements: a list of positions would not fit."""
     started = time.perf_counter()
     wanted = Box(start=(3, 1000), shape=(10**6 - 3, 10))

@@ -1,4 +1,4 @@
-"""What saving and loading take: memory of a piece, not of the model; no bytes on the counters of training."""
+"""The cost of saving and loading: memory of a piece, not of the model; no bytes on the counters of training."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def resident() -> int:
 
 
 class Peak:
-    """How much the resident set grew at most inside."""
+    """The largest growth of the resident set inside."""
 
     def __enter__(self) -> "Peak":
         self.before = self.most = resident()
@@ -78,7 +78,7 @@ def count_traffic(process, *, folder: str) -> dict[str, int]:
     return {kind: count for kind, count in process.comm.counters.elements.items() if count and kind != "scalars"}
 
 
-def test_staging_is_booked_and_given_back(ranks, tmp_path):
+def test_staging_is_counted_and_freed(ranks, tmp_path):
     for booked, after in ranks(2).run(book_staging, folder=str(tmp_path)):
         assert booked > 0 and after == 0
 

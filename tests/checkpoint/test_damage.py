@@ -38,7 +38,7 @@ FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def load_error(ranks, path: Path, *, setup: Setup = SETUP, **options) -> str:
-    """The text, which all ranks must agree on."""
+    """The error's text, equal on all ranks."""
     texts = ranks(2).run(try_load, setup=setup, path=str(path), **options)
     assert texts[0] == texts[1]
     return texts[0]
@@ -93,7 +93,7 @@ def test_leftovers_are_not_seen(copy):
     assert resolve(copy).name == "step-000003"
 
 
-def test_foreign_folders_are_told_apart(tmp_path):
+def test_folders_of_other_programs_are_recognised(tmp_path):
     for name, expected in {
         "model.safetensors": "Hugging Face",
         ".metadata": "torch.distributed.checkpoint",
@@ -109,7 +109,7 @@ def test_foreign_folders_are_told_apart(tmp_path):
         resolve(tmp_path / "nowhere")
 
 
-def test_folders_of_tags_are_read_as_deepspeed_scripts_fill_them(copy, tmp_path, capsys):
+def test_folders_of_tags_of_deepspeed_scripts_are_read(copy, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     copy.rename(tmp_path / "out" / "global_step3")
     (tmp_path / "out" / "latest").write_text("global_step3")
@@ -118,9 +118,9 @@ def test_folders_of_tags_are_read_as_deepspeed_scripts_fill_them(copy, tmp_path,
     assert capsys.readouterr().out.count("complete") == 2
 
 
-def test_deepspeeds_own_folder_names_the_way_in(tmp_path, capsys):
+def test_the_error_for_deepspeeds_own_folder_names_the_import(tmp_path, capsys):
     assert main(["show", str(Path(__file__).parent / "data" / "deepspeed" / "stage3")]) == 1
-    assert "DeepSpeed" in (told := capsys.readouterr().err) and "ztk.checkpoint import" in told
+    assert "DeepSpeed" in (printed := capsys.readouterr().err) and "ztk.checkpoint import" in printed
 
 
 def test_another_version_is_refused(copy):
@@ -161,7 +161,7 @@ def load_other_model(process, *, path: str) -> str:
     return ""
 
 
-def test_frozen_when_saved_cannot_resume_but_gives_weights(ranks, tmp_path):
+def test_a_parameter_frozen_when_saved_cannot_resume_but_loads_as_weights(ranks, tmp_path):
     frozen = Setup(frozen=("blocks.0.up.weight",))
     ranks(2).run(save_some, setup=frozen, folder=str(tmp_path), steps=[1])
     assert "blocks.0.up.weight" in load_error(ranks, tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed 0.19.8 wrote (`make_deepspeed.py`) go on in ztk, on other ranks, with the losses they had there."""
+"""Checkpoints that DeepSpeed 0.19.8 wrote (`make_deepspeed.py`) continue in ztk, on another number of ranks, with DeepSpeed's losses."""
 
 import json
 import pickle
@@ -36,7 +36,7 @@ def go_on(process, *, folder: str, layout: Layout) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_goes_on_with_the_same_losses(ranks, tmp_path, stage):
+def test_training_continues_with_the_same_losses(ranks, tmp_path, stage):
     step = import_checkpoint(DATA / f"stage{stage}", to=tmp_path)
     manifest = read_manifest(step)
     assert (
@@ -74,7 +74,7 @@ def test_a_damaged_one_is_named(tmp_path, fault):
         import_checkpoint(folder, to=tmp_path / "in")
 
 
-def test_nothing_in_a_file_is_run(tmp_path):
+def test_no_code_of_a_file_runs(tmp_path):
     folder = Path(shutil.copytree(DATA / "stage2", tmp_path / "stage2"))
     for file in (folder / "global_step3").iterdir():
         torch.save({"optimizer_state_dict": _Trap(str(tmp_path / "sprung"))}, file, pickle_module=pickle)

@@ -1,4 +1,4 @@
-"""verify, show, export and import: what leaves comes back with the same bits."""
+"""verify, show, export and import: exported and imported values have the same bits."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_verify_and_show(saved, capsys):
     )
 
 
-def test_a_reader_that_has_enough_is_no_error(saved):
+def test_a_closed_pipe_is_no_error(saved):
     """As `show DIR | head -1`."""
     command = [sys.executable, "-m", "ztk.checkpoint", "show", str(saved), "--parameters"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
@@ -174,7 +174,7 @@ def test_a_place_that_cannot_be_written_is_named(saved, tmp_path, capsys):
 
 
 def test_torch_distributed_checkpoint_resumes_with_its_optimizer(ranks, tmp_path):
-    """What FSDP2 users have on disk: weights, moments and the step arrive, in another framework and on other ranks."""
+    """An FSDP2 checkpoint: weights, moments and the step are imported, on another number of ranks."""
     state = ranks(1).run(write_dcp, folder=str(tmp_path / "dcp"))[0]
     step = import_checkpoint(tmp_path / "dcp", to=tmp_path / "in")
     assert step.name == "step-000004" and read_manifest(step).state_names == ["exp_avg", "exp_avg_sq"]
@@ -211,7 +211,7 @@ def write_dcp(process, *, folder: str) -> str:
     return digest(result)
 
 
-def test_sources_that_are_none(tmp_path):
+def test_unknown_sources_are_refused(tmp_path):
     (tmp_path / "text.pt").write_text("hello")
     (tmp_path / "cut.safetensors").write_bytes(b"\xff" * 20)
     for name in ("text.pt", "cut.safetensors", "missing"):

@@ -1,4 +1,4 @@
-"""A run moves from ztk to FSDP2 with torch's optimizer and back, by torch.distributed.checkpoint, and its losses go on."""
+"""A run moves from ztk to FSDP2 with torch's optimizer and back, by torch.distributed.checkpoint, and its losses continue."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def with_ztk(process, *, start: int, stop: int, folder: str | None = None, to: s
 
 
 def with_fsdp(process, *, start: int, stop: int, folder: str, to: str) -> list[float]:
-    """As anybody would: other values in model and optimizer, `dcp.load`, `set_state_dict`, training, `dcp.save`."""
+    """A usual FSDP2 script: other values in model and optimizer, `dcp.load`, `set_state_dict`, training, `dcp.save`."""
     mesh = init_device_mesh("cpu", (process.world_size,))
     model = fully_shard(build(77), mesh=mesh)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
@@ -68,7 +68,7 @@ def with_fsdp(process, *, start: int, stop: int, folder: str, to: str) -> list[f
     return losses
 
 
-def test_a_run_goes_on_in_fsdp_and_back(ranks, tmp_path):
+def test_a_run_continues_in_fsdp_and_back(ranks, tmp_path):
     pool, (first, second, third) = ranks(2), MOVES
     straight = pool.run(with_ztk, start=0, stop=third)[0]
     losses = pool.run(with_ztk, start=0, stop=first, to=str(tmp_path / "ztk"))[0]
@@ -81,7 +81,7 @@ def test_a_run_goes_on_in_fsdp_and_back(ranks, tmp_path):
 
 
 def test_frozen_parameters_of_fsdp_stay_frozen(tmp_path):
-    """They have no optimizer states; a tied weight that lies there twice becomes one again."""
+    """They have no optimizer states; a tied weight that is stored twice is tied again."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     model[1].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: transformers and peft load what is exported and compute the same, and what they write comes back."""
+"""Hugging Face folders: transformers and peft load exports and compute the same, and their files can be imported."""
 
 import json
 
@@ -17,7 +17,7 @@ from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.nn import Decoder, DecoderConfig
 
 SIZES = {"vocab_size": 50, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden_dim": 48, "max_seq_len": 64}
-ODD = {"rope_theta": 500.0, "norm_eps": 1e-3}  # values that are nobody's default, so that one left behind shows
+ODD = {"rope_theta": 500.0, "norm_eps": 1e-3}  # no default values, so that a lost one is noticed
 TOKENS = torch.arange(24).view(2, 12) * 7 % 50
 # The same fp32 operations in another order: errors of some 1e-7 per product, over two layers
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

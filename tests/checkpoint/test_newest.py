@@ -43,7 +43,7 @@ def test_a_complete_one_is_loaded_without_a_warning(ranks, copy):
 
 @pytest.mark.parametrize("spoil", [flip, cut, Path.unlink])
 @pytest.mark.parametrize("file", ["rank-00001.safetensors", "manifest.json"])
-def test_a_damaged_one_is_passed_over_and_named(ranks, copy, saved, file, spoil):
+def test_a_damaged_one_is_skipped_and_named(ranks, copy, saved, file, spoil):
     spoiled = copy / "step-000002" / file
     spoil(spoiled)
     (name, faults, told, states), other = ranks(2).run(newest, folder=str(copy))
@@ -53,7 +53,7 @@ def test_a_damaged_one_is_passed_over_and_named(ranks, copy, saved, file, spoil)
     assert states == ranks(2).run(reload, setup=SETUP, folder=str(saved / name))[0].states
 
 
-def test_a_pointer_to_nowhere_is_told(ranks, copy):
+def test_a_pointer_to_a_missing_checkpoint_is_reported(ranks, copy):
     (copy / "latest").write_text("step-000009\n")
     name, faults, told, _ = ranks(2).run(newest, folder=str(copy))[0]
     assert name == "step-000002" and "step-000009" in faults[0] and "step-000009" in told[0]
@@ -68,7 +68,7 @@ def test_without_a_complete_checkpoint_nothing_starts(ranks, copy, tmp_path):
     assert ranks(2).run(newest_error, folder=str(tmp_path / "none"), setup=SETUP) == ["nothing"] * 2
 
 
-def test_an_older_one_is_no_help_against_another_optimizer(ranks, copy):
+def test_an_older_one_is_not_tried_after_another_optimizer(ranks, copy):
     texts = ranks(2).run(newest_error, folder=str(copy), setup=Setup(optimizer="sgd"))
     assert "another optimizer" in texts[0] and "no complete checkpoint" not in texts[0]
 

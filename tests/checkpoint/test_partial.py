@@ -1,4 +1,4 @@
-"""Parts of a model: loading some of a checkpoint, and saving what is trained alone."""
+"""Parts of a model: loading some of a checkpoint, and saving only what is trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_what_only_one_side_has_is_reported(ranks, saved):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_trained_parameters_alone_continue_to_the_same_bits(ranks, tmp_path, dtype):
-    """The frozen ones come from where the model comes from: here from the seed."""
+    """The model provides the frozen ones: here from the seed."""
     setup = Setup(layout=Layout(stage=2), frozen=FROZEN, dtype=dtype)
     for folder, layout in (("a", setup.layout), ("b", Layout(stage=3, offload="nvme"))):
         ranks(2).run(save_trained, setup=replace(setup, layout=layout), folder=str(tmp_path / folder))

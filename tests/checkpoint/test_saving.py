@@ -1,4 +1,4 @@
-"""Saving: what is left in the folder, whatever happens on the way."""
+"""Saving: the contents of the folder after successes and failures."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def test_bad_retention_is_refused():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_step_saved_again_replaces_the_older(ranks, tmp_path, asynchronous):
-    """As after a resume from an earlier checkpoint; later steps of the abandoned branch go by age."""
+    """As after a resume from an earlier checkpoint; later steps of the abandoned branch are removed by age."""
     options = {"setup": SETUP, "folder": str(tmp_path), "retention": Retention(keep=3), "asynchronous": asynchronous}
     assert "step-000009" in ranks(2).run(save_some, steps=[1, 2, 9], **options)[0]
     found = ranks(2).run(save_some, steps=[1, 2], **options)[0]
@@ -65,7 +65,7 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(ranks, tmp_path):
 
 
 def test_files_are_the_same_for_every_tier(ranks, tmp_path):
-    """Bytes written are bytes of state; the tier and stage leave no trace in a rank's file."""
+    """Bytes written are bytes of state; a rank's file does not depend on tier and stage."""
     contents = []
     for layout in (Layout(stage=0), Layout(stage=3, offload="nvme"), Layout(stage=2, offload="cpu")):
         folder = tmp_path / layout.id
@@ -105,7 +105,7 @@ def save_between(process) -> str:
     return str(caught.value)
 
 
-def test_values_json_does_not_know_are_refused(ranks, tmp_path):
+def test_values_that_json_lacks_are_refused(ranks, tmp_path):
     assert "data_state" in ranks(1).run(save_odd_value, folder=str(tmp_path))[0]
 
 
@@ -178,7 +178,7 @@ class _faulty:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("fault", ["write", "sync", "commit", "pointer"])
 @pytest.mark.parametrize("offload", ["none", "nvme"])
-def test_a_failed_save_is_told_on_all_ranks_and_harms_nothing(ranks, tmp_path, fault, asynchronous, offload):
+def test_a_failed_save_raises_on_all_ranks_and_harms_nothing(ranks, tmp_path, fault, asynchronous, offload):
     setup = Setup(layout=Layout(stage=3, offload=offload))
     results = ranks(2).run(save_with_fault, setup=setup, folder=str(tmp_path), fault=fault, asynchronous=asynchronous)
     words = {"write": "No space left", "sync": "Input/output error", "commit": "Read-only", "pointer": "quota"}
@@ -225,7 +225,7 @@ def test_a_path_through_a_file(ranks, tmp_path):
         assert "file" in text and "Not a directory" in text, text
 
 
-def test_training_goes_on_during_a_slow_save(ranks, tmp_path):
+def test_training_continues_during_a_slow_save(ranks, tmp_path):
     """Asynchronous: the state saved is that of the call, however long the disk takes."""
     for stall, behind, total, steps in ranks(2).run(save_slowly, folder=str(tmp_path)):
         assert behind and steps >= 2
@@ -298,5 +298,5 @@ def save_nvme(process, *, folder: str) -> tuple[float, float, float, float]:
             report = saver.wait()
     finally:
         tensorfile.write_at = fast
-    assert saver.stall_seconds >= report.stall_seconds > 0.5 * (updated - backward)  # the wait counts as standing still
+    assert saver.stall_seconds >= report.stall_seconds > 0.5 * (updated - backward)  # the wait counts as stall
     return saved - start, backward - saved, updated - backward, report.seconds

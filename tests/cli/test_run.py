@@ -30,7 +30,7 @@ def folders(cwd: Path) -> list[Path]:
     return sorted(file.parent for file in cwd.rglob("overrides.json"))
 
 
-def test_a_run_leaves_its_record(tmp_path):
+def test_a_run_writes_its_record(tmp_path):
     done = run(*FAKE, "zero=stage3", "offload=nvme", "train.steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" not in done.stdout
@@ -58,7 +58,7 @@ def test_help_shows_groups_keys_and_examples(tmp_path):
         assert words in done.stdout
 
 
-def test_a_sweep_goes_on_after_a_failing_and_a_refused_job(tmp_path):
+def test_a_sweep_continues_after_a_failing_and_a_refused_job(tmp_path):
     plan = {"rank": 1, "step": 0, "how": "raise", "stage": 1}
     done = run(*FAKE, "zero=stage1,ddp,stage2", "offload=cpu", "train.steps=1", "-m", cwd=tmp_path, plan=plan)
     assert done.returncode == 1

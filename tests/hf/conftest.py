@@ -1,4 +1,4 @@
-"""Two warm ranks of their own, in which `deepspeed` is ztk before transformers is imported."""
+"""Two warm separate ranks in which `deepspeed` is ztk before transformers is imported."""
 
 import pytest
 

@@ -10,7 +10,7 @@ ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight
 
 
 def as_script(process, *, script, arguments):
-    """On a rank: `script` in a process as a launcher starts it; what accelerate remembers of the script before is forgotten."""
+    """On a rank: `script` in a process as a launcher starts it; accelerate's state of an earlier script is reset."""
     os.environ.update(LOCAL_RANK=str(process.rank), LOCAL_WORLD_SIZE=str(process.world_size), HF_HUB_OFFLINE="1")
     import ztk.deepspeed
 
@@ -34,7 +34,7 @@ def forget() -> None:
 
 
 def ds_config(stage: int, *, optimizer: dict | None = ADAMW, **zero) -> dict:
-    """As people write it for the Trainer: whatever it knows is "auto"."""
+    """A usual configuration for the Trainer: every value that it knows is "auto"."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     sizes = (
         "reduce_bucket_size",

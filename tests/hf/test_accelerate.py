@@ -1,4 +1,4 @@
-"""`Accelerator(deepspeed_plugin=...)`: a loop of one's own, beside the same loop in plain PyTorch. Tolerance: see test_trainer."""
+"""`Accelerator(deepspeed_plugin=...)`: a custom loop beside the same loop in plain PyTorch. Tolerance: see test_trainer."""
 
 import functools
 
@@ -51,7 +51,7 @@ def loop(*, source, folder, stage, named=False, resume=False) -> dict:
 
     if named:
         warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
-        params = {"lr": "auto", "weight_decay": "auto"}  # accelerate fills in these two alone
+        params = {"lr": "auto", "weight_decay": "auto"}  # accelerate fills in only these two
         config = small.ds_config(stage, optimizer={"type": "AdamW", "params": params})
         config |= {"gradient_accumulation_steps": ACCUMULATION, "gradient_clipping": 0.5}
         plugin = DeepSpeedPlugin(hf_ds_config=config | {"scheduler": {"type": "WarmupLR", "params": warmup}})
@@ -90,7 +90,7 @@ def loop(*, source, folder, stage, named=False, resume=False) -> dict:
         losses.append(accelerator.gather(loss.detach()).mean().item())
         if not resume and number + 1 == ACCUMULATION * STEPS // 2:
             accelerator.save_state(folder)
-    state = accelerator.get_state_dict(model)  # at stage 3 rank 0 alone has it
+    state = accelerator.get_state_dict(model)  # at stage 3 only rank 0 has it
     assert accelerator.unwrap_model(model) is model.module
     full = None if state is None else {name: value.clone() for name, value in state.items()}
     accelerator.free_memory()

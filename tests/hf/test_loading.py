@@ -7,7 +7,7 @@ from tests.hf import small
 
 
 def hf_config():
-    """What tells transformers that stage 3 comes; it must live as long as the model is loaded."""
+    """The object that tells transformers of stage 3; it must live as long as the model is loaded."""
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
@@ -67,7 +67,7 @@ def test_every_rank_reads_its_slices(hf, model_folder):
 
 
 def test_a_checkpoint_in_another_form_is_converted_by_groups(hf, tmp_path):
-    """Mixtral's files hold expert by expert what the model holds in one tensor."""
+    """Mixtral's files have one tensor per expert, the model has one for all."""
     from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Unchanged scripts by the real runner and by `accelerate launch`: nothing in them knows of ztk."""
+"""Unchanged scripts by the real runner and by `accelerate launch`: they do not mention ztk."""
 
 import json
 import os

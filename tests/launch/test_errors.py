@@ -1,4 +1,4 @@
-"""Which failure came first, and what is kept of it."""
+"""Which failure came first, and what is recorded of it."""
 
 import pickle
 import signal
@@ -13,7 +13,7 @@ def failed(*, rank: int = 0, time: float = 0.0, secondary: bool = False) -> Rank
     return RankFailure(rank=rank, kind="ValueError", message="boom", trace="", time=time, secondary=secondary)
 
 
-def test_the_earliest_failure_that_is_no_echo_is_the_cause():
+def test_the_earliest_primary_failure_is_the_cause():
     failures = [failed(rank=0, time=1.0, secondary=True), failed(rank=1, time=3.0), failed(rank=2, time=2.0)]
     assert first_cause(failures).rank == 2
     assert first_cause(failures[:1]).rank == 0
@@ -33,7 +33,7 @@ class PeerLost(RuntimeError):
         (ValueError("Connection refused is no value"), False),
     ],
 )
-def test_the_loss_of_a_peer_is_an_echo(error, secondary):
+def test_the_loss_of_a_peer_is_secondary(error, secondary):
     assert failure_of(error, rank=0).secondary is secondary
 
 
@@ -50,6 +50,6 @@ def test_a_failure_survives_its_file_and_a_pickle(tmp_path):
     assert (str(error), error.log) == ("rank 3: ValueError: boom", "a.log")
 
 
-def test_an_end_without_words_is_described():
+def test_an_exit_without_an_error_is_described():
     assert str(failure_of_exit(-signal.SIGSEGV, rank=1, noticed=0.0)) == "rank 1 was killed by SIGSEGV"
     assert failure_of_exit(-signal.SIGABRT, rank=1, noticed=0.0).secondary

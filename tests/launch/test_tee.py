@@ -1,11 +1,11 @@
-"""What of a terminal's output reaches the log."""
+"""The part of a terminal's output that reaches the log."""
 
 import io
 
 from ztk.launch.tee import Tee
 
 
-def test_lines_that_stay_are_logged_without_colours_and_frames():
+def test_permanent_lines_are_logged_without_colours_and_frames():
     terminal, log = io.StringIO(), io.StringIO()
     tee = Tee(terminal, log=log)
     text = "\x1b[1mhello\x1b[0m\n" + "10 %\r20 %\r" + "done\n" + "\x1b[2Kframe\n" + "\n" + "unfinished"

@@ -195,7 +195,7 @@ def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
     assert summary["bigram_entropy"] == 2.3
 
 
-def test_metrics_of_the_modules_stand_in_rows_and_make_none(tmp_path):
+def test_metrics_of_the_modules_are_in_rows_and_cause_none(tmp_path):
     asked = []
 
     def module_metrics():
@@ -212,7 +212,7 @@ def test_metrics_of_the_modules_stand_in_rows_and_make_none(tmp_path):
     ]
 
 
-def test_failed_run_keeps_its_rows_and_says_why(tmp_path):
+def test_failed_run_keeps_its_rows_and_its_reason(tmp_path):
     with pytest.raises(RuntimeError), make_reporter(tmp_path) as reporter:
         reporter.step(loss=torch.tensor(4.0), tokens=1, metrics=Metrics)
         raise RuntimeError("disk full")

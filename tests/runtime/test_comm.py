@@ -143,7 +143,7 @@ def test_handles(ranks):
 
 
 def in_a_hurry(process) -> None:
-    """Each rank overwrites its buffer as soon as a collective returns, while the last rank still sums or copies, if it were let."""
+    """Each rank overwrites its buffer as soon as a collective returns, while the last rank may still sum or copy."""
     comm, world, rank = process.comm, process.world_size, process.rank
     full = comm.empty(1024 * world, dtype=torch.float32, label="test")
     total = sum(part(r, numel=1024 * world, dtype=torch.float32) for r in range(world))
@@ -164,7 +164,7 @@ def in_a_hurry(process) -> None:
 
 
 def followed_by_a_pause(function):
-    """`function`, and then everybody else has time to go on."""
+    """`function`, then time for the other ranks to continue."""
 
     def wrapper(*args, **kwargs):
         function(*args, **kwargs)
@@ -173,7 +173,7 @@ def followed_by_a_pause(function):
     return wrapper
 
 
-def test_nobody_writes_before_all_have_read(ranks):
+def test_no_rank_writes_before_all_have_read(ranks):
     ranks(2).run(in_a_hurry)
     ranks(4).run(in_a_hurry)
 
@@ -190,7 +190,7 @@ def disagreeing(process, *, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["size", "label", "memory"])
-def test_ranks_that_disagree_are_told(how):
+def test_ranks_that_disagree_get_an_error(how):
     pool = RankPool(2)
     try:
         with pytest.raises(RankFailed, match=r"CommMismatch: rank \d is at"):

@@ -42,7 +42,7 @@ def part_ways(process: Process) -> str:
     return "nobody noticed"
 
 
-def test_ranks_that_ran_different_modules_are_told_so():
+def test_ranks_that_ran_different_modules_get_an_error():
     pool = RankPool(2)  # of its own: its threads stay caught in gloo
     try:
         texts = pool.run(part_ways)

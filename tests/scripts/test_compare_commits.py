@@ -22,7 +22,7 @@ from scripts.compare_commits import (
 MACHINE = {"device_name": "A", "cpu_count": 2, "torch": "2.13.0"}
 
 
-def test_the_configurations_cover_every_strategy_and_every_layout_meets_every_choice():
+def test_the_configurations_cover_every_strategy_and_every_layout_has_every_choice():
     assert len({each.name for each in CONFIGURATIONS}) == len(CONFIGURATIONS) == 40
     strategies = {(each.stage, each.tier, each.precision) for each in CONFIGURATIONS}
     assert strategies == set(itertools.product(STAGES, TIERS, PRECISIONS))
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("fault", ["status", "rows", "key"])
-def test_a_run_that_is_not_whole_is_refused(tmp_path, fault):
+def test_a_run_that_is_not_complete_is_refused(tmp_path, fault):
     summary = {"status": "done", "steps": STEPS, "parameters": 1, "loss_digest": "a", "peak_memory.host_bytes": 0}
     row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": 0, "comm.send_bytes": 0}
     rows = [row] * STEPS

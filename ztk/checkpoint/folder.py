@@ -203,7 +203,7 @@ def write_file(path: Path, *, data: bytes) -> None:
     """Writes and syncs a new file. An OSError has the file's name."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_at(fd, memoryview(data), offset=0, path=path)
+        write_at(fd, data=memoryview(data), offset=0, path=path)
         fsync(fd, path=path)
     finally:
         os.close(fd)

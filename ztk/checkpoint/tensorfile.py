@@ -52,7 +52,7 @@ class TensorFileWriter:
         self.nbytes = len(header) + sum(spec.nbytes for spec in ordered)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            write_at(self._fd, memoryview(header), offset=0, path=path)
+            write_at(self._fd, data=memoryview(header), offset=0, path=path)
         except OSError:
             self.close()
             raise
@@ -69,7 +69,7 @@ class TensorFileWriter:
         data = view_bytes(value)
         done = self._written[key]
         assert done + len(data) <= self._specs[key].nbytes, key
-        write_at(self._fd, data, offset=self.header_nbytes + self._offsets[key] + done, path=self.path)
+        write_at(self._fd, data=data, offset=self.header_nbytes + self._offsets[key] + done, path=self.path)
         self._checksums[key].add(data)
         self._written[key] = done + len(data)
 
@@ -112,7 +112,7 @@ def _header(specs: list[TensorSpec], *, metadata: dict[str, str] | None) -> tupl
     return struct.pack("<Q", len(text)) + text, offsets
 
 
-def write_at(fd: int, data: memoryview, *, offset: int, path: Path) -> None:
+def write_at(fd: int, *, data: memoryview, offset: int, path: Path) -> None:
     """Writes all of `data` at `offset`.
 
     Raises:
