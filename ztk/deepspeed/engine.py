@@ -304,7 +304,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def empty_partition_cache(self) -> None:
         """Gives free buffers of gathered parameters and of gradients back to the device."""
-        self.engine.zero.free_buffers()
+        self.engine.zero.offloader.free_buffers()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

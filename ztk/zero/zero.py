@@ -91,7 +91,6 @@ class Zero:
         )
         self._copies = SharedGradients(self._trained, context=context)
         self._piece_states = PieceStates(context)
-        self._pools = context.gathered, self.reduction.pool, self._update.pool
         self.state = ModelState(built.buckets, context=context, update=self._update, gathering=self.gathering)
         self.named_state = NamedState(context, update=self._update, reduction=self.reduction)
         self.offloader = StateOffloader(
@@ -100,7 +99,6 @@ class Zero:
             gathering=self.gathering,
             reduction=self.reduction,
             update=self._update,
-            free_buffers=self.free_buffers,
         )
         self.num_parameters = self._count_parameters()
 
@@ -191,13 +189,6 @@ class Zero:
             model.forward = torch.compile(model.forward, **options)
 
     # End
-
-    def free_buffers(self) -> None:
-        """Frees the memory of buffers that are not in use: of what is gathered and not pinned, and of unreduced gradients."""
-        self.gathering.reshard_all()
-        self._update.finish()  # its thread uses a pool
-        for pool in self._pools:
-            pool.drop_free()
 
     def release_model(self, init_context: ZeroInitContext) -> None:
         """Undoes the building with one full bucket at a time, and closes. Another Zero may take the model. Every rank must call it.

@@ -4,7 +4,7 @@ A tensor keeps its identity and loses its memory, so everything that refers to i
 offloaded anyway stay where they are. Where the device is the CPU its memory is host memory already: nothing is copied, only booked.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -56,11 +56,9 @@ class StateOffloader:
         gathering: Gathering,
         reduction: GradientReduction,
         update: ShardUpdate,
-        free_buffers: Callable[[], None],
     ) -> None:
-        """free_buffers: frees the buffers that are not in use."""
         self.absent: frozenset[StateKind] = frozenset()
-        self._buckets, self._free_buffers = buckets, free_buffers
+        self._buckets, self._gathered = buckets, context.gathered
         self._gathering, self._reduction, self._update = gathering, reduction, update
         self._stores, self._num_moments = context.stores, len(context.optimizer.state_names)
         self._device, self._ledger = context.device, context.ledger
@@ -85,7 +83,7 @@ class StateOffloader:
                 for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
                     parameter.data = placeholder(placement.shape, dtype=bucket.traits.dtype, device=self._device)
         if StateKind.contiguous_grad_buffer in kinds:
-            self._free_buffers()
+            self.free_buffers()
         self.absent = frozenset(kinds)
         if self._device.type == "cuda" and not non_blocking:
             torch.cuda.synchronize(self._device)
@@ -106,6 +104,13 @@ class StateOffloader:
             for bucket in self._unsharded:
                 bucket.residency.show_parameters()
         self.absent = frozenset()
+
+    def free_buffers(self) -> None:
+        """Frees the memory of buffers that are not in use: of what is gathered and not pinned, and of unreduced gradients."""
+        self._gathering.reshard_all()
+        self._update.finish()  # its thread uses a pool
+        for pool in (self._gathered, self._reduction.pool, self._update.pool):
+            pool.drop_free()
 
     def _on_device(self, kinds: frozenset[StateKind]) -> Iterator[tuple[Tensor, slice, str]]:
         """(tensor, the rows of it that are offloaded, category) of all tensors of `kinds` that are on the device."""

@@ -10,6 +10,7 @@ from ztk.runtime.part import Part
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
+from ztk.zero.layout import Fragment
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import FROZEN, MASTER, PieceStates
 from ztk.zero.update import ShardUpdate
@@ -61,14 +62,7 @@ class ModelState:
                 kinds = dict.fromkeys((MASTER, *self._states.names), torch.float32)
             for kind, dtype in kinds.items():
                 for fragment in piece.fragments:
-                    yield StateSlice(
-                        name=fragment.name,
-                        kind=kind,
-                        part=self.part_of(fragment.name, bucket=bucket),
-                        dtype=dtype,
-                        start=fragment.start,
-                        stop=fragment.stop,
-                    )
+                    yield StateSlice(dtype=dtype, **self._address(fragment, kind=kind, bucket=bucket))
 
     def shards(self, *, aside: bool = False) -> Iterator[StateShard]:
         """Every state element of the model exactly once over all ranks. A shard's values are valid until the next one.
@@ -80,19 +74,17 @@ class ModelState:
             with self._states.reading(bucket, piece=piece, aside=aside) as states:
                 for kind, values in states.items():
                     for fragment in piece.fragments:
-                        yield StateShard(
-                            name=fragment.name,
-                            kind=kind,
-                            part=self.part_of(fragment.name, bucket=bucket),
-                            dtype=values.dtype,
-                            start=fragment.start,
-                            stop=fragment.stop,
-                            value=values[fragment.place],
-                        )
+                        address = self._address(fragment, kind=kind, bucket=bucket)
+                        yield StateShard(dtype=values.dtype, value=values[fragment.place], **address)
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Calls `action()` once, before the next update or whatever else changes the state."""
         self._update.before_change(action)
+
+    def _address(self, fragment: Fragment, *, kind: str, bucket: Bucket) -> dict[str, object]:
+        """The fields of a slice but its dtype."""
+        part = self.part_of(fragment.name, bucket=bucket)
+        return {"name": fragment.name, "kind": kind, "part": part, "start": fragment.start, "stop": fragment.stop}
 
     def _saved_pieces(self) -> Iterator[tuple[Bucket, Piece]]:
         """Each rank saves its own shards, also at stage 0, where it has all; of several copies one rank saves its copy."""
