@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
+from tests.quick import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_teardown  # noqa: F401 hooks
 from tests.ranks import RankPool
 
 # As in the ranks, whose bits some tests compare with what this process computes; the kernels' interpreter is numpy in one thread, too.

@@ -1,0 +1,50 @@
+"""The list of quick tests: its entries match, and the quick part runs first."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.quick import QUICK, is_quick
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+def test_every_entry_names_a_folder_a_file_or_a_test():
+    for entry in QUICK:
+        path, _, name = entry.partition("::")
+        place = CHECKOUT / path
+        assert place.is_file() if name else place.exists(), entry
+        functions = [node.name for node in ast.parse(place.read_text()).body if hasattr(node, "name")] if name else []
+        assert not name or name in functions, entry
+
+
+def test_an_entry_stands_for_what_is_below_it(monkeypatch):
+    monkeypatch.setattr("tests.quick.QUICK", ("tests/nn", "tests/zero/test_a.py", "tests/moe/test_b.py::test_c"))
+    assert is_quick("tests/nn/test_x.py::test_y") and is_quick("tests/zero/test_a.py::test_y[1]")
+    assert is_quick("tests/moe/test_b.py::test_c[2]") and not is_quick("tests/moe/test_b.py::test_cd")
+    assert not is_quick("tests/nn_more/test_x.py::test_y")
+
+
+def test_the_others_run_only_if_the_quick_ones_pass(tmp_path):
+    (tmp_path / "test_a.py").write_text("def test_slow(): pass\n")
+    (tmp_path / "test_b.py").write_text("def test_quick(): pass\n")
+    (tmp_path / "conftest.py").write_text(
+        "from tests import quick\nfrom tests.quick import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_teardown\n"
+        "quick.QUICK = ('test_b.py',)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    quick: of this test\n")
+    assert lines_of(tmp_path) == ["test_b.py::test_quick PASSED", "test_a.py::test_slow PASSED"]
+    (tmp_path / "test_b.py").write_text("def test_quick(): assert False\n")
+    assert lines_of(tmp_path) == ["test_b.py::test_quick FAILED"]
+
+
+def lines_of(folder: Path) -> list[str]:
+    """Test and outcome, in the order in which they ran."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--quick-first"]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True
+    )
+    return [line.rpartition(" [")[0].strip() for line in done.stdout.splitlines() if re.match(r"test_\w\.py::", line)]
