@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_option_files():
     assert defaults["offload.pin_memory"] == "null"  # no option sets it
 
 
-def test_a_group_is_shown_whole():
+def test_a_group_is_shown_completely():
     text = words(requested_help(["--help", "zero"]))
     assert text.startswith("zero: Which of optimizer states") and "zero=OPTION, stage0 unless chosen" in text
     for name, group in REFERENCE.items():

@@ -91,15 +91,15 @@ def test_a_killed_rank_stops_the_run_and_is_named(tmp_path, where, count):
 
 
 def test_what_was_saved_before_a_kill_continues_to_the_same_bits(tmp_path):
-    whole, broken, resumed = tmp_path / "whole", tmp_path / "broken", tmp_path / "resumed"
-    for folder in (whole, broken, resumed):
+    complete, broken, resumed = tmp_path / "complete", tmp_path / "broken", tmp_path / "resumed"
+    for folder in (complete, broken, resumed):
         folder.mkdir()
-    assert run(*NVME, "train.steps=8", cwd=whole).returncode == 0
+    assert run(*NVME, "train.steps=8", cwd=complete).returncode == 0
     fault = {"rank": 0, "where": "checkpoint", "count": 9, "how": "kill"}
     assert run(*NVME, "train.steps=500", "checkpoint.every=2", cwd=broken, fault=fault).returncode == 1
     done = run(*NVME, "train.steps=8", f"checkpoint.resume={folder_of(broken)}", cwd=resumed)
     assert done.returncode == 0, done.stderr
-    expected, found = rows(whole), rows(resumed)
+    expected, found = rows(complete), rows(resumed)
     assert 0 < len(found) < len(expected)
     for step, row in found.items():
         assert (row["loss"], row["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"])
@@ -124,7 +124,7 @@ def test_nan_on_one_rank_ends_all_ranks_and_names_a_parameter(tmp_path):
     assert re.search(r"FloatingPointError: step 2: the gradient of [\w.]+ is not finite", done.stderr), done.stderr
 
 
-def test_an_offload_folder_that_cannot_be_written_is_named_with_a_mend(tmp_path):
+def test_an_offload_folder_that_cannot_be_written_is_named_with_its_fix(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     done = run(*NVME, f"offload.nvme_path={tmp_path}/file", "train.steps=2", cwd=tmp_path)
     assert done.returncode in (1, 2) and "offload.nvme_path" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Journeys of rows on one rank: what runs between departure and arrival, in both directions."""
+"""The all-to-all of rows on one rank: what runs between start and wait, in both directions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SINGLE_RANK = Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("c
 
 
 class Logged(torch.autograd.Function):
-    """A stretch of work that says when it runs."""
+    """Work that records when it runs."""
 
     @staticmethod
     def forward(ctx, x, log, name):

@@ -14,22 +14,22 @@ EP2 = Topology(expert=2)
 
 @pytest.mark.parametrize(("kind", "stage"), [("mixtral", 3), ("qwen2_moe", 1), ("gpt_oss", 3)])
 def test_models_of_the_hub_train_as_on_one_rank(ranks, kind, stage):
-    (alone, whole, _) = ranks(1).run(train, topology=Topology(), kind=kind)[0]
+    (alone, full, _) = ranks(1).run(train, topology=Topology(), kind=kind)[0]
     assert alone[-1] < alone[0]
     for losses, shapes, calls in ranks(2).run(train, topology=EP2, kind=kind, stage=stage):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
         assert calls["all_to_all"] == 8 * 2 * 4, "two all-to-alls per layer and direction"
         for name, shape in shapes.items():
-            assert shape == ((2, *whole[name][1:]) if ".experts." in name else whole[name]), name
+            assert shape == ((2, *full[name][1:]) if ".experts." in name else full[name]), name
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
 def test_attention_is_cut_by_the_models_own_plan_beside_the_experts(ranks, kind):
-    (alone, whole, _) = ranks(1).run(train, topology=Topology(), kind=kind)[0]
+    (alone, full, _) = ranks(1).run(train, topology=Topology(), kind=kind)[0]
     for losses, shapes, _ in ranks(4).run(train, topology=Topology(expert=2, tensor=2), kind=kind, stage=3):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
         heads, experts = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj"
-        assert (shapes[heads][0], shapes[experts][0]) == (whole[heads][0] // 2, whole[experts][0] // 2)
+        assert (shapes[heads][0], shapes[experts][0]) == (full[heads][0] // 2, full[experts][0] // 2)
 
 
 def test_a_pattern_says_which_layers_are_spread(ranks):

@@ -70,7 +70,7 @@ def test_with_equal_routing_it_equals_the_dense_computation():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_token_has_the_same_gradient_wherever_its_slots_are_added_up(dtype):
-    """Here, behind the products, or on its own rank, behind the journey: in 16 bit each slot's gradient is rounded once, and so is the sum."""
+    """After the products, or on the token's rank after the all-to-all: in 16 bit each slot's gradient is rounded once, and so is the sum."""
     layer = sparse().to(dtype)
     x = torch.randn(40, CONFIG.dim).to(dtype).requires_grad_()
     routing = moe_route(layer.router(x), top_k=layer.top_k)
@@ -143,7 +143,7 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 
 
 def test_parameters_and_operations_are_counted():
-    """A token uses 2 of 4 experts: six operations per weight that it meets."""
+    """A token uses 2 of 4 experts: six operations per weight that it uses."""
     from ztk.nn import Decoder
 
     with torch.device("meta"):

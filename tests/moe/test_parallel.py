@@ -69,7 +69,7 @@ def test_stages_and_tiers_give_the_same_bits(ranks, layout, kind, dtype, strateg
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_runs_stay_near_the_one_rank_run(ranks, dtype):
-    """bf16 keeps 8 bits: a loss of 4 is known to 1.6e-2, and rounding differs where tokens meet their expert in another order. The loss
+    """bf16 keeps 8 bits: a loss of 4 is known to 1.6e-2, and rounding differs where tokens reach their expert in another order. The loss
     scale is one that neither overflows at: a rank's gradients are those of its own mean, so larger than one rank's."""
     alone = one_rank(ranks, "decoder", dtype=dtype, loss_scale=256.0)
     run = ranks(2).run(train, topology=EP2, dtype=dtype, stage=3, loss_scale=256.0)[0]
@@ -84,7 +84,7 @@ def test_gradients_add_up_over_micro_batches(ranks):
 
 
 def test_bytes_are_those_of_two_all_to_alls_per_layer_and_direction(ranks):
-    """Each choice's row of C numbers travels to its expert and back, and so does its gradient: 4 T k C elements per layer and step."""
+    """Each choice's row of C numbers is sent to its expert and back, and so is its gradient: 4 T k C elements per layer and step."""
     steps, item = 5, 4
     runs = ranks(2).run(train, topology=EP2, steps=steps)
     rows = BATCH * LENGTH * CONFIG.experts_per_token
@@ -104,9 +104,9 @@ def test_a_rank_holds_its_share_of_the_experts(ranks):
     experts = 3 * CONFIG.dim * CONFIG.expert_hidden_dim
     assert sum(weight.numel() for weight in run.weights.values()) == CONFIG.parameter_count() - 2 * experts
     assert run.weights["blocks.1.mlp.experts.gate"].shape == (2, CONFIG.dim, CONFIG.expert_hidden_dim)
-    whole = one_rank(ranks, "decoder", steps=1).weights["blocks.1.mlp.experts.down"]
+    full = one_rank(ranks, "decoder", steps=1).weights["blocks.1.mlp.experts.down"]
     halves = [part.weights["blocks.1.mlp.experts.down"] for part in (run, other)]
-    torch.testing.assert_close(torch.cat(halves), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(halves), full, rtol=1e-5, atol=1e-6)
 
     modules = ranks(2).run(train, topology=EP2, kind="layers", steps=1)
     names = [{name.split(".")[3] for name in part.weights if ".experts." in name} for part in modules]
@@ -144,7 +144,7 @@ def unbalanced(process, *, topology, kind="decoder", stage=0):
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 3)])
 def test_ranks_whose_experts_get_no_token_keep_step(ranks, world, stage):
-    """Their gradients are zero and the collectives still meet."""
+    """Their gradients are zero and all ranks still take part in the collectives."""
     (alone,) = ranks(1).run(unbalanced, topology=ONE)
     assert alone.module_metrics["moe.load"]["blocks.1.mlp"] == [0.5, 0.5, 0.0, 0.0]
     runs = ranks(world).run(unbalanced, topology=EP2, stage=stage)
@@ -213,7 +213,7 @@ CUT = replace(CONFIG, kv_heads=2, layers=4)  # for axes that need two key heads,
         (2, EP2, {"stage": 3, "recompute": RecomputePolicy(mode="full")}),
     ],
     ids=[
-        *("tp2_ep2", "tp2_ep2 sequence norms", "tp2 sequence norms", "sp2_ep2", "pp2_ep2", "pp2_ep2 zero bubble"),
+        *("tp2_ep2", "tp2_ep2 sequence parallel", "tp2 sequence parallel", "sp2_ep2", "pp2_ep2", "pp2_ep2 zero bubble"),
         "ep2 recomputed",
     ],
 )

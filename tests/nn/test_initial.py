@@ -1,4 +1,4 @@
-"""Initial values: any slice of any parameter is the slice of the whole."""
+"""Initial values: any slice of any parameter is the slice of the full parameter."""
 
 import dataclasses
 import itertools
@@ -19,14 +19,14 @@ def model() -> Decoder:
         return Decoder(CONFIG)
 
 
-def whole(model: Decoder, name: str, *, seed: int = 0) -> torch.Tensor:
+def full_values(model: Decoder, name: str, *, seed: int = 0) -> torch.Tensor:
     return initial_values(model, name=name, start=0, stop=model.get_parameter(name).numel(), seed=seed)
 
 
-def test_random_cuts_equal_the_whole(model):
+def test_random_slices_equal_the_full_parameter(model):
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        values = whole(model, name)
+        values = full_values(model, name)
         cuts = torch.randint(parameter.numel() + 1, (6,), generator=generator).sort().values.tolist()
         edges = [0, *cuts, parameter.numel()]
         for start, stop in itertools.pairwise(edges):
@@ -36,7 +36,7 @@ def test_random_cuts_equal_the_whole(model):
 def test_statistics(model):
     std = math.sqrt(2 / (5 * CONFIG.dim))
     for name, parameter in model.named_parameters():
-        values = whole(model, name)
+        values = full_values(model, name)
         assert values.dtype == torch.float32
         assert values.device.type == "cpu"
         if "norm" in name:
@@ -50,12 +50,12 @@ def test_statistics(model):
 
 def test_parameters_seeds_and_chunks_differ(model):
     names = [name for name, _ in model.named_parameters() if "norm" not in name]
-    firsts = torch.stack([whole(model, name)[:1000] for name in names])
+    firsts = torch.stack([full_values(model, name)[:1000] for name in names])
     firsts /= firsts.std(1, keepdim=True)
     correlation = torch.corrcoef(firsts) - torch.eye(len(names))
     assert correlation.abs().max() < 5 / math.sqrt(1000)
-    assert not torch.equal(whole(model, names[0], seed=0), whole(model, names[0], seed=1))
-    row = whole(model, "blocks.0.mlp.gate.weight")
+    assert not torch.equal(full_values(model, names[0], seed=0), full_values(model, names[0], seed=1))
+    row = full_values(model, "blocks.0.mlp.gate.weight")
     assert not torch.equal(row[: 1 << 15], row[1 << 15 : 2 << 15])
 
 
@@ -76,19 +76,19 @@ def test_cost_follows_the_range_not_the_parameter():
 def test_tied_head_has_the_values_of_the_embedding():
     with torch.device("meta"):
         tied = Decoder(dataclasses.replace(CONFIG, tie_embeddings=True))
-    assert torch.equal(whole(tied, "head.weight"), whole(tied, "embedding.weight"))
+    assert torch.equal(full_values(tied, "head.weight"), full_values(tied, "embedding.weight"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_initialise_fills_a_whole_model(device, dtype, tied):
+def test_initialise_fills_a_model(device, dtype, tied):
     with torch.device(device):
         model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tied))
     model.norm.weight.requires_grad_(False)
     assert initialise(model, seed=5, dtype=dtype) is model
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.flatten(), whole(model, name, seed=5).to(dtype)), name
+        assert torch.equal(parameter.flatten(), full_values(model, name, seed=5).to(dtype)), name
     assert (model.head.weight is model.embedding.weight) == tied
     assert not model.norm.weight.requires_grad
     assert model.blocks[0].mlp.up.weight.requires_grad

@@ -49,7 +49,7 @@ EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """What one rank saw of one run. losses: of the whole batch."""
+    """What one rank saw of one run. losses: of the full batch."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """Steps that each began in a state of another run. losses: of the whole batch; loads: of each layer's experts; gradients [elements of
+    """Steps that each began in a state of another run. losses: of the full batch; loads: of each layer's experts; gradients [elements of
     the model], as the optimizer saw them, clipped. On rank 0; elsewhere gradients are None."""
 
     losses: list[float]
@@ -93,10 +93,10 @@ class _Run:
     cut: tuple[int, int] | None
 
     def step(self, number: int) -> float:
-        """One optimizer step; the loss of the whole batch."""
+        """One optimizer step; the loss of the full batch."""
         mesh = self.engine.process.mesh
         replicas, micro_batches = self.cut or (mesh.replicas, self.engine.accumulation_steps)
-        parts = [[part.chunk(micro_batches) for part in whole.chunk(replicas)] for whole in batch(number)]
+        parts = [[part.chunk(micro_batches) for part in full.chunk(replicas)] for full in batch(number)]
         if self.cut:
             parts = [[torch.cat(same) for same in zip(*part, strict=True)] for part in parts]
         else:
@@ -194,7 +194,7 @@ def _walk(run: _Run, *, steps: int, begin: Callable[[int], object]) -> Walk:
 
 
 def _first_moments(engine: Engine) -> Tensor:
-    """Of the whole model, parameters by name."""
+    """Of the full model, parameters by name."""
     states = canonical(engine)
     return torch.cat([states[key] for key in sorted(states) if key[0] == "exp_avg"])
 

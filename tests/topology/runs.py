@@ -114,7 +114,7 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
 def train_step(engine: Engine, *, step: int) -> float:
     """One optimizer step; the mean loss over all ranks."""
     mesh, parts = engine.process.mesh, engine.accumulation_steps
-    own = [whole.chunk(mesh.replicas)[mesh.replica].chunk(parts) for whole in batch(step)]
+    own = [full.chunk(mesh.replicas)[mesh.replica].chunk(parts) for full in batch(step)]
     loss = engine.train_batch(list(zip(*own, strict=True)))
     return float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean())
 

@@ -31,7 +31,7 @@ def engine_and_batches(process: Process, *, topology: Topology, named: bool, **o
     def batches(step: int) -> list:
         if 0 < pipeline.rank < pipeline.size - 1:
             return [None] * MICRO_BATCHES
-        own = zip(*(whole.chunk(MICRO_BATCHES) for whole in batch(step)), strict=True)
+        own = zip(*(full.chunk(MICRO_BATCHES) for full in batch(step)), strict=True)
         return [{"targets": targets, "tokens": tokens} if named else (tokens, targets) for tokens, targets in own]
 
     return make_engine(placed, strategy=strategy), batches
@@ -49,7 +49,7 @@ def train(process: Process, **layout) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["placed", "named"])
-@pytest.mark.parametrize(("world", "topology", "options"), LAYOUTS, ids=["tp2 sequence norms", "sp2"])
+@pytest.mark.parametrize(("world", "topology", "options"), LAYOUTS, ids=["tp2 sequence parallel", "sp2"])
 def test_middle_ranks_need_no_micro_batches(ranks, reference, world, topology, options, named):
     for losses, norms in ranks(world).run(train, topology=topology, named=named, **options):
         assert losses == pytest.approx(reference.losses, rel=RELATIVE)

@@ -26,7 +26,7 @@ def reference(ranks) -> Outcome:
         (4, Topology(tensor=2, sequence=2), {}),
         (4, Topology(sequence=4), {}),
     ],
-    ids=["tp2 sequence norms", "tp2 sp2", "sp4"],
+    ids=["tp2 sequence parallel", "tp2 sp2", "sp4"],
 )
 def test_losses_and_norms_are_those_of_one_rank(ranks, reference, world, topology, options):
     strategy = Strategy(topology=topology, stage=2, options=options)

@@ -20,7 +20,9 @@ def test_second_shards_change_no_bit_and_leave_half_of_the_gathers_to_neighbours
         assert among > 0.4 * (far + among)  # the backward's, but for what it does not read
 
 
-def _whole(process: Process, *, zero: dict, topology: Topology) -> tuple[dict[str, Tensor], float, dict[str, int]]:
+def _full_weights(
+    process: Process, *, zero: dict, topology: Topology
+) -> tuple[dict[str, Tensor], float, dict[str, int]]:
     """Weights as the ranks compute with them, the first gradient's norm, and bytes that a step moves between neighbourhoods."""
     arranged = process.arrange(topology)
     engine = make_engine(arranged, strategy=Strategy(stage=3, topology=topology, zero=zero))
@@ -33,9 +35,9 @@ def _whole(process: Process, *, zero: dict, topology: Topology) -> tuple[dict[st
     return weights, norm, moved
 
 
-def test_weights_travel_as_int8_with_half_a_step_of_error(ranks):
-    exact, _, plain = ranks(4).run(_whole, zero={}, topology=Topology())[0]
-    runs = ranks(4).run(_whole, zero={"quantized_weights": True}, topology=Topology())
+def test_weights_are_sent_as_int8_with_half_a_step_of_error(ranks):
+    exact, _, plain = ranks(4).run(_full_weights, zero={}, topology=Topology())[0]
+    runs = ranks(4).run(_full_weights, zero={"quantized_weights": True}, topology=Topology())
     for weights, _, moved in runs:
         for name, value in weights.items():
             assert torch.equal(value, runs[0][0][name])  # all ranks compute with the same
@@ -46,9 +48,9 @@ def test_weights_travel_as_int8_with_half_a_step_of_error(ranks):
 
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(intra_node=2)], ids=["one hop", "two hops"])
-def test_gradients_travel_as_int4(ranks, topology):
-    _, norm, plain = ranks(4).run(_whole, zero={}, topology=Topology())[0]
-    for _, short, moved in ranks(4).run(_whole, zero={"quantized_gradients": True}, topology=topology):
+def test_gradients_are_sent_as_int4(ranks, topology):
+    _, norm, plain = ranks(4).run(_full_weights, zero={}, topology=Topology())[0]
+    for _, short, moved in ranks(4).run(_full_weights, zero={"quantized_gradients": True}, topology=topology):
         # Each element is off by at most a 14th of its group's largest, in the mean far less: the norm's error stays below that share.
         assert short == pytest.approx(norm, rel=1 / 14)
         assert moved.get("reduce_scatter", 0) == 0
@@ -66,7 +68,7 @@ def test_training_goes_on_with_all_three(ranks):
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "fix"),
     [
         ({"stage": 2, "quantized_weights": True}, "use zero=stage3"),
         ({"stage": 1, "quantized_gradients": True}, "use zero=stage2"),
@@ -74,6 +76,6 @@ def test_training_goes_on_with_all_three(ranks):
         ({"stage": 3, "hpz_partition_size": 0}, "1, or more"),
     ],
 )
-def test_what_has_no_effect_is_refused(options, mend):
-    with pytest.raises(ValueError, match=mend):
+def test_what_has_no_effect_is_refused(options, fix):
+    with pytest.raises(ValueError, match=fix):
         ZeroPolicy(**options)

@@ -41,7 +41,7 @@ def test_each_element_of_state_is_on_one_rank(ranks, world, topology, stage):
 
 
 def test_experts_are_divided_by_their_own_axes(ranks):
-    whole = EXPERTS.parameter_count()
+    total = EXPERTS.parameter_count()
     for topology in (Topology(), Topology(expert=2), Topology(expert=4)):
         outcomes = ranks(4).run(train, strategy=Strategy(topology=topology, stage=3), config=EXPERTS, steps=1)
-        assert sum(outcome.owned for outcome in outcomes) == whole
+        assert sum(outcome.owned for outcome in outcomes) == total

@@ -1,4 +1,4 @@
-"""Cutting layers: what travels, heads that do not divide, a user's plan, Hugging Face models, and plans that do not fit."""
+"""Sharded layers: what is sent, heads that do not divide, a user's plan, Hugging Face models, and plans that do not fit."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_four_activation_all_reduces_per_layer_and_step(ranks):
     )  # two numbers per row and rank, not logits
 
 
-def test_with_sequence_norms_the_same_elements_travel(ranks):
+def test_with_sequence_parallel_the_same_elements_are_sent(ranks):
     steps, activation = 3, BATCH * LENGTH * CONFIG.dim
     options = {"tensor": TensorPolicy(sequence_parallel=True)}
     outcome = ranks(2).run(train, strategy=Strategy(topology=TENSOR2, options=options), steps=steps)[0]
@@ -60,13 +60,13 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(
             nn.ModuleDict({"up": nn.Linear(16, 44), "down": nn.Linear(44, 16)}) for _ in range(2)
         )
-        self.whole = nn.Linear(16, 22)
+        self.full = nn.Linear(16, 22)
         self.back = nn.Linear(22, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer["down"](torch.tanh(layer["up"](x)))
-        return self.back(torch.tanh(self.whole(x))).square().mean()
+        return self.back(torch.tanh(self.full(x))).square().mean()
 
 
 def train_mlp(process: Process, *, plan: dict | None) -> list[float]:
@@ -89,7 +89,7 @@ def train_mlp(process: Process, *, plan: dict | None) -> list[float]:
 
 
 def test_a_users_plan(ranks):
-    plan = {"layers.*.up": "column", "layers.*.down": "row", "whole": "column_gathered", "back": "row_split"}
+    plan = {"layers.*.up": "column", "layers.*.down": "row", "full": "column_gathered", "back": "row_split"}
     expected = ranks(2).run(train_mlp, plan=None)[0]
     for losses in ranks(2).run(train_mlp, plan=plan):
         assert losses == pytest.approx(expected, rel=RELATIVE)
@@ -128,7 +128,7 @@ def test_hugging_face_models_by_their_own_plan(ranks, name, tied):
         assert losses == pytest.approx(expected, rel=RELATIVE)
 
 
-def test_stretches_cover_the_whole_in_grains():
+def test_ranges_cover_all_in_grains():
     for size, parts, grain in ((12, 3, 1), (12, 5, 1), (24, 3, 4), (20, 3, 4)):
         ranges = [part_range(size, part=part, parts=parts, grain=grain) for part in range(parts)]
         assert [index for own in ranges for index in own] == list(range(size))
@@ -160,7 +160,7 @@ class Conv1D(nn.Module):
 def build_without_plan(process: Process, *, plan: dict | None) -> str:
     model = Mlp()
     model.again = nn.Linear(16, 22)
-    model.again.weight = model.whole.weight
+    model.again.weight = model.full.weight
     model.turned = Conv1D(5, 4)
     try:
         parallelize(
@@ -177,7 +177,7 @@ def build_without_plan(process: Process, *, plan: dict | None) -> str:
         (None, "Mlp brings no tensor-parallel plan; pass tensor_plan="),
         ({"layers.*": "column"}, "ModuleDict has no weight"),
         ({"layers": "row"}, "ModuleList has no weight"),
-        ({"again": "column"}, "tensor plan again=column: whole has the same weight"),
+        ({"again": "column"}, "tensor plan again=column: full has the same weight"),
         ({"turned": "column"}, "tensor plan turned=column: a Conv1D keeps its weight as [in, out]"),
     ],
 )

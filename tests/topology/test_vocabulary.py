@@ -1,4 +1,4 @@
-"""Cross entropy on cut logits: the values of whole ones, in the memory of the logits."""
+"""Cross entropy on sharded logits: the values of full ones, in the memory of the logits."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ ROWS, WORDS = 24, 10
 def cross_entropy(process: Process) -> tuple[float, torch.Tensor, bool, str]:
     """The loss, the own columns' gradient, whether it lies where the logits lay, and what a second backward says."""
     comm = process.arrange(Topology(tensor=2)).mesh.comm("tp")
-    whole, targets = problem()
-    own = whole.chunk(2, dim=1)[comm.rank].clone().requires_grad_()
+    full, targets = problem()
+    own = full.chunk(2, dim=1)[comm.rank].clone().requires_grad_()
     logits = own * 1
     place, found = logits.data_ptr(), []
     logits.register_hook(lambda gradient: found.append(gradient.data_ptr()))
@@ -35,12 +35,12 @@ def problem() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_gradient_takes_the_logits_memory(ranks):
-    whole, targets = problem()
-    whole.requires_grad_()
-    expected = F.cross_entropy(whole, targets)
+    full, targets = problem()
+    full.requires_grad_()
+    expected = F.cross_entropy(full, targets)
     expected.backward()
     results = ranks(2).run(cross_entropy)
     for loss, _, is_same_place, again in results:
         assert loss == pytest.approx(float(expected.detach()), rel=1e-6)  # a few roundings of fp32
         assert is_same_place and "an earlier backward" in again
-    torch.testing.assert_close(torch.cat([gradient for _, gradient, *_ in results], dim=1), whole.grad)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient, *_ in results], dim=1), full.grad)

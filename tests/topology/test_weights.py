@@ -25,7 +25,7 @@ STEPS = 4
 
 
 def train(process: Process, *, topology: Topology, rows: str | None, stage: int = 0, **options) -> tuple:
-    """Losses over all ranks, norms, mean balance. rows: None: this rank alone has the whole batch. Middle ranks of a pipeline get Nones."""
+    """Losses over all ranks, norms, mean balance. rows: None: only this rank has the full batch. Middle ranks of a pipeline get Nones."""
     placed = alone(process) if rows is None else arranged(process, topology=topology)
     mesh, micro_batches = placed.mesh, 2 if topology.pipeline > 1 else 1
     strategy = Strategy(topology=topology, stage=stage, options={"accumulation_steps": micro_batches, **options})
@@ -34,7 +34,7 @@ def train(process: Process, *, topology: Topology, rows: str | None, stage: int 
     is_middle = 0 < mesh.comm("pp").rank < mesh.comm("pp").size - 1
     losses, norms = [], []
     for step in range(STEPS):
-        own = MicroBatch(args=tuple(whole[start:stop] for whole in batch(step)), weight=weight)
+        own = MicroBatch(args=tuple(full[start:stop] for full in batch(step)), weight=weight)
         loss = engine.train_batch([None if is_middle else own] * micro_batches)
         losses.append(float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
         norms.append(engine.read_metrics().grad_norm)

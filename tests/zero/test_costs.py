@@ -129,7 +129,7 @@ class OnDisk:
 
 
 def on_disk(process, *, width: int, buffer_count: int, steps: int = 1) -> OnDisk:
-    """Four linear layers whose states and parameters sleep on NVMe."""
+    """Four linear layers whose states and parameters are stored on NVMe."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
     policy = OffloadPolicy(
         optimizer="nvme", parameters="nvme", nvme_path=tempfile.mkdtemp(), buffer_count=buffer_count, threads=1

@@ -43,7 +43,7 @@ class Getters:
         return self.settings.gathers_on_save
 
     def zero_cpu_offload(self) -> bool:
-        """The optimizer's states sleep in main memory."""
+        """The optimizer's states are stored in main memory."""
         return self.settings.offload.optimizer is OffloadTarget.cpu
 
     def zero_reduce_bucket_size(self) -> int:

@@ -31,8 +31,8 @@ class Handle:
         return self._value
 
 
-def then(work: Pending, action: Callable[[], object], *, is_immediate: bool = False) -> Handle:
-    """`work`, and `action()` when it is over. The first `wait()` calls it; later ones do nothing."""
+def then(work: Pending, *, action: Callable[[], object], is_immediate: bool = False) -> Handle:
+    """`work` followed by `action()`. The first `wait()` calls it; later ones do nothing."""
     actions = [action]
 
     def finish() -> None:

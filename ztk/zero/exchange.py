@@ -55,7 +55,7 @@ class QuantizedCollectives(Exchange):
             work = self._gather_quantized(full, label=label, after=after)
         else:
             work = super().gather(full, label=label, after=after)
-        return then(work, lambda: self._keep_copy(full)) if self._keeps_copy else work
+        return then(work, action=lambda: self._keep_copy(full)) if self._keeps_copy else work
 
     def _gather_quantized(self, full: Tensor, *, label: str, after: Handle) -> Pending:
         shards = full.view(self._comm.size, -1)
@@ -68,8 +68,8 @@ class QuantizedCollectives(Exchange):
         def unpack() -> None:  # the own shard too, so that all ranks compute with the same values
             shards.copy_(dequantize(packed, numel=numel, bits=WEIGHT_BITS, dtype=full.dtype))
 
-        before = then(after, pack, is_immediate=after.is_immediate)
-        return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), unpack)
+        before = then(after, action=pack, is_immediate=after.is_immediate)
+        return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), action=unpack)
 
     def _keep_copy(self, full: Tensor) -> None:
         part = full.chunk(self._intra_node.size)[self._intra_node.rank]
@@ -100,7 +100,7 @@ class QuantizedCollectives(Exchange):
         def second() -> None:
             _sum_quantized(partial.view(inter, -1), out=out, comm=self._inter_node, label=label).wait()
 
-        return then(first, second)
+        return then(first, action=second)
 
 
 def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pending:
@@ -109,7 +109,9 @@ def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pe
     packed = quantize(shards, bits=GRADIENT_BITS)
     received = torch.empty_like(packed)
     work = comm.all_to_all(packed.view(-1), out=received.view(-1), label=label)
-    return then(work, lambda: out.copy_(dequantize_reduce(received, numel=numel, bits=GRADIENT_BITS, dtype=out.dtype)))
+    return then(
+        work, action=lambda: out.copy_(dequantize_reduce(received, numel=numel, bits=GRADIENT_BITS, dtype=out.dtype))
+    )
 
 
 def exchange_of(axis: str, *, context: ZeroContext) -> Exchange:

@@ -83,7 +83,7 @@ def test_ranks_on_their_own_cores(tmp_path):
 
 
 def test_a_rank_that_fails_stops_all_and_its_code_is_the_commands(tmp_path):
-    """The other rank would sleep for a minute."""
+    """The other rank would wait for a minute."""
     (tmp_path / "s.py").write_text("import os, sys, time\nos.environ['RANK'] == '1' and sys.exit(7)\ntime.sleep(60)")
     began = time.monotonic()
     done = start("--num_gpus", "2", "s.py", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""ZeRO-Inference: parameters that sleep elsewhere change nothing."""
+"""ZeRO-Inference: parameters that are stored elsewhere change nothing."""
 
 import gc
 

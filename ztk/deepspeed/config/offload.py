@@ -1,4 +1,4 @@
-"""offload_optimizer, offload_param and aio: where shards sleep and how files are moved."""
+"""offload_optimizer, offload_param and aio: where shards are stored and how files are moved."""
 
 from ztk.deepspeed.config.keys import (
     Findings,

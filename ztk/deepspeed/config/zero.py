@@ -1,4 +1,4 @@
-"""zero_optimization, and where its shards sleep."""
+"""zero_optimization, and where its shards are stored."""
 
 from ztk.deepspeed.config.keys import Findings, Key, anything, boolean, fixed, hint, read_section, takes, whole_number
 from ztk.deepspeed.config.leaf import read_leaf_modules

@@ -1,4 +1,4 @@
-"""ZeRO-Inference: parameters sleep sharded, in main memory or on a disk, and each layer's are gathered while it runs."""
+"""ZeRO-Inference: sharded parameters are stored in main memory or on a disk, and each layer's are gathered while it runs."""
 
 import functools
 from collections.abc import Mapping

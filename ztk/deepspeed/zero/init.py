@@ -43,7 +43,7 @@ class Init:
     parameters. Buffers are not sharded. Inside another Init this one changes nothing.
 
     module: shards this module instead, which was built unsharded.
-    config_dict_or_path, config: says where shards sleep: zero_optimization.offload_param and aio; no batch size is needed, and values
+    config_dict_or_path, config: says where shards are stored: zero_optimization.offload_param and aio; no batch size is needed, and values
         that are still "auto" are passed over.
     remote_device: cpu or nvme, goes before the configuration. pin_memory: accepted; shards are copied once, into the engine's memory.
     dtype: of the shards; None: as the model makes them, so that the engine's fp32 master weights lose nothing, in 16 bit too.
@@ -133,7 +133,7 @@ def _check_group(group: object, *, name: str, process: Process) -> None:
 
 
 def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
-    """Where shards sleep."""
+    """Where shards are stored."""
     given = {} if source is None else read_source(source)
     section = given.get("zero_optimization", {})
     findings = Findings()

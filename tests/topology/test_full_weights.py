@@ -1,4 +1,4 @@
-"""The whole model's weights out of ranks that hold parts of it, and a word to those who read a part as if it were the whole."""
+"""The full model's weights from ranks that hold parts of it, and a warning when a part is read like the full model."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from ztk.runtime import Process, Topology
 
 
 def read(process: Process, *, strategy: Strategy, everywhere: bool) -> tuple[dict | None, list[bool]]:
-    """The whole state_dict, and whether the module's own came with a warning: as it is, and with everything gathered."""
+    """The full state_dict, and whether the module's own gave a warning: as it is, and with everything gathered."""
     engine = make_engine(arranged(process, topology=strategy.topology), strategy=strategy)
     warned = []
     for around in (warnings.catch_warnings, engine.zero.gathered):
@@ -35,7 +35,7 @@ def read(process: Process, *, strategy: Strategy, everywhere: bool) -> tuple[dic
     ],
     ids=["stage 2", "stage 3", "tp2", "tp2_pp2 stage 3"],
 )
-def test_whole_weights_come_out_and_parts_are_told(ranks, world, strategy, warned):
+def test_full_weights_are_collected_and_parts_give_a_warning(ranks, world, strategy, warned):
     found = ranks(world).run(read, strategy=strategy, everywhere=world == 4)
     assert [told for _, told in found] == [warned] * world
     with torch.device("meta"):
