@@ -48,19 +48,19 @@ class ConfigError(ValueError):
         return (ConfigError, (list(self.faults),))
 
 
-def _of(section: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
+def _of(section: str, *, ranges: Mapping[str, Range]) -> dict[str, Range]:
     return {f"{section}.{name}": allowed for name, allowed in ranges.items()}
 
 
 # Policies own the ranges of what they choose. Here stand those of keys that no policy takes.
 RANGES = {
-    **_of("zero", zero.RANGES),
-    **_of("offload", offload.RANGES),
-    **_of("precision.loss_scale", {k: v for k, v in loss_scale.RANGES.items() if k in vars(LossScaleConfig())}),
-    **_of("recompute", recompute.RANGES),
-    **_of("optimizer", optimizer.RANGES | optimizer.CLIP_RANGES),
-    **_of("scheduler", schedule.RANGES),
-    **_of("topology", pipeline.RANGES),
+    **_of("zero", ranges=zero.RANGES),
+    **_of("offload", ranges=offload.RANGES),
+    **_of("precision.loss_scale", ranges={k: v for k, v in loss_scale.RANGES.items() if k in vars(LossScaleConfig())}),
+    **_of("recompute", ranges=recompute.RANGES),
+    **_of("optimizer", ranges=optimizer.RANGES | optimizer.CLIP_RANGES),
+    **_of("scheduler", ranges=schedule.RANGES),
+    **_of("topology", ranges=pipeline.RANGES),
     **{f"topology.{name}": COUNT for name in ("pipeline", "tensor", "sequence", "expert", "data")},
     **{
         f"model.{name}": COUNT
@@ -98,8 +98,8 @@ def range_of(key: str) -> str:
     if key == "optimizer.betas":
         return "two of 0 or more and below 1"
     if key in ("offload.buffer_bytes", "offload.block_bytes"):
-        return f"a multiple of {_PAGE_BYTES}"
-    return str(_RANGES.get(key, ""))
+        return f"a multiple of {offload.PAGE_BYTES}"
+    return RANGES[key].brief if key in RANGES else ""
 
 
 def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:

@@ -3,10 +3,11 @@
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+_FAR_ENDS = (None, INT32_MAX, INT64_MAX)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,11 @@ class Range:
         if value < self.low or (self.above and value == self.low):
             return False
         return self.high is None or value < self.high or (value == self.high and not self.below)
+
+    @property
+    def brief(self) -> str:
+        """The range in words, without an upper end that no user comes near."""
+        return str(replace(self, high=None)).removesuffix(" and finite") if self.high in _FAR_ENDS else str(self)
 
     def __str__(self) -> str:
         low = f"above {_plain(self.low)}" if self.above else f"{_plain(self.low)} or more"
