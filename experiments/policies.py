@@ -91,7 +91,7 @@ def report_policy(config: Config) -> ReportPolicy:
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that play a part in this run: a checked configuration has None in the others."""
+    """The fields that have an effect in this run: the others are None in a checked configuration."""
     values = {field.name: getattr(section, field.name) for field in fields(section) if field.name not in without}
     return {name: _plain(value) for name, value in values.items() if value is not None}
 

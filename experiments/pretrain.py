@@ -1,6 +1,6 @@
-"""Train a decoder on text, next byte by next byte: what every rank of `python run.py` runs.
+"""Train a decoder on text, byte by byte: the program of every rank of `python run.py`.
 
-Nothing here knows where parameters, gradients and optimizer states live: `parallelize` does, from `zero=` and
+Nothing here knows where parameters, gradients and optimizer states are stored: `parallelize` does, from `zero=` and
 `offload=`.
 """
 
@@ -30,7 +30,7 @@ PROMPT_BYTES = 48
 
 
 def main(config: Config) -> None:
-    """Runs one rank from start to end."""
+    """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     kernels.set_backend(config.kernels.backend)
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
     process = process.arrange(policies.topology(config))
@@ -47,7 +47,7 @@ def main(config: Config) -> None:
 
 
 def build_engine(config: Config, *, process: Process) -> Engine:
-    """The model is planned on the meta device; every rank then fills only the part that it keeps."""
+    """The model is built on the meta device; every rank then fills only the part that it keeps."""
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
     common = {
@@ -81,21 +81,21 @@ def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
 
 
 def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
-    """Sets engine and stream from `checkpoint.resume`; returns what the reporter needs to go on with its record."""
+    """Restores engine and stream from `checkpoint.resume`; returns what the reporter needs to continue its record."""
     loaded = load_past(config, engine=engine)
     if loaded is None:
         return {}
     if engine.process.rank == 0:
         print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
-    if loaded.data_state is not None:  # an imported checkpoint knows nothing of this text: it starts at the beginning
+    if loaded.data_state is not None:  # an imported checkpoint has no position in this text: start at the beginning
         stream.load_state_dict(loaded.data_state)
     return (loaded.extra or {}) | {"first_step": engine.global_steps}
 
 
 def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None:
-    """Where the engine goes on from; None: from the start.
+    """Loads what the run continues from; None if it starts from the beginning.
 
-    A run that can be started again by itself goes on from its own newest whole checkpoint as soon as it has one.
+    An elastic run continues from its own newest complete checkpoint as soon as it has one.
     """
     given = None if config.checkpoint.resume == "auto" else config.checkpoint.resume
     if config.checkpoint.resume == "auto" or config.launch.elastic:
@@ -113,7 +113,7 @@ def train(
     held_out: Sequence[Batch],
     reporter: Reporter,
 ) -> None:
-    """Optimizer steps up to `train.steps`, with validation and checkpoints between them; then comes `finish`."""
+    """Runs optimizer steps up to `train.steps`, with validation and checkpoints between them."""
     train = config.train
     tokens = stream.share.global_batch * config.data.seq_len
     with open_saver(config, engine=engine) as saver:
@@ -188,9 +188,9 @@ def finish(
     reporter.finish(**measured, bigram_entropy=entropy, sample=text)
     reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
     if held_out:
-        verdict = "below" if measured["validation_loss"] < entropy else "not below"
+        comparison = "below" if measured["validation_loss"] < entropy else "not below"
         reporter.say(
-            f"held-out loss {measured['validation_loss']:.4f} nats per byte, {verdict} the text's own byte-bigram "
+            f"held-out loss {measured['validation_loss']:.4f} nats per byte, {comparison} the text's own byte-bigram "
             f"entropy {entropy:.4f}"
         )
 

@@ -10,7 +10,7 @@ from ztk.runtime import Process
 
 
 def open_corpus(config: Config, *, process: Process) -> ByteCorpus | None:
-    """The text; None for synthetic tokens. Raises ValueError if machines hold different texts under the same names."""
+    """The text; None for synthetic tokens. Raises ValueError if machines have different texts under the same names."""
     if config.data.name == "synthetic":
         return None
     corpus = ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)

@@ -99,7 +99,7 @@ def main() -> int:
                     for category, (tier, nbytes) in wanted.items():
                         have = found.state[tier].get(category, 0)
                         equal &= nbytes <= have <= nbytes + (PAGE * found.slots if tier is Tier.nvme else 0)
-                        cells.append(f"{have / found.padded:.3f} {tier}")
+                        cells.append(f"{have / found.padded:.3f} {tier.label}")
                     moved = 0 if world == 1 else 3 if stage == 3 else 2
                     # a world of one moves nothing; what it counts are its own copies
                     equal &= world == 1 or found.elements == moved * found.padded

@@ -28,7 +28,7 @@ def test_each_of_them_follows_from_the_others(overrides, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides, mend",
+    "overrides, fix",
     [
         (("train.global_batch_size=8", "train.accumulation_steps=2"), "leave one out"),
         (("launch.elastic=true",), "use checkpoint=periodic"),
@@ -36,8 +36,8 @@ def test_each_of_them_follows_from_the_others(overrides, expected, tmp_path):
         (("launch.min_ranks=2",), "launch.elastic=true"),
     ],
 )
-def test_what_does_not_fit_together_names_the_mend(overrides, mend, tmp_path):
-    with pytest.raises(ConfigError, match=mend):
+def test_what_does_not_fit_together_names_the_fix(overrides, fix, tmp_path):
+    with pytest.raises(ConfigError, match=fix):
         compose(*overrides, output_dir=tmp_path, machine=CPU)
 
 

@@ -145,9 +145,9 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
 
 
 @pytest.mark.parametrize(
-    "overrides, mend",
+    "overrides, fix",
     [
-        (("zero=stage2", "offload=cpu", "offload.parameters=cpu"), "use zero=stage3, or offload.parameters=auto"),
+        (("zero=stage2", "offload=cpu", "offload.parameters=cpu"), "use zero=stage3, or offload.parameters=none"),
         (("zero=ddp", "offload=cpu"), "offload=none"),
         (("zero=fsdp2", "offload=nvme"), "offload=none"),
         (("zero=ddp", "optimizer=lion"), "optimizer=adamw"),
@@ -202,14 +202,54 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("scheduler=one_cycle", "scheduler.decay_rate=1"), "set both or neither"),
     ],
 )
-def test_what_does_not_fit_together_names_the_mend(overrides, mend):
-    assert any(mend in fault for fault in faults(*overrides))
-    for advice in re.findall(r"[a-z_.]+=[a-z0-9_.]+", mend):
+def test_what_does_not_fit_together_names_the_fix(overrides, fix):
+    assert any(fix in fault for fault in faults(*overrides))
+    for advice in re.findall(r"[a-z_.]+=[a-z0-9_.]+", fix):
         followed = [override for override in overrides if not override.startswith(advice.partition("=")[0] + "=")]
         try:
             composed(*followed, advice)
         except ConfigError as refused:  # for something else
-            assert not any(mend in fault for fault in refused.faults)
+            assert not any(fix in fault for fault in refused.faults)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.steps=1e308", "at most 16777216"),
+        ("train.steps=9999999999999999999999", "at most 16777216"),
+        ("train.steps=\u0661\u0660", "digits 0 to 9"),
+        ("optimizer.lr=\u0661.5", "digits 0 to 9"),
+        ("optimizer.betas=[0.9,\u0660.5]", "digits 0 to 9"),
+        ("optimizer.lr=1e308", "also in float32, where it becomes inf"),
+        ("optimizer.lr=inf", "must be 0 or more and finite"),
+        ("optimizer.lr=nan", "must be 0 or more and finite"),
+        ("optimizer.eps=inf", "must be above 0 and finite"),
+        ("optimizer.eps=1e308", "also in float32"),
+        ("optimizer.weight_decay=1e308", "also in float32"),
+        ("optimizer.clip_grad_norm=1e308", "also in float32"),
+        ("optimizer.clip_grad_norm=1e-300", "also in float32, where it becomes 0"),
+        (
+            "optimizer.betas=[0.9,0.999999999]",
+            "number 2 must be 0 or more and below 1, also in float32, where it becomes 1",
+        ),
+        ("zero.bucket_size=1e308", "at most 9223372036854775807"),
+        ("model.dim=1e300", "at most 2147483647"),
+        ("train.seed=1e300", "at most 9223372036854775807"),
+        ("launch.timeout_seconds=inf", "at most 31536000"),
+        ("launch.timeout_seconds=1e308", "at most 31536000"),
+        ("launch.threads=100000", "at most 4096"),
+        ("launch.ranks=1e9", "at most 65536"),
+        ("task.module=../../x", "task.module=experiments.pretrain"),
+        ("task.module=experiments/pretrain.py", "task.module=experiments.pretrain"),
+    ],
+)
+def test_numbers_and_names_without_sense_are_refused(override, reason):
+    key = override.partition("=")[0]
+    assert any(fault.startswith(f"{key}=") and reason in fault and len(fault) < 200 for fault in faults(override))
+
+
+def test_threads_of_the_disk_are_limited():
+    assert any("at most 1024" in fault for fault in faults("offload=nvme", "offload.threads=100000"))
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_every_refused_key_is_named(file):
 
 
 def test_the_command(file, tmp_path):
-    """The whole way but for the ranks."""
+    """The full way, without starting ranks."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, str(root / "run.py"), file(), "train.steps=9", "--cfg", "job"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

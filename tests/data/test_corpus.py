@@ -142,13 +142,13 @@ def test_default_is_the_standard_library(tmp_path):
     assert 1.5 < corpus.bigram_entropy() < 3.5  # source code: far below 8 bits, far above nothing
 
 
-def test_refusals_name_path_and_mend(text, tmp_path):
+def test_refusals_name_path_and_fix(text, tmp_path):
     with pytest.raises(ValueError, match=r"data\.path=.*nowhere: no such file or folder"):
         opened(str(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(ValueError, match=r"data\.path=.*\*\.md: the pattern matches no file"):
         opened(str(text / "*.md"), tmp_path)
     (tmp_path / "hollow").mkdir()
-    with pytest.raises(ValueError, match="holds no files"):
+    with pytest.raises(ValueError, match="has no files"):
         opened(str(tmp_path / "hollow"), tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="0 bytes in 1 files"):

@@ -61,7 +61,7 @@ def test_global_batch_does_not_depend_on_ranks(make, world_size, micro_batch, ac
 
 @pytest.mark.parametrize("make", [stream, synthetic])
 def test_resume_continues_exactly_also_on_other_ranks(make):
-    whole = global_steps(make, world_size=2, micro_batch=4, accumulation_steps=1, steps=50)
+    full = global_steps(make, world_size=2, micro_batch=4, accumulation_steps=1, steps=50)
     source = make(0, 2)
     for _ in range(33):
         source.next_batch()
@@ -70,13 +70,13 @@ def test_resume_continues_exactly_also_on_other_ranks(make):
     for rank in resumed:
         rank.load_state_dict(state)
     for step in range(33, 50):
-        assert torch.equal(torch.cat([rank.next_batch().tokens for rank in resumed]), whole[step])
+        assert torch.equal(torch.cat([rank.next_batch().tokens for rank in resumed]), full[step])
 
 
 def test_state_is_refused_inside_a_step():
     source = stream(accumulation_steps=2)
     source.next_batch()
-    with pytest.raises(ValueError, match="after forward 1 of 2"):
+    with pytest.raises(ValueError, match="at forward 1 of 2"):
         source.state_dict()
 
 
@@ -123,21 +123,21 @@ UNEVEN = [(3, 2, 8), (3, 1, 8), (5, 4, 7), (4, 8, 3), (2, 3, 5), (7, 2, 30)]
 
 
 @pytest.mark.parametrize("world_size, micro_batch, total", UNEVEN)
-def test_a_global_batch_that_does_not_divide_is_whole_and_weighs_right(world_size, micro_batch, total):
+def test_a_global_batch_that_does_not_divide_is_complete_and_weighted(world_size, micro_batch, total):
     shares = [
         Share.of_total(total, micro_batch=micro_batch, rank=rank, world_size=world_size) for rank in range(world_size)
     ]
     one = TokenStream(DATA, seq_len=7, share=Share(micro_batch=total), seed=3)
     ranks = [TokenStream(DATA, seq_len=7, share=share, seed=3) for share in shares]
     for _ in range(20):
-        whole = one.next_batch()
+        full = one.next_batch()
         parts = [stream.next_batch() for stream in ranks for _ in range(shares[0].accumulation_steps)]
         assert all(1 <= len(part.tokens) <= micro_batch for part in parts)
         used = [part.tokens for part in parts if part.weight]
-        assert torch.equal(torch.cat(used), whole.tokens)
+        assert torch.equal(torch.cat(used), full.tokens)
         # any function of a sequence: the weighted mean of the parts' means is the mean
         mean = sum(part.weight * part.tokens.double().mean() for part in parts) / len(parts)
-        assert mean.item() == pytest.approx(whole.tokens.double().mean().item(), rel=1e-12)
+        assert mean.item() == pytest.approx(full.tokens.double().mean().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])

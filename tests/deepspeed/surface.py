@@ -247,7 +247,7 @@ def booked(engine) -> dict[str, dict[str, int]]:
     """Bytes per tier and category, without passing buffers."""
     memory = engine.engine.memory
     return {
-        tier.name: {kind: memory.by_category(tier).get(kind, 0) for kind in ("optimizer", "parameters", "gradients")}
+        tier.label: {kind: memory.by_category(tier).get(kind, 0) for kind in ("optimizer", "parameters", "gradients")}
         for tier in (Tier.device, Tier.host)
     }
 

@@ -48,6 +48,19 @@ WRONG = [
     ({"tensor_parallel": {"autotp_sice": 2}}, "did you mean autotp_size"),
     ({"bf16": {"enabled": True, "check_overflow": True}}, "did you mean check_grad_overflow"),
     ({"nebula": {"enabled": True}}, "was removed from DeepSpeed"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 1e308}}, "at most 9223372036854775807"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 10**400}}, "that a 64-bit float holds"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e308}}}, "params.lr=1e+308: must be 0 or more and finite, also"),
+    ({"optimizer": {"type": "AdamW", "params": {"eps": float("inf")}}}, "params.eps=inf: must be 0 or more and finite"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999999999]}}},
+        "number 2 must be 0 or more and below 1",
+    ),
+    ({"gradient_clipping": 1e-300}, "also in float32, where it becomes 0"),
+    ({"gradient_clipping": 1e308}, "also in float32, where it becomes inf"),
+    ({"train_micro_batch_size_per_gpu": "\u0661"}, "must be a number"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 1e308}}, "at most 127"),
+    ({"aio": {"intra_op_parallelism": 100_000}}, "at most 1024"),
 ]
 
 
@@ -78,7 +91,7 @@ def test_all_faults_come_in_one_error():
         ({"optimizer": {"type": "Lamb"}}, "not offered"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "two numbers"),
-        ({"optimizer": {"type": "SGD", "params": {"momentum": 2}}}, "from 0 to below 1"),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 2}}}, "0 or more and below 1"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps: is missing"),
         ({"communication_data_type": "int8"}, "must be one of"),
         ({"communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp32"}}, "give one of them"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ztk.offload import DiskFile, NvmeStore, OffloadPolicy
-from ztk.offload.policy import PAGE_BYTES as PAGE
+from ztk.policies.offload import PAGE_BYTES as PAGE
 from ztk.runtime.io import IoCounters
 from ztk.runtime.memory import MemoryLedger
 

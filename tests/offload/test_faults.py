@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ztk.offload import DiskError, NvmeStore, OffloadPolicy, filesystem_of, probe_folder
-from ztk.offload.policy import PAGE_BYTES as PAGE
+from ztk.policies.offload import PAGE_BYTES as PAGE
 from ztk.runtime.io import IoCounters
 from ztk.runtime.memory import MemoryLedger
 

@@ -11,7 +11,7 @@ import torch
 
 from ztk.offload import NvmeStore, OffloadPolicy, PoolExhausted, StoreClosed
 from ztk.offload.engine import Urgency
-from ztk.offload.policy import PAGE_BYTES as PAGE
+from ztk.policies.offload import PAGE_BYTES as PAGE
 from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import Tier
 

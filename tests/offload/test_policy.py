@@ -2,12 +2,13 @@
 
 import pytest
 
-from ztk.offload import OffloadPolicy, OffloadTarget
+from ztk.offload import OffloadPolicy
+from ztk.runtime import Tier
 
 
 def test_words_become_targets() -> None:
     policy = OffloadPolicy(optimizer="cpu")
-    assert policy.optimizer is OffloadTarget.cpu and policy.parameters is OffloadTarget.none and not policy.uses_nvme
+    assert policy.optimizer is Tier.cpu and policy.parameters is Tier.none and not policy.uses_nvme
 
 
 def test_pool_bytes_count_buffers_and_one_block_per_thread() -> None:
@@ -22,10 +23,11 @@ def test_pool_bytes_count_buffers_and_one_block_per_thread() -> None:
     [
         ({"optimizer": "disk"}, ("offload.optimizer='disk'", "none, cpu, nvme")),
         ({"parameters": "nvme"}, ("offload.nvme_path", "offload.nvme_path=FOLDER")),
-        ({"buffer_count": 2}, ("offload.buffer_count=2", "offload.buffer_count=3")),
+        ({"buffer_count": 2}, ("offload.buffer_count=2", "3 or more")),
         ({"buffer_bytes": 5000}, ("offload.buffer_bytes=5000", "offload.buffer_bytes=8192")),
-        ({"block_bytes": 0}, ("offload.block_bytes=0", "offload.block_bytes=4096")),
-        ({"threads": 0}, ("offload.threads=0", "offload.threads=1")),
+        ({"block_bytes": 0}, ("offload.block_bytes=0", "4096 or more")),
+        ({"threads": 0}, ("offload.threads=0", "1 or more")),
+        ({"threads": 100_000}, ("offload.threads=100000", "at most 1024")),
     ],
 )
 def test_refusals(fields: dict, texts: tuple[str, ...]) -> None:

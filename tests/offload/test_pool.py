@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ztk.offload.policy import PAGE_BYTES
 from ztk.offload.pool import AlignedPool, Lease
+from ztk.policies.offload import PAGE_BYTES
 
 PAGE = PAGE_BYTES
 

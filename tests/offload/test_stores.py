@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ztk.offload import HostStore, OffloadPolicy
-from ztk.offload.policy import PAGE_BYTES as PAGE
+from ztk.policies.offload import PAGE_BYTES as PAGE
 from ztk.runtime.memory import Tier
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)

@@ -21,13 +21,13 @@ SHAPES = {
         ({"lr": -1.0}, "optimizer.lr=-1.0"),
         ({"lr": float("nan")}, "optimizer.lr=nan"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1"),
-        ({"betas": (0.9, 1.0)}, "optimizer.betas=.*from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "optimizer.betas=.*number 2 must be 0 or more and below 1"),
         ({"betas": (0.9,)}, "optimizer.betas=.*two numbers"),
         ({"eps": 0.0}, "optimizer.eps=0.0"),
         ({"clip_grad_norm": -1.0}, "optimizer.clip_grad_norm=-1.0"),
         ({"momentum": 0.9}, "optimizer.momentum=0.9 has no effect with optimizer=adamw.*optimizer=sgd"),
         ({"nesterov": True}, "optimizer.nesterov=true has no effect with optimizer=adamw"),
-        ({"name": "sgd", "nesterov": True}, "needs momentum: add optimizer.momentum=0.9"),
+        ({"name": "sgd", "nesterov": True}, "without momentum: use optimizer.momentum=0.9"),
         ({"name": "sgd", "momentum": 1.0}, "optimizer.momentum=1.0"),
         ({"name": "sgd", "betas": (0.9, 0.9)}, "optimizer.betas=.*no effect with optimizer=sgd"),
         ({"name": "lion", "eps": 1e-8}, "optimizer.eps=1e-08 has no effect with optimizer=lion"),
@@ -35,7 +35,7 @@ SHAPES = {
         ({"name": "sgd", "groups": (ParameterGroup(pattern="a", momentum=0.5),)}, "needs a momentum buffer"),
     ],
 )
-def test_faults_name_key_value_and_mend(options, message):
+def test_faults_name_key_value_and_fix(options, message):
     with pytest.raises(ValueError, match=message):
         OptimizerPolicy(**options)
 

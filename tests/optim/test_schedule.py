@@ -98,14 +98,14 @@ def test_a_run_shorter_than_its_warmup_ends_within_it():
         ({"warmup_steps": 4, "warmup_shape": "cubic"}, "scheduler.warmup_shape=cubic: must be linear or log"),
         ({"warmup_steps": 1, "warmup_shape": "log"}, "needs scheduler.warmup_steps=2"),
         ({"warmup_start": 0.5}, "scheduler.warmup_start=0.5 has no effect without scheduler.warmup_steps"),
-        ({"warmup_steps": 4, "warmup_start": 1.5}, "scheduler.warmup_start=1.5.*from 0 to 1"),
-        ({"name": "linear", "total_steps": 0}, "scheduler.total_steps=0: must be 1 step or more"),
+        ({"warmup_steps": 4, "warmup_start": 1.5}, "scheduler.warmup_start=1.5: must be 0 or more and at most 1"),
+        ({"name": "linear", "total_steps": 0}, "scheduler.total_steps=0: must be 1 or more"),
         ({"name": "one_cycle", "decay_rate": 0.5}, "one has no effect without the other"),
         ({"name": "one_cycle", "rise_stairs": -1}, "scheduler.rise_stairs=-1"),
         ({"name": "range_test", "step_rate": 0.0}, "scheduler.step_rate=0.0"),
     ],
 )
-def test_faults_name_key_value_and_mend(options, message):
+def test_faults_name_key_value_and_fix(options, message):
     with pytest.raises(ValueError, match=message):
         SchedulePolicy(**options)
 

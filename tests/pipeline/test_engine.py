@@ -227,10 +227,10 @@ def lengths(process, *, dynamic: bool) -> list:
     layout = Layout(topology=TWO if process.world_size == 2 else Topology(), pipeline={"dynamic_shapes": dynamic})
     model, more = decoder(DECODER)
     engine = build_engine(process, layout=layout, model=model, **more)
-    whole = micro_batches(0, replica=0, replicas=1)
-    mixed = [tuple(part[:, : 6 + index % 2] for part in batch) for index, batch in enumerate(whole)]
-    losses = [float(engine.train_batch(batches)) for batches in (mixed, whole, mixed[::-1])]
-    losses.append(float(engine.eval_batch([tuple(part[:, :3] for part in batch) for batch in whole[:3]])))
+    full = micro_batches(0, replica=0, replicas=1)
+    mixed = [tuple(part[:, : 6 + index % 2] for part in batch) for index, batch in enumerate(full)]
+    losses = [float(engine.train_batch(batches)) for batches in (mixed, full, mixed[::-1])]
+    losses.append(float(engine.eval_batch([tuple(part[:, :3] for part in batch) for batch in full[:3]])))
     return losses
 
 

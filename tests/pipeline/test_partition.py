@@ -70,9 +70,9 @@ def test_names_and_first_values_do_not_depend_on_the_layout(tied):
     from dataclasses import replace
 
     config = replace(DECODER, tie_embeddings=tied)
-    whole, _ = decoder(config)
+    full, _ = decoder(config)
     expected = {
-        name: initial_values(whole, name=name, start=0, stop=p.numel(), seed=3) for name, p in whole.named_parameters()
+        name: initial_values(full, name=name, start=0, stop=p.numel(), seed=3) for name, p in full.named_parameters()
     }
     for num_ranks, virtual_stages in ((2, 1), (4, 1), (2, 2)):
         found: set[str] = set()
@@ -121,8 +121,8 @@ def test_a_pipeline_module_builds_its_own_layers_alone():
     cut(model, boundaries=uniform(4, num_stages=2), rank=1, num_ranks=2)
     assert built == [3, 4]
     assert [name for name, _ in model.named_parameters()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
-    whole = make().build()
-    assert torch.equal(whole.get_parameter("3.weight"), model.get_parameter("3.weight"))
+    full = make().build()
+    assert torch.equal(full.get_parameter("3.weight"), model.get_parameter("3.weight"))
 
 
 def test_tied_layers_are_one_module():

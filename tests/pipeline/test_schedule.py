@@ -127,7 +127,7 @@ def test_a_cycle_is_named():
         ("ring", {"num_ranks": 2, "num_micro_batches": 4}, "ring"),
     ],
 )
-def test_refusals_name_the_mend(name, sizes, message):
+def test_refusals_name_the_fix(name, sizes, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(name, **sizes)
 

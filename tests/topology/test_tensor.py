@@ -178,7 +178,7 @@ def build_without_plan(process: Process, *, plan: dict | None) -> str:
         ({"layers.*": "column"}, "ModuleDict has no weight"),
         ({"layers": "row"}, "ModuleList has no weight"),
         ({"again": "column"}, "tensor plan again=column: full has the same weight"),
-        ({"turned": "column"}, "tensor plan turned=column: a Conv1D keeps its weight as [in, out]"),
+        ({"turned": "column"}, "tensor plan turned=column: a Conv1D stores its weight as [in, out]"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused_on_all_ranks(ranks, plan, message):

@@ -156,7 +156,7 @@ def train(
         digest=hashlib.sha256(torch.tensor(losses).numpy().tobytes()).hexdigest() + bits.hexdigest(),
         elements=elements,
         calls=calls,
-        memory={tier.value: engine.memory.by_category(tier) for tier in Tier},
+        memory={tier.label: engine.memory.by_category(tier) for tier in Tier},
         skipped=engine.read_metrics().skipped_total,
         padded=sum(bucket.size for bucket in engine.zero.buckets),
     )

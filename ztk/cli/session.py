@@ -102,8 +102,9 @@ class Session:
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one"])
         sweep = "-m" in flags or "--multirun" in flags
-        expanded = configuration.expand_ds_config(overrides, machine=self._machine())
-        self._say(*(f"ds_config: {note}" for note in expanded.notes))
+        renamed = configuration.rename_keys(overrides)
+        expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
+        self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
         sys.argv[1:] = flags + configuration.parse_arguments(expanded.words, folders=folders, sweep=sweep)
 
     def _machine(self) -> Machine:

@@ -1,4 +1,4 @@
-"""The Hydra door: a typed schema, the rules between its groups, and composing. Imports no torch."""
+"""Configuration with Hydra: a typed schema, the rules between its groups, and composing. Imports no torch."""
 
 from ztk.config.arguments import extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
@@ -6,6 +6,7 @@ from ztk.config.compose import compose, conf_dir, from_yaml, load, refusal, save
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.machine import Machine
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
+from ztk.config.renamed import rename_keys
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
 
@@ -26,6 +27,7 @@ __all__ = [
     "on_fewer_ranks",
     "parse_arguments",
     "refusal",
+    "rename_keys",
     "save",
     "split_flags",
     "to_config",

@@ -1,4 +1,4 @@
-"""The command line before Hydra sees it: flags to the front, and every wrong name, option or value told at once."""
+"""The command line before Hydra reads it: moves flags to the front and reports every wrong name, option and value at once."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
-from ztk.config.keys import expected, holds_int, leaf_types, section_of
+from ztk.config.keys import expected, holds_int, holds_number, leaf_types, section_of
 from ztk.config.rules import ConfigError
 from ztk.config.suggest import did_you_mean, near_keys, near_options
 
@@ -22,7 +22,7 @@ _WITH_VALUE = {
 }
 _INFO = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(@(?P<package>[^=]*))?(=(?P<value>.*))?", re.DOTALL)
-_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*")
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*", re.ASCII)
 
 
 def order_arguments(arguments: list[str]) -> list[str]:
@@ -71,10 +71,9 @@ def options_of(folders: list[str]) -> dict[str, list[str]]:
 
 
 def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = False) -> list[str]:
-    """The overrides as Hydra shall have them. Raises ConfigError with every fault that can be seen in them.
+    """The overrides as Hydra accepts them. Raises ConfigError with every fault in them.
 
-    A whole number written as 5e8 becomes 500000000, which a key that holds one accepts. folders: where the options lie.
-    sweep: whether a key may have several values.
+    For keys that are integers, 5e8 becomes 500000000. folders: where the option files are. sweep: whether a key may have several values.
     """
     options = options_of(folders)
     accepted, faults = [], []
@@ -145,6 +144,9 @@ def _value_faults(key: str, value: str, *, hint: object) -> Iterator[str]:
     if "${" in value:
         return
     for piece in _pieces(key, value):
+        if holds_number(hint) and not piece.isascii():
+            yield f"{key}={piece}: must be {expected(hint)}, with the digits 0 to 9"
+            continue
         text = _whole_number(piece) if holds_int(hint) else piece
         try:
             parsed = OverridesParser.create().parse_override(f"{key}={text}").value()
@@ -182,12 +184,12 @@ def _whole_numbers(override: str) -> str:
 
 def _whole_number(text: str) -> str:
     """`5e8` as `500000000`; other texts as they are."""
-    if _FLOAT.fullmatch(text.strip()) and float(text).is_integer():
+    if _FLOAT.fullmatch(text.strip()) and float(text).is_integer():  # which 1e999, infinite, is not
         return str(int(float(text)))
     return text
 
 
 def _completed(word: str, *, options: dict[str, list[str]], keys: dict[str, object]) -> list[str]:
-    """What a word without `=` may have stood for: the option of a group, or a key."""
+    """What a word without `=` may mean: the option of a group, or a key."""
     groups = [f"{group}={word}" for group, names in options.items() if word in names]
     return groups[:3] or [f"{key}=VALUE" for key in near_keys(word, keys=[*keys, *options])]

@@ -1,4 +1,4 @@
-"""How many sequences a step takes, and how many forwards that is on this number of ranks."""
+"""How many sequences a step takes, and how many micro-batches that is on this number of ranks."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -19,6 +19,7 @@ from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
+from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rules import ConfigError, check, data_paths
 from ztk.config.schema import Config, DataName, SchedulerName
 from ztk.config.topology import replicas_of, settled_ranks
@@ -27,18 +28,23 @@ ConfigStore.instance().store(name="ztk_schema", node=Config)
 
 
 def conf_dir() -> str:
-    """The folder of the option files: beside `ztk/` in a checkout, inside it when installed."""
+    """The folder of the option files: beside `ztk/` in a checkout, inside it when installed.
+
+    Raises:
+        FileNotFoundError: if it is in neither place.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
             return str(folder)
-    raise FileNotFoundError(f"conf/config.yaml lies neither in {package} nor beside it: reinstall ztk")
+    raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ztk")
 
 
 def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None) -> Config:
     """The run that `python run.py OVERRIDES...` would start, without starting it. Raises ConfigError."""
     machine = machine or Machine.here()
-    arguments = parse_arguments(expand_ds_config(list(overrides), machine=machine).words, folders=[conf_dir()])
+    words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
+    arguments = parse_arguments(words, folders=[conf_dir()])
     folder = str(Path(output_dir).absolute())
     try:
         with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -59,13 +65,13 @@ def refusal(error: HydraException) -> ConfigError:
     match = re.search(r"Value '(?P<value>[^']*)' of type 'float' could not be converted to Integer", text)
     if match and float(match["value"]).is_integer():
         text += f"; write {int(float(match['value']))}"
-    return ConfigError([text.strip()])
+    return ConfigError([text.strip() + hint_of(text)])
 
 
 def to_config(
     choices: DictConfig, *, overrides: Sequence[str], options: Mapping[str, str | None], machine: Machine
 ) -> Config:
-    """Types, rules, then everything that was left to the machine.
+    """Checks types and rules, then fills in what was left to the machine.
 
     choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
     Raises ConfigError with all faults.
@@ -98,7 +104,8 @@ def load(path: str | os.PathLike) -> Config:
 
 
 def from_yaml(text: str) -> Config:
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    recorded = rename_recorded(OmegaConf.to_container(OmegaConf.create(text)))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded))
 
 
 def _typed(choices: DictConfig) -> Config:
@@ -146,7 +153,7 @@ def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
 
 
 def _settle(config: Config, *, machine: Machine) -> None:
-    """Numbers for what was left open, None for what plays no part."""
+    """Sets numbers for what was left open, and None for what has no effect."""
     settle_parameter_tier(config)
     null_inactive_keys(config, machine=machine)
     _settle_launch(config, machine=machine)
@@ -160,7 +167,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
         scheduler.rise_steps = scheduler.rise_steps or max(1, steps // 2)
     if scheduler.name is SchedulerName.range_test:
         scheduler.step_size = scheduler.step_size or max(1, steps // 10)
-    null_inactive_keys(config, machine=machine)  # a settled number may leave another key idle
+    null_inactive_keys(config, machine=machine)  # a settled number may leave another key without effect
 
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:
@@ -170,10 +177,10 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
     launch.ranks = settled_ranks(config, machine=machine)
     config.topology.data = replicas_of(config.topology, ranks=launch.ranks)
     if launch.threads is None:
-        # torchrun sets OMP_NUM_THREADS=1 whatever the machine has: there it is not the user's wish.
+        # torchrun sets OMP_NUM_THREADS=1 on every machine: under torchrun it is not the user's choice.
         wanted = "" if machine.started_ranks else os.environ.get("OMP_NUM_THREADS", "")
         fair = max(1, machine.cores // (machine.started_here or launch.ranks))
-        launch.threads = int(wanted) if wanted.isdigit() and int(wanted) else fair
+        launch.threads = int(wanted) if wanted.isdecimal() and wanted.isascii() and int(wanted) else fair
     if device == "cuda" and config.offload.optimizer != "none" and config.offload.pin_memory is None:
         config.offload.pin_memory = True
 

@@ -1,7 +1,7 @@
-"""`ds_config=FILE` on the command line: a DeepSpeed configuration as the overrides that say the same.
+"""`ds_config=FILE` on the command line: a DeepSpeed configuration becomes overrides with the same meaning.
 
-What else is on the line stays and wins. What the file says and run.py has no word for is told, what DeepSpeed's door refuses is
-refused here, too, key by key.
+Other overrides on the line take precedence. Keys of the file that run.py does not have are accepted with a note. Keys that
+`deepspeed.initialize` would refuse are refused here too.
 """
 
 from dataclasses import dataclass
@@ -38,19 +38,23 @@ def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
         raise ConfigError([f"{KEY}={given[0]}: {fault}" for fault in error.faults]) from None
     made = to_overrides(settings, keeps_global_batch=True)
     chosen = {word.partition("=")[0].lstrip("+~") for word in others}
-    kept = [word for word in made.words if not _is_said(word, chosen=chosen)]
+    kept = [word for word in made.words if not _is_given(word, chosen=chosen)]
     return Expanded(words=[*kept, *others], notes=tuple(made.notes))
 
 
-def _is_said(word: str, *, chosen: set[str]) -> bool:
-    """The key itself is given, or the option of its group."""
+def _is_given(word: str, *, chosen: set[str]) -> bool:
+    """Whether the line sets the key itself, or the option of its group."""
     key = word.partition("=")[0]
     return key in chosen or key.partition(".")[0] in chosen
 
 
 def _ranks(overrides: list[str], *, machine: Machine) -> int:
-    """As many as the run will have, as far as the line says; the global batch is kept whatever it is."""
+    """The number of ranks that the line asks for, or the default. The global batch does not depend on it."""
     values = dict(word.partition("=")[::2] for word in overrides)
     named = values.get("launch.ranks", "")
     gpus = 0 if values.get("launch.device") == "cpu" else machine.gpus
-    return int(named) if named.isdigit() and int(named) else machine.started_ranks or gpus or _RANKS_WITHOUT_GPU
+    return (
+        int(named)
+        if named.isdecimal() and named.isascii() and int(named)
+        else machine.started_ranks or gpus or _RANKS_WITHOUT_GPU
+    )

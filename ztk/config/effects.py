@@ -1,7 +1,7 @@
-"""Which keys act in which runs.
+"""Which keys have an effect in which runs.
 
-A key that cannot act in the run at hand is refused where the user gave it, and set to None where an option file brought
-it along, so that the recorded configuration shows what took part. A key that acts and has no value is a fault as well.
+A key without effect in a run is refused if the user set it, and set to None if it comes from an option file, so that the recorded
+configuration shows what took part. A key that has an effect needs a value.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from ztk.config.schema import (
     DataName,
     DType,
     LoggerMode,
-    OffloadTier,
     OptimizerName,
     ParameterTier,
     PipelineSchedule,
-    RecomputeMode,
     SchedulerName,
     ZeroEngine,
 )
+from ztk.policies.recompute import RecomputeMode
+from ztk.policies.tier import Tier
 
 _WARMED = (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine)
 _DECAYED = (SchedulerName.linear, SchedulerName.cosine)
@@ -29,7 +29,8 @@ _DECAYED = (SchedulerName.linear, SchedulerName.cosine)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """`keys` act when `when` holds, in a command line's words with `only`; `required` ones must have a value then."""
+    """`keys` have an effect if `when` is true; `only` is that condition in the words of the command line. `required`: they then need a
+    value."""
 
     keys: tuple[str, ...]
     when: Callable[[Config, Machine], bool]
@@ -41,8 +42,8 @@ def _section(section: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names)
 
 
-def offloads(config: Config, tier: OffloadTier) -> bool:
-    """Whether anything sleeps in `tier`. Parameters on `auto` never go where the optimizer states do not."""
+def offloads(config: Config, tier: Tier) -> bool:
+    """Whether anything is stored on `tier`. Parameters on `auto` never use another tier than the optimizer states."""
     return config.offload.optimizer == tier or config.offload.parameters == tier
 
 
@@ -79,18 +80,18 @@ EFFECTS = (
     ),
     Effect(
         keys=_section("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
-        when=lambda c, m: offloads(c, OffloadTier.nvme),
+        when=lambda c, m: offloads(c, Tier.nvme),
         only="offload=nvme",
     ),
     Effect(
         keys=("offload.nvme_path",),
-        when=lambda c, m: offloads(c, OffloadTier.nvme),
+        when=lambda c, m: offloads(c, Tier.nvme),
         only="offload=nvme",
         required=False,
     ),
     Effect(
         keys=("offload.pin_memory",),
-        when=lambda c, m: (offloads(c, OffloadTier.nvme) or offloads(c, OffloadTier.cpu)) and device_of(c, m) == "cuda",
+        when=lambda c, m: (offloads(c, Tier.nvme) or offloads(c, Tier.cpu)) and device_of(c, m) == "cuda",
         only="offload=cpu or offload=nvme beside a GPU",
         required=False,
     ),
@@ -252,7 +253,7 @@ EFFECTS = (
 
 
 def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) -> list[str]:
-    """One line per key in `given` that cannot act, and per group with keys that act and have no value."""
+    """One line per key in `given` without effect, and per group of keys that need a value and have none."""
     faults = []
     missing: dict[str, list[str]] = {}
     for effect in EFFECTS:
@@ -268,7 +269,7 @@ def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) ->
 
 
 def null_inactive_keys(config: Config, *, machine: Machine) -> None:
-    """Sets the keys that cannot act to None."""
+    """Sets the keys without effect to None."""
     for effect in EFFECTS:
         if not effect.when(config, machine):
             for key in effect.keys:

@@ -77,9 +77,15 @@ def expected(hint: Any) -> str:
         inner = [expected(kind) for kind in typing.get_args(hint) if kind is not type(None)]
         return " or ".join([*inner, "null"])
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return f"one of {', '.join(hint.__members__)}"
+        return f"one of {', '.join(member.name for member in hint)}"  # without aliases
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word or path"}
     return words.get(hint, "a list of numbers" if typing.get_origin(hint) is list else "a value")
+
+
+def holds_number(hint: Any) -> bool:
+    """Whether a key of this type takes a number or a list of numbers."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return any(kind in (int, float) or typing.get_origin(kind) is list for kind in kinds)
 
 
 def holds_int(hint: Any) -> bool:

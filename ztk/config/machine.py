@@ -1,4 +1,4 @@
-"""What this machine offers, found without importing torch: the starting process must be quick and hold no GPU."""
+"""What this machine offers. Found without importing torch: the starting process must be quick and must not occupy a GPU."""
 
 import importlib.util
 import os
@@ -23,6 +23,7 @@ class Machine:
 
     @staticmethod
     def here(*, started_ranks: int = 0, started_here: int = 0) -> "Machine":
+        """The machine that this process runs on."""
         return Machine(gpus=count_gpus(), cores=count_cores(), started_ranks=started_ranks, started_here=started_here)
 
 

@@ -1,9 +1,9 @@
-"""What fits together. Every rule yields one line per fault, and every line names the override that mends it."""
+"""What fits together. Every rule yields one line per fault, and every line names the override that fixes it. Rules of policies are
+theirs (`ztk.policies`); here are those that only a run has."""
 
 import glob
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ztk.config.batch import AUTO
@@ -16,15 +16,24 @@ from ztk.config.schema import (
     DType,
     KernelBackend,
     LoggerMode,
-    OffloadTier,
+    LossScaleConfig,
     OptimizerName,
-    ParameterTier,
     SchedulerName,
     ZeroEngine,
 )
 from ztk.config.topology import topology_faults
-
-_PAGE_BYTES = 4096
+from ztk.policies import layout, loss_scale, offload, optimizer, pipeline, recompute, schedule, zero
+from ztk.policies.ranges import (
+    BELOW_ONE,
+    COUNT,
+    COUNT_OR_ZERO,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE_OR_ZERO,
+    Range,
+    shown,
+)
+from ztk.policies.tier import Tier
 
 
 class ConfigError(ValueError):
@@ -39,92 +48,48 @@ class ConfigError(ValueError):
         return (ConfigError, (list(self.faults),))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    """From `low` to `high`; `below` leaves `high` itself out and `above` leaves `low` out."""
-
-    low: float
-    high: float | None = None
-    above: bool = False
-    below: bool = False
-
-    def holds(self, value: float) -> bool:
-        if not (value > self.low or (value == self.low and not self.above)):
-            return False
-        return self.high is None or value < self.high or (value == self.high and not self.below)
-
-    def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
-        high = "" if self.high is None else f" and {'below' if self.below else 'at most'} {self.high:g}"
-        return low + high
+def _of(section: str, *, ranges: Mapping[str, Range]) -> dict[str, Range]:
+    return {f"{section}.{name}": allowed for name, allowed in ranges.items()}
 
 
-_ONE = Range(low=1)
-_ZERO = Range(low=0)
-_FRACTION = Range(low=0, high=1)
-_POSITIVE = Range(low=0, above=True)
-_RANGES = {
-    "zero.stage": Range(low=0, high=3),
-    "zero.bucket_size": _ONE,
-    "zero.prefetch_bucket_size": _ZERO,
-    "zero.max_live_parameters": _ZERO,
-    "zero.max_reuse_distance": _ZERO,
-    "zero.param_persistence_threshold": _ZERO,
-    "zero.hpz_partition_size": _ONE,
-    "offload.buffer_count": Range(low=3),
-    "offload.threads": _ONE,
-    "precision.loss_scale.initial": _POSITIVE,
-    "precision.loss_scale.window": _ONE,
-    "precision.loss_scale.hysteresis": _ONE,
-    "precision.loss_scale.floor": _POSITIVE,
+# Policies own the ranges of what they choose. Here stand those of keys that no policy takes.
+RANGES = {
+    **_of("zero", ranges=zero.RANGES),
+    **_of("offload", ranges=offload.RANGES),
+    **_of("precision.loss_scale", ranges={k: v for k, v in loss_scale.RANGES.items() if k in vars(LossScaleConfig())}),
+    **_of("recompute", ranges=recompute.RANGES),
+    **_of("optimizer", ranges=optimizer.RANGES | optimizer.CLIP_RANGES),
+    **_of("scheduler", ranges=schedule.RANGES),
+    **_of("topology", ranges=pipeline.RANGES),
+    **{f"topology.{name}": COUNT for name in ("pipeline", "tensor", "sequence", "expert", "data")},
     **{
-        f"model.{name}": _ONE
+        f"model.{name}": COUNT
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "max_seq_len")
     },
-    **{f"model.{name}": _ONE for name in ("experts", "experts_per_token", "experts_every", "expert_hidden_dim")},
-    **{f"model.{name}": _ZERO for name in ("shared_hidden_dim", "balance_loss_weight", "router_z_loss_weight")},
-    "model.rope_theta": _POSITIVE,
-    "model.norm_eps": _POSITIVE,
-    **{f"topology.{name}": _ONE for name in ("pipeline", "tensor", "sequence", "expert", "data", "virtual_stages")},
-    "topology.max_local_gradients": _ZERO,
-    "data.validation_fraction": Range(low=0, high=1, below=True),
-    "recompute.every": _ONE,
-    "recompute.num_checkpoints": _ONE,
-    "data.seq_len": _ONE,
-    "train.steps": _ONE,
-    "train.micro_batch_size": _ONE,
-    "train.accumulation_steps": _ONE,
-    "train.global_batch_size": _ONE,
-    "train.seed": _ZERO,
-    "train.log_every": _ONE,
-    "train.eval_every": _ZERO,
-    "train.eval_batches": _ONE,
-    "optimizer.lr": _ZERO,
-    "optimizer.eps": _POSITIVE,
-    "optimizer.weight_decay": _ZERO,
-    "optimizer.momentum": Range(low=0, high=1, below=True),
-    "optimizer.clip_grad_norm": _ZERO,
-    "scheduler.warmup_steps": _ZERO,
-    "scheduler.warmup_start": _FRACTION,
-    "scheduler.final": _FRACTION,
-    "scheduler.total_steps": _ONE,
-    "scheduler.start": _FRACTION,
-    "scheduler.rise_steps": _ONE,
-    "scheduler.fall_steps": _ONE,
-    "scheduler.rise_stairs": _ZERO,
-    "scheduler.fall_stairs": _ZERO,
-    "scheduler.decay_rate": _ZERO,
-    "scheduler.decay_interval": _ZERO,
-    "scheduler.step_size": _ONE,
-    "scheduler.step_rate": _POSITIVE,
-    "checkpoint.every": _ZERO,
-    "checkpoint.keep": _ONE,
-    "checkpoint.keep_every": _ZERO,
-    "logger.every": _ONE,
-    "launch.ranks": _ONE,
-    "launch.threads": _ONE,
-    "launch.min_ranks": _ONE,
-    "launch.timeout_seconds": _POSITIVE,
+    **{f"model.{name}": COUNT for name in ("experts", "experts_per_token", "experts_every", "expert_hidden_dim")},
+    "model.shared_hidden_dim": COUNT_OR_ZERO,
+    "model.balance_loss_weight": NOT_NEGATIVE,
+    "model.router_z_loss_weight": NOT_NEGATIVE,
+    "model.rope_theta": POSITIVE,
+    "model.norm_eps": POSITIVE,
+    "data.validation_fraction": BELOW_ONE,
+    "data.seq_len": COUNT,
+    "train.steps": Range(low=1, high=2**24),  # the step counter on the device is float32: exact up to here
+    "train.micro_batch_size": COUNT,
+    "train.accumulation_steps": COUNT,
+    "train.global_batch_size": COUNT,
+    "train.seed": SIZE_OR_ZERO,
+    "train.log_every": COUNT,
+    "train.eval_every": COUNT_OR_ZERO,
+    "train.eval_batches": COUNT,
+    "checkpoint.every": COUNT_OR_ZERO,
+    "checkpoint.keep": COUNT,
+    "checkpoint.keep_every": COUNT_OR_ZERO,
+    "logger.every": COUNT,
+    "launch.ranks": Range(low=1, high=65_536),
+    "launch.threads": Range(low=1, high=4096),  # of each rank
+    "launch.min_ranks": Range(low=1, high=65_536),
+    "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 
 
@@ -133,8 +98,8 @@ def range_of(key: str) -> str:
     if key == "optimizer.betas":
         return "two of 0 or more and below 1"
     if key in ("offload.buffer_bytes", "offload.block_bytes"):
-        return f"a multiple of {_PAGE_BYTES}"
-    return str(_RANGES.get(key, ""))
+        return f"a multiple of {offload.PAGE_BYTES}"
+    return RANGES[key].brief if key in RANGES else ""
 
 
 def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
@@ -150,26 +115,26 @@ def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
 
 
 def _range_faults(config: Config) -> Iterator[str]:
-    for key, allowed in _RANGES.items():
+    for key, allowed in RANGES.items():
         value = read(config, key=key)
-        if value is not None and not allowed.holds(value):
-            yield f"{key}={written(value)}: must be {allowed}"
-    betas = config.optimizer.betas
-    for number, beta in enumerate(betas or ()):
-        if not 0 <= beta < 1:
-            yield f"optimizer.betas={written(betas)}: number {number + 1} must be 0 or more and below 1"
-    if betas is not None and len(betas) != 2:
-        yield f"optimizer.betas={written(betas)}: must be two numbers, such as optimizer.betas=[0.9,0.95]"
+        if value is not None and (reason := allowed.fault(value)):
+            yield f"{key}={shown(written(value))}: {reason}"
+    yield from optimizer.beta_faults(config.optimizer.betas)
+
+
+def _task(config: Config, machine: Machine) -> Iterator[str]:
+    module = config.task.module
+    if not all(part.isidentifier() for part in module.split(".")):
+        yield (
+            f"task.module={module}: must be the dotted name of a module that Python can import, such as "
+            "task.module=experiments.pretrain; a file is not"
+        )
 
 
 def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
-    zero, offload = config.zero, config.offload
-    if zero.engine is not ZeroEngine.ztk:
-        name = zero.engine.value
-        if offload.optimizer is not OffloadTier.none or offload.parameters not in (
-            ParameterTier.none,
-            ParameterTier.auto,
-        ):
+    if config.zero.engine is not ZeroEngine.ztk:
+        name = config.zero.engine.value
+        if config.offload.optimizer is not Tier.none or config.offload.parameters not in ("none", "auto"):
             yield (
                 f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none and leave out offload.optimizer and "
                 "offload.parameters"
@@ -182,21 +147,13 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
                 "stage3, or leave out checkpoint.every and checkpoint.resume"
             )
         return
-    if offload.parameters in (ParameterTier.cpu, ParameterTier.nvme) and zero.stage != 3:
-        yield (
-            f"offload.parameters={offload.parameters.value} needs sharded parameters and zero.stage is "
-            f"{written(zero.stage)}: use zero=stage3, or offload.parameters=auto"
-        )
+    yield from layout.offload_faults(config.offload, zero=config.zero)
 
 
 def _nvme(config: Config, machine: Machine) -> Iterator[str]:
-    if not offloads(config, OffloadTier.nvme):
+    if not offloads(config, Tier.nvme):
         return
-    for key in ("offload.buffer_bytes", "offload.block_bytes"):
-        value = read(config, key=key)
-        if value is not None and (value < 1 or value % _PAGE_BYTES):
-            mended = max(1, -(-value // _PAGE_BYTES)) * _PAGE_BYTES
-            yield f"{key}={value}: must be a multiple of {_PAGE_BYTES}, as direct I/O needs; use {key}={mended}"
+    yield from offload.page_faults(config.offload)
     folder = Path(config.offload.nvme_path or config.output_dir).expanduser().absolute()
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -220,8 +177,8 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
     model, data = config.model, config.data
     if model.heads > 0 and model.dim > 0:
         if model.dim % model.heads:
-            mended = max(1, model.dim // model.heads) * model.heads
-            yield f"model.dim={model.dim} is not a multiple of model.heads={model.heads}: use model.dim={mended}"
+            fixed = max(1, model.dim // model.heads) * model.heads
+            yield f"model.dim={model.dim} is not a multiple of model.heads={model.heads}: use model.dim={fixed}"
         elif model.dim // model.heads % 2:
             yield (
                 f"model.dim={model.dim} with model.heads={model.heads} gives heads of odd size, which rotary "
@@ -318,12 +275,9 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
-    optimizer, scheduler = config.optimizer, config.scheduler
-    if optimizer.name is OptimizerName.sgd and optimizer.nesterov and not optimizer.momentum:
-        yield (
-            "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or "
-            "optimizer.nesterov=false"
-        )
+    scheduler = config.scheduler
+    if config.optimizer.name is OptimizerName.sgd:
+        yield from optimizer.nesterov_faults(nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum)
     end = config.train.steps if scheduler.total_steps is None else scheduler.total_steps
     if scheduler.warmup_steps is not None and scheduler.warmup_steps >= end > 0:
         key = "train.steps" if scheduler.total_steps is None else "scheduler.total_steps"
@@ -336,11 +290,8 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
             "scheduler.warmup_shape=log needs two steps or more: use scheduler.warmup_steps=2, or "
             "scheduler.warmup_shape=linear"
         )
-    if scheduler.name is SchedulerName.one_cycle and bool(scheduler.decay_rate) != bool(scheduler.decay_interval):
-        yield (
-            f"scheduler.decay_rate={scheduler.decay_rate:g} and scheduler.decay_interval={scheduler.decay_interval}: "
-            "one has no effect without the other, set both or neither"
-        )
+    if scheduler.name is SchedulerName.one_cycle:
+        yield from schedule.decay_faults(rate=scheduler.decay_rate, interval=scheduler.decay_interval)
 
 
 def _launch(config: Config, machine: Machine) -> Iterator[str]:
@@ -370,4 +321,4 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
         yield "kernels=triton needs a GPU: use kernels=auto (torch's kernels on a CPU), or kernels=reference"
 
 
-_RULES = (_zero_and_offload, _nvme, _precision, _model, _data, _training, _optimizer, _launch)
+_RULES = (_task, _zero_and_offload, _nvme, _precision, _model, _data, _training, _optimizer, _launch)

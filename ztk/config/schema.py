@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ztk.policies.pipeline import ScheduleName
+from ztk.policies.recompute import RecomputeMode
+from ztk.policies.tier import Tier
+
 
 class ZeroEngine(StrEnum):
     """Who shards and reduces."""
@@ -19,37 +23,11 @@ class ZeroEngine(StrEnum):
     fsdp2 = "fsdp2"  # torch.distributed.fsdp.fully_shard, to compare with
 
 
-class OffloadTier(StrEnum):
-    """Where a rank's shard sleeps between its uses."""
+# `auto` follows `offload.optimizer` at stage 3 and is `none` below.
+ParameterTier = StrEnum("ParameterTier", ["auto", *Tier])
 
-    none = "none"  # on the device
-    cpu = "cpu"  # in main memory, pinned beside a GPU
-    nvme = "nvme"  # in a file, through a fixed pool of buffers
-
-
-class ParameterTier(StrEnum):
-    """As `OffloadTier`; `auto` follows `offload.optimizer` at stage 3 and stays on the device below."""
-
-    auto = "auto"
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-# In which order a pipeline's ranks treat micro-batches. Written so because 1f1b is no name that a class body can have.
-# gpipe: all forwards, then all backwards. 1f1b: a forward and a backward in turn, so that fewer micro-batches are alive. interleaved: 1f1b
-# over several stages per rank, a smaller bubble for more transfers. zero_bubble: 1f1b whose gradients of weights fill the bubble.
-PipelineSchedule = StrEnum(
-    "PipelineSchedule", [(name, name) for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
-)
-
-
-class RecomputeMode(StrEnum):
-    """What the backward finds of a block."""
-
-    none = "none"  # all that the forward saved
-    full = "full"  # its input
-    selective = "selective"  # its input and the results of matrix products and attention
+# Members are named as on the command line, and `1f1b` is no name that a class body can have.
+PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for name in ScheduleName])
 
 
 class DType(StrEnum):
@@ -153,7 +131,7 @@ class ZeroConfig:
 class OffloadConfig:
     """Where a rank's shards are stored between their uses."""
 
-    optimizer: OffloadTier = key("tier of the optimizer states: none (the device), cpu (main memory), nvme (files)")
+    optimizer: Tier = key("tier of the optimizer states: none (the device), cpu (main memory), nvme (files)")
     parameters: ParameterTier = key(
         "tier of the parameters; auto: as offload.optimizer at stage 3, on the device below"
     )

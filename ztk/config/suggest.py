@@ -1,4 +1,4 @@
-"""What somebody may have meant."""
+"""Suggestions for wrong names."""
 
 import difflib
 from collections.abc import Iterable

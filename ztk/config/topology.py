@@ -1,19 +1,20 @@
-"""How the ranks are shared out among the axes of parallelism, and which models fit. The arithmetic of `ztk.runtime.mesh`, without torch."""
+"""How the ranks are distributed over the axes of parallelism, and which models fit: the arithmetic of `ztk.runtime.mesh` without torch."""
 
 import math
-import re
 from collections.abc import Iterator
 
 from ztk.config.effects import device_of
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.policies.layout import hpz_faults, recompute_faults
+from ztk.policies.pipeline import interleaved_faults, partition_faults
 
 RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "sequence", "expert")
 
 
 def is_cut(topology: TopologyConfig) -> bool:
-    """Some axis other than the data's is."""
+    """Whether any axis but data parallelism has more than one rank."""
     return any(getattr(topology, name) > 1 for name in DEGREES)
 
 
@@ -49,7 +50,7 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
 
 
 def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its mend."""
+    """One line per fault, each with its fix."""
     topology = config.topology
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # the ranges say so
@@ -61,7 +62,7 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
         )
     yield from _rank_faults(config, given=given, machine=machine)
     yield from _model_faults(config)
-    yield from _neighbour_faults(config, machine=machine)
+    yield from _layout_faults(config, machine=machine)
     yield from _expert_faults(config)
     yield from _pipeline_faults(config)
 
@@ -83,16 +84,15 @@ def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> 
         )
 
 
-def _neighbour_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """ZeRO's second shards."""
+def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """Rules between ZeRO, recomputation and the topology."""
     topology, group = config.topology, config.zero.hpz_partition_size or 1
     cut = topology.pipeline * topology.tensor
     data = settled_ranks(config, machine=machine) // cut
-    if data % group:
-        yield (
-            f"zero.hpz_partition_size={group} does not divide the {data} data-parallel ranks: use zero.hpz_partition_size={data}, or "
-            f"launch.ranks={group * cut}"
-        )
+    yield from hpz_faults(group, data_ranks=data, model_ranks=cut)
+    yield from recompute_faults(
+        partition_inputs=config.recompute.partition_inputs, sequence_parallel=topology.sequence_parallel
+    )
 
 
 def _model_faults(config: Config) -> Iterator[str]:
@@ -106,10 +106,10 @@ def _model_faults(config: Config) -> Iterator[str]:
             f"topology.tensor={model.kv_heads} or less"
         )
     elif bad := [heads for heads in _heads_of_ranks(config) if heads % sequence]:
-        mended = math.gcd(sequence, *_heads_of_ranks(config))
+        fixed = math.gcd(sequence, *_heads_of_ranks(config))
         yield (
             f"topology.sequence={sequence} does not divide the {bad[0]} heads of a rank (model.heads={model.heads}, "
-            f"topology.tensor={tensor}): use topology.sequence={mended}, or another degree that divides them"
+            f"topology.tensor={tensor}): use topology.sequence={fixed}, or another degree that divides them"
         )
     if length > 0 and length % sequence:
         yield (
@@ -137,13 +137,10 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
     if ranks == 1:
         return
     interleaved = topology.schedule is PipelineSchedule.interleaved
-    if interleaved and micro_batches and micro_batches % ranks:
-        yield (
-            f"topology.schedule=interleaved runs micro-batches in rounds of one per stage: train.accumulation_steps={micro_batches} "
-            f"must be a multiple of topology.pipeline={ranks}; use train.accumulation_steps={-(-micro_batches // ranks) * ranks}"
+    if interleaved:
+        yield from interleaved_faults(
+            num_ranks=ranks, num_micro_batches=micro_batches, virtual_stages=topology.virtual_stages
         )
-    if interleaved and topology.virtual_stages == 1:
-        yield "topology.virtual_stages=1: topology.schedule=interleaved needs 2 or more; use topology.schedule=1f1b"
     stages = ranks * (topology.virtual_stages or 1 if interleaved else 1)
     layers = config.model.layers + 2  # the embedding and the head count as one each
     if stages > layers:
@@ -151,19 +148,7 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
             f"{stages} pipeline stages cannot be made of model.layers={config.model.layers}, embedding and head: use "
             f"topology.pipeline={max(1, layers * ranks // stages)} or a model with more layers"
         )
-    yield from _partition_faults(topology.partition)
-
-
-def _partition_faults(partition: str | None) -> Iterator[str]:
-    if partition is None or partition in ("uniform", "parameters", "profile"):
-        return
-    if not partition.startswith("type:"):
-        yield f"topology.partition={partition}: must be uniform, parameters, type:PATTERN or profile"
-        return
-    try:
-        re.compile(partition.removeprefix("type:"))
-    except re.error as error:
-        yield f"topology.partition={partition}: not a regular expression ({error})"
+    yield from partition_faults(topology.partition)
 
 
 def _expert_faults(config: Config) -> Iterator[str]:

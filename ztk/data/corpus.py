@@ -1,4 +1,4 @@
-"""A text as one memory-mapped row of bytes, with a part held out for validation."""
+"""A text as one memory-mapped byte array, with a part held out for validation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ByteCorpus:
     ) -> "ByteCorpus":
         """Opens the text at `path`: one or more files, folders or globs; None is the Python standard library's source.
 
-        `validation_fraction` of the bytes is kept for validation: the end of every mebibyte (of the whole, if it is
+        `validation_fraction` of the bytes is held out for validation: the end of every mebibyte (of the full text if it is
         smaller), so that both parts see every region of the text. The packed copy lies in `cache_dir`, by default the
         folder ztk below $XDG_CACHE_HOME or ~/.cache.
         Raises ValueError for a path that is missing, empty or unreadable, and for a cache folder that cannot be
@@ -58,7 +58,7 @@ class ByteCorpus:
         """The empirical conditional entropy H(next byte | byte) of the held-out bytes, in nats per byte.
 
         Counted on the held-out bytes themselves: H = -sum over pairs (a, b) of p(a, b) ln p(b | a). No byte-bigram
-        model has a lower loss on this text, not even one fitted to it, so a model below this figure has learned more
+        model has a lower loss on this text, not even one fitted to it, so a model below this value has learned more
         than pairs.
         """
         counts = _pair_counts(self.validation).double()

@@ -1,7 +1,7 @@
 """Packing files into one: training bytes, then held-out bytes, then a digest of all bytes in their original order.
 
 The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new one.
-Ranks of one machine share it: the first to come packs under a lock, the others wait and then map the same pages.
+Ranks of one machine share it: the first one packs under a lock, the others wait and then map the same pages.
 """
 
 import fcntl
@@ -51,9 +51,9 @@ def _folder(cache_dir: str | None) -> Path:
 
 
 def _pack_once(files: list[SourceFile], *, packed: Path, share: float) -> None:
-    """Packs into a file of another name and renames it, under a lock: it is complete or not there."""
+    """Packs under a lock into a file of another name and renames it, so `packed` is complete whenever it exists."""
     with open(packed.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process
         if packed.exists():
             return
         unfinished = packed.with_suffix(".tmp")
@@ -83,7 +83,7 @@ def _write(files: list[SourceFile], *, target: Path, share: float) -> None:
 
 
 def _periods(files: list[SourceFile]) -> Iterator[bytes]:
-    """The bytes of all files in a row, in pieces of one period; the last is shorter."""
+    """The bytes of all files in order, in pieces of one period; the last may be shorter."""
     pending = bytearray()
     for file in files:
         left = file.size
@@ -92,7 +92,7 @@ def _periods(files: list[SourceFile]) -> Iterator[bytes]:
                 piece = source.read(min(left, _PERIOD))
                 if not piece:
                     raise ValueError(
-                        f"data.path={file.path}: the file shrank while it was read; start again when it is still"
+                        f"data.path={file.path}: the file shrank while it was read; start again when nothing writes to it"
                     )
                 left -= len(piece)
                 pending += piece

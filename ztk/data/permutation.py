@@ -1,9 +1,9 @@
 """A shuffle that is computed, not stored.
 
 A balanced Feistel network is a bijection on the numbers of 2k bits whatever its round function does (Luby and Rackoff
-1988, https://doi.org/10.1137/0217022). Walking its cycle until a number below `size` turns up restricts it to
-[0, size). So any element of a shuffle of any length costs a few multiplications and no memory, and every rank can look
-up just its own.
+1988, https://doi.org/10.1137/0217022). Applying it again until the result is below `size` restricts it to
+[0, size) (cycle walking). So any element of a shuffle of any length costs a few multiplications and no memory, and
+every rank computes only its own elements.
 """
 
 from ztk.runtime.seed import derive_seed
@@ -26,7 +26,7 @@ class Permutation:
         """The element at `index`, 0 <= index < size."""
         assert 0 <= index < self.size
         value = self._encipher(index)
-        while value >= self.size:  # fewer than 4 turns on average: the network's domain is below 4 * size
+        while value >= self.size:  # fewer than 4 rounds on average: the network's domain is below 4 * size
             value = self._encipher(value)
         return value
 

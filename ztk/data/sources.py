@@ -21,12 +21,16 @@ class SourceFile:
 
 
 def standard_library() -> list[SourceFile]:
-    """The Python files of the running interpreter's standard library, tests left out, in sorted order."""
+    """The Python files of the running interpreter's standard library, tests left out, in sorted order.
+
+    Raises:
+        ValueError: if it has none.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found = [_source(path) for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
     if not found:
         raise ValueError(
-            f"data.path: the standard library at {root} holds no .py files; name text files with data.path=..."
+            f"data.path: the standard library at {root} has no .py files; name text files with data.path=..."
         )
     return found
 
@@ -50,7 +54,7 @@ def _expand(entry: str) -> list[Path]:
     if path.is_dir():
         if files := list(_walk(path, skip=frozenset())):
             return files
-        raise ValueError(f"data.path={entry}: the folder holds no files; name a folder or files with text in them")
+        raise ValueError(f"data.path={entry}: the folder has no files; name a folder or files with text in them")
     if not glob.has_magic(entry):
         raise ValueError(f"data.path={entry}: no such file or folder (looked from {Path.cwd()}); check the spelling")
     matches = sorted(glob.glob(str(path), recursive=True))

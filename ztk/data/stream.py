@@ -1,15 +1,15 @@
-"""Batches for one data-parallel rank, the same whatever the number of ranks.
+"""Batches for one data-parallel rank. The global batch is the same for every number of ranks.
 
 [Note: Global order]
-Training reads one endless row of sequences, `position` counting them over all ranks: a step takes the next
-`global_batch` of them, rank r the r-th contiguous part, and each of its micro-batches the next part of that. So the global
-batch of a step is the same sequences in the same order for every number of ranks, and the position alone is the state.
+Training reads one endless order of sequences; `position` counts them over all ranks. A step takes the next `global_batch` sequences. Rank r
+takes the r-th contiguous part of them, and each of its micro-batches the next part of that. So a step has the same sequences in
+the same order for every number of ranks, and the position is the only state.
 
 [Note: Uneven parts]
-Where the global batch does not divide, the first parts have one sequence more: 8 sequences on 3 ranks are 3, 3 and 2. All ranks run
-equally many forwards, because they meet in every one. A batch's weight makes up for its size: the mean over ranks and micro-batches
-of `weight * mean loss of the micro-batch` is the mean over the global batch, and so are the gradients. A micro-batch that would have no
-sequence at all takes any one with the weight 0.
+Where the ranks do not divide the global batch, the first parts have one sequence more: 8 sequences on 3 ranks are 3, 3 and 2. All ranks run
+equally many forwards, because every forward has collectives. A micro-batch's weight compensates for its size: the mean over ranks and
+micro-batches of `weight * mean loss of the micro-batch` is the mean over the global batch, and the same holds for gradients. A
+micro-batch without a sequence takes any one, with the weight 0.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from ztk.runtime.seed import generator
 class Batch:
     """One micro-batch of one rank, on CPU: `targets[b, t]` is the token that follows `tokens[b, t]`.
 
-    weight: of its mean loss, see [Note: Uneven parts]; 1 where all micro-batches are equally large.
+    weight: of its mean loss, see [Note: Uneven parts]; 1 if all micro-batches have the same size.
     """
 
     tokens: Tensor  # int64 [micro_batch, seq_len]
@@ -36,13 +36,13 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank takes of every step. Raises ValueError for a global batch that the micro-batches cannot hold."""
+    """What one rank takes of every step. Raises ValueError for a global batch that is larger than all micro-batches together."""
 
     micro_batch: int  # sequences per forward, at most
     accumulation_steps: int = 1  # forwards per step
     rank: int = 0  # coordinate among the data-parallel ranks
     world_size: int = 1  # number of data-parallel ranks
-    global_batch: int = 0  # sequences per step over all ranks; 0 becomes as many as the micro-batches hold
+    global_batch: int = 0  # sequences per step over all ranks; 0: all micro-batches are full
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size
@@ -61,30 +61,30 @@ class Share:
 
     @staticmethod
     def of_total(total: int, *, micro_batch: int, rank: int, world_size: int) -> "Share":
-        """The share of `total` sequences in as few micro-batches as hold them."""
+        """The share of `total` sequences, in the fewest micro-batches."""
         steps = -(-total // (world_size * micro_batch))
         return Share(
             micro_batch=micro_batch, accumulation_steps=steps, rank=rank, world_size=world_size, global_batch=total
         )
 
     def sequences(self, micro_step: int) -> range:
-        """Which of a step's sequences, counted from 0, the rank's `micro_step`-th micro-batch has. See [Note: Uneven parts]."""
+        """The numbers, within a step, of the sequences in the rank's micro-batch number `micro_step`. See [Note: Uneven parts]."""
         own = _part(range(self.global_batch), index=self.rank, parts=self.world_size)
         return _part(own, index=micro_step, parts=self.accumulation_steps)
 
     def weight(self, micro_step: int) -> float:
-        """Of the micro-batch, see [Note: Uneven parts]."""
+        """The weight of the micro-batch, see [Note: Uneven parts]."""
         return len(self.sequences(micro_step)) * self.world_size * self.accumulation_steps / self.global_batch
 
 
 class _Stream:
-    """The order of [Note: Global order]; a subclass says what the sequence at a position is."""
+    """The order of [Note: Global order]; a subclass defines the sequence at a position."""
 
     def __init__(self, share: Share, *, seq_len: int) -> None:
         self.share = share
         self.seq_len = seq_len
         self._position = 0  # sequences used by finished steps, over all ranks
-        self._micro_step = 0  # forwards done in the step under way
+        self._micro_step = 0  # forwards done in the current step
 
     def next_batch(self) -> Batch:
         """The next micro-batch of this rank."""
@@ -101,16 +101,16 @@ class _Stream:
         return batch
 
     def state_dict(self) -> dict[str, object]:
-        """The position, the same on all ranks; valid between steps."""
+        """The position, the same on all ranks. Raises ValueError within a step."""
         if self._micro_step:
             raise ValueError(
-                f"the stream stands after forward {self._micro_step} of {self.share.accumulation_steps} of a step; "
+                f"the stream is at forward {self._micro_step} of {self.share.accumulation_steps} of a step; "
                 "save after the optimizer step"
             )
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues where `state` was taken, on any number of ranks. ValueError if the data are not the same."""
+        """Continues where `state` was saved, on any number of ranks. Raises ValueError if the data differ."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ValueError(
@@ -125,15 +125,15 @@ class _Stream:
         raise NotImplementedError
 
     def _identity(self) -> dict[str, object]:
-        """What must be equal for a position to mean the same."""
+        """The values that must be equal for a position to name the same sequence."""
         raise NotImplementedError
 
 
 class TokenStream(_Stream):
-    """The sequences of a row of tokens, shuffled anew in every epoch, without end.
+    """The sequences of a token array, endless, in a new order in every epoch.
 
     Sequence i is `data[i * seq_len : (i + 1) * seq_len + 1]`, so that every token but the first is a target once per
-    epoch. The rest shorter than a sequence is left out.
+    epoch. Tokens after the last full sequence are left out.
     """
 
     def __init__(self, data: Tensor, *, seq_len: int, share: Share, seed: int, digest: str = "") -> None:
@@ -171,7 +171,7 @@ class TokenStream(_Stream):
 
 
 class SyntheticStream(_Stream):
-    """Uniformly random tokens, a function of seed and position alone; nothing can be learned from them."""
+    """Uniformly random tokens, a function of seed and position; there is nothing to learn in them."""
 
     def __init__(self, *, vocab_size: int, seq_len: int, share: Share, seed: int) -> None:
         super().__init__(share, seq_len=seq_len)
@@ -188,19 +188,19 @@ class SyntheticStream(_Stream):
 
 
 def held_out_batches(data: Tensor, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
-    """This rank's micro-batches of `num_sequences` sequences, or as many as there are, spread evenly over `data`; always the same ones.
+    """This rank's micro-batches of `num_sequences` sequences, or of all if there are fewer, spread evenly over `data`; always the same ones.
 
     Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean losses is the mean over
-    all tokens, see [Note: Uneven parts]. Of `share` the ranks and the micro-batch's size play a part.
+    all tokens, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = _num_sequences(data, seq_len=seq_len)
     count = min(num_sequences, available)
-    held = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
-    for step in range(held.accumulation_steps):
-        numbers = held.sequences(step)
+    own = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
+    for step in range(own.accumulation_steps):
+        numbers = own.sequences(step)
         picks = [min(number, count - 1) * available // count for number in numbers or [numbers.start]]
-        yield _batch([_window(data, index=pick, seq_len=seq_len) for pick in picks], weight=held.weight(step))
+        yield _batch([_window(data, index=pick, seq_len=seq_len) for pick in picks], weight=own.weight(step))
 
 
 def _num_sequences(data: Tensor, *, seq_len: int) -> int:
@@ -226,7 +226,7 @@ def _batch(sequences: list[Tensor], *, weight: float) -> Batch:
 
 
 def _part(numbers: range, *, index: int, parts: int) -> range:
-    """The `index`-th of so many contiguous parts, the first ones one longer where it does not divide."""
+    """Part number `index` of `parts` contiguous parts; where `parts` does not divide, the first ones are longer by one."""
     size, longer = divmod(len(numbers), parts)
     start = index * size + min(index, longer)
     return numbers[start : start + size + (index < longer)]

@@ -14,7 +14,10 @@ class ByteTokenizer:
         return torch.tensor(list(text.encode()), dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of `tokens` [num_bytes]; what is not UTF-8 shows as U+FFFD. ValueError for tokens above 255."""
+        """The text of `tokens` [num_bytes]; bytes that are not UTF-8 become U+FFFD.
+
+        Raises ValueError for tokens above 255.
+        """
         values = tokens.flatten().tolist()
         if values and not 0 <= min(values) <= max(values) < self.vocab_size:
             raise ValueError(

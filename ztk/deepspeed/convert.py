@@ -1,17 +1,10 @@
-"""ds_config.json as the command line of `run.py`, and back.
+"""ds_config.json as the command line of `run.py`, and back: the two conversions. `ztk.cli.convert` is the command."""
 
-python -m ztk.deepspeed.convert ds_config.json [--ranks 8]      # prints one override per line; what cannot be said, as a comment
-python -m ztk.deepspeed.convert --back zero=stage3 offload=cpu  # prints the ds_config.json of that run
-"""
-
-import argparse
 import dataclasses
-import importlib
-import json
 import sys
 from collections.abc import Mapping
 
-from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
+from ztk.deepspeed.config import Settings
 from ztk.precision.policy import DTYPES
 
 _WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
@@ -387,28 +380,5 @@ def _word(value: object) -> str:
     return str(value)
 
 
-def main(arguments: list[str]) -> int:
-    """The command. Returns the exit code: 0, or 2 for a configuration that is refused."""
-    parser = argparse.ArgumentParser(prog="python -m ztk.deepspeed.convert", description=__doc__.partition("\n")[0])
-    parser.add_argument("--back", action="store_true", help="from run.py's overrides to ds_config.json")
-    parser.add_argument("--ranks", type=int, help="how many ranks share train_batch_size (default: 1)")
-    parser.add_argument("source", nargs="*", help="ds_config.json, or with --back the overrides")
-    given = parser.parse_args(arguments)
-    try:
-        if given.back:
-            # The command stands at the door, where Hydra is; the package below it does not import it.
-            door = importlib.import_module("ztk.config")
-            print(json.dumps(to_ds_config(dataclasses.asdict(door.compose(*given.source, output_dir="."))), indent=2))
-            return 0
-        if len(given.source) != 1:
-            parser.error("give one ds_config.json")
-        found = to_overrides(parse_config(given.source[0], world_size=given.ranks or 1), ranks=given.ranks)
-    except (DeepSpeedConfigError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join([*found.words, *(f"# {note}" for note in found.notes)]))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit("this command has moved: python -m ztk.cli.convert")

@@ -4,7 +4,7 @@ import torch
 
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import MonitorMaster
-from ztk.offload import OffloadTarget
+from ztk.runtime import Tier
 
 
 class Getters:
@@ -44,7 +44,7 @@ class Getters:
 
     def zero_cpu_offload(self) -> bool:
         """The optimizer's states are stored in main memory."""
-        return self.settings.offload.optimizer is OffloadTarget.cpu
+        return self.settings.offload.optimizer is Tier.cpu
 
     def zero_reduce_bucket_size(self) -> int:
         return self.settings.zero.bucket_size

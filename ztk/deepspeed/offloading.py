@@ -1,22 +1,15 @@
 """`offload_states` and `reload_states`: an engine's memory for something else, between steps."""
 
 from collections.abc import Container
-from enum import StrEnum
 
 from ztk.deepspeed.log import logger
 from ztk.engine import Engine
-from ztk.offload import OffloadPolicy, OffloadTarget
+from ztk.offload import OffloadPolicy
+from ztk.runtime import Tier
 from ztk.zero.state.offload import StateKind
 
 OffloadStateTypeEnum = StateKind  # DeepSpeed's name, with the same members
-
-
-class OffloadDeviceEnum(StrEnum):
-    """Where to."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+OffloadDeviceEnum = Tier  # DeepSpeed's name, with the same values
 
 
 class StateOffload:
@@ -40,7 +33,7 @@ class StateOffload:
             return
         if target is OffloadDeviceEnum.nvme:
             raise ValueError("offload_states(device='nvme'): states leave for main memory only; use device='cpu'")
-        if self._policy.parameters is not OffloadTarget.none:
+        if self._policy.parameters is not Tier.none:
             raise ValueError(
                 "offload_states: the configuration offloads parameters (zero_optimization.offload_param), whose gathered buffers "
                 "come and go with every pass; there is nothing left to move"

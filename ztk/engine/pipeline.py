@@ -12,9 +12,9 @@ from ztk.engine.pipeline_run import PipelineRun
 from ztk.nn.deferred import DeferredGradients
 from ztk.pipeline import Action, Interval, Kind, Schedule, Timeline, make_inference_schedule, make_schedule
 from ztk.pipeline.layers import Carry, MicroBatch
-from ztk.pipeline.policy import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.pipeline.wire import Wire
+from ztk.policies.pipeline import PipelinePolicy
 from ztk.zero.bucket import Bucket
 from ztk.zero.reduction import Backward
 

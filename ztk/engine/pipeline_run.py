@@ -16,7 +16,7 @@ from ztk.nn.balance import weighing
 from ztk.pipeline import Action, Interval, Kind, Schedule
 from ztk.pipeline.layers import Carry, MicroBatch
 from ztk.pipeline.stages import Stages
-from ztk.pipeline.wire import Arriving, ArrivingGradients, TensorKind, Wire, kinds_of, needs_gradient
+from ztk.pipeline.wire import Incoming, IncomingGradients, TensorKind, Wire, kinds_of, needs_gradient
 from ztk.runtime import PhaseClock
 
 
@@ -74,10 +74,10 @@ class PipelineRun:
         self._batches, self._clock, self._trainer, self._record = batches, clock, trainer, record
         self._weights: list[float] = []
         # Keyed by (stage, micro-batch); each entry is taken out when it is used.
-        self._arriving: dict[tuple[int, int], Arriving] = {}
+        self._arriving: dict[tuple[int, int], Incoming] = {}
         self._leaving: dict[tuple[int, int], Carry] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._arriving_gradients: dict[tuple[int, int], ArrivingGradients] = {}
+        self._arriving_gradients: dict[tuple[int, int], IncomingGradients] = {}
         self._leaving_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._deferred: dict[tuple[int, int], list] = {}
 
@@ -163,7 +163,7 @@ class PipelineRun:
         if self._record is not None:
             self._record(Interval(rank=self._rank, action=action, start=start, stop=time.perf_counter()))
 
-    def _wait(self, arriving: Arriving | ArrivingGradients):
+    def _wait(self, arriving: Incoming | IncomingGradients):
         with self._clock.phase("bubble"):
             return arriving.wait()
 

@@ -1,7 +1,7 @@
-"""All-to-alls of rows and of their gradients, started and waited for apart so that work fits in between.
+"""All-to-alls of rows and of their gradients, with separate start and wait so that other work overlaps them.
 
-Work between `start` and `wait` in the forward also runs between the two in the backward: of the nodes that are ready autograd takes the
-one made last, and the backward of `wait` only starts the all-to-all that the backward of `start` waits for.
+Work between `start` and `wait` in the forward also overlaps the all-to-all of the backward: among the nodes that are ready, autograd
+runs the one created last, and the backward of `wait` only starts the all-to-all for which the backward of `start` waits.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ class AsyncAllToAll:
         return _Wait.apply(buffer, self)
 
     def start_forward(self, rows: Tensor) -> Tensor:
+        """Starts the all-to-all without autograd; returns its output buffer."""
         out = rows.new_empty(sum(self.receive), rows.shape[1])
         self._source = rows.detach().contiguous()  # kept alive until it has been sent
         # The thread that sends would record gradients: it must not see tensors that have a history, or are about to get one.
@@ -43,14 +44,17 @@ class AsyncAllToAll:
         return out
 
     def wait_forward(self) -> None:
+        """Waits for `start_forward`."""
         self._work.wait()
         self._work = self._source = None
 
     def start_backward(self, d_rows: Tensor) -> None:
+        """Starts sending the received rows' gradients [sum(receive), C] back."""
         back = AsyncAllToAll(self._comm, send=self.receive, receive=self.send, label=f"{self._label} back")
         self._back = back, back.start_forward(d_rows)
 
     def wait_backward(self) -> Tensor:
+        """Waits for `start_backward`; the sent rows' gradients [sum(send), C]."""
         (back, out), self._back = self._back, None
         back.wait_forward()
         return out

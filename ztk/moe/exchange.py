@@ -1,8 +1,8 @@
-"""Experts spread over ranks: tokens travel to them and their results come back. No token is dropped, no buffer padded.
+"""Expert parallelism: an all-to-all sends tokens to their experts, another one brings the results back. No token is dropped, no buffer padded.
 
-Rank r of the expert axis holds experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so what goes to one rank is one stretch
-of them. What arrives is sorted by sender, then by expert; the grouped products read it through a permutation. Ranks tell each other how
-many choices fell on each expert first: one small gather, and the only time in a layer that the host waits for the device.
+Rank r of the expert axis has experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so the rows for one rank are contiguous.
+Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather how many
+choices fell on each expert: one small collective, and the only time in a layer that the host waits for the device.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from ztk.runtime import Comm, Mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged:
-    """rows [S, C]: every slot's result. counts float64 [E]: choices per expert over all ranks of the data axis, each rank's as its micro-batch
-    weighs. meanwhile: what ran between."""
+    """rows [S, C]: every slot's result. counts float64 [E]: choices per expert over all ranks of the data axis, each rank's multiplied by
+    the weight of its micro-batch. meanwhile: the result of `meanwhile()`, which ran during the all-to-all."""
 
     rows: Tensor
     counts: Tensor
@@ -28,9 +28,9 @@ class Exchanged:
 
 
 class ExpertExchange:
-    """The way of a layer's tokens along the mesh's "ep" axis, of one rank too: then only the counts are shared.
+    """Dispatches a layer's tokens along the mesh's "ep" axis. With one rank on the axis it only sums the counts.
 
-    cut_along: the axis whose ranks hold different tokens of one data-parallel rank, if there is such.
+    cut_along: the axis whose ranks have different tokens of one data-parallel rank, or None.
     """
 
     def __init__(self, mesh: Mesh, *, label: str, cut_along: Comm | None = None) -> None:
@@ -46,13 +46,15 @@ class ExpertExchange:
         meanwhile: Callable[[], Tensor] | None = None,
         weight: float = 1.0,
     ) -> Exchanged:
-        """tokens [T, C] through `experts(x, offsets=, order=, position=)`, which are this rank's. A collective call along both axes.
+        """Runs tokens [T, C] through `experts(x, offsets=, order=, position=)` of the ranks that have them. A collective call along "ep"
+        and "data".
 
-        weight: of the tokens in `counts`, beside other ranks' tokens; a mean of 1.
+        experts: this rank's. meanwhile: work to do during the first all-to-all. weight: of this rank's tokens in `counts`; the ranks'
+        weights have the mean 1.
         """
-        own_weight = torch.full((1,), weight, device=tokens.device).view(torch.int32)  # its bits travel along
-        told = self._data.gather_scalars(torch.cat([routing.counts, own_weight]), label=f"{self._label} counts")
-        shared, weights = told[:, :-1], told[:, -1].contiguous().view(torch.float32)  # int32 [data, E], [data]
+        own_weight = torch.full((1,), weight, device=tokens.device).view(torch.int32)  # its bits, sent with the counts
+        gathered = self._data.gather_scalars(torch.cat([routing.counts, own_weight]), label=f"{self._label} counts")
+        shared, weights = gathered[:, :-1], gathered[:, -1].contiguous().view(torch.float32)  # int32 [data, E], [data]
         counts = _weighed(shared, weights=weights)
         if self._cut_along is not None:
             counts = self._cut_along.gather_scalars(counts, label=f"{self._label} counts").sum(dim=0)
@@ -77,7 +79,7 @@ class ExpertExchange:
 
 
 def _weighed(counts: Tensor, *, weights: Tensor) -> Tensor:
-    """float64 [E], as many choices as in `counts` [ranks, E]: every rank's shares of its own choices, averaged by `weights` [ranks]."""
+    """counts [ranks, E], weights [ranks] -> float64 [E] with the same sum: the weighted mean of the ranks' shares per expert."""
     own = counts.sum(dim=1)
     per_choice = weights.double() / own.clamp_min(1)
     per_choice = per_choice * (own.sum() / weights.double().sum().clamp_min(torch.finfo(torch.float32).tiny))
@@ -86,15 +88,15 @@ def _weighed(counts: Tensor, *, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchPlan:
-    """How many rows go where, and what this rank's experts do with those that come."""
+    """How many rows go to which rank, and the slots of the rows that this rank's experts receive."""
 
     send: list[int]  # rows to each rank of the expert axis
     receive: list[int]  # rows from each
-    slots: Slots  # of the rows that come, among this rank's experts, one choice each
+    slots: Slots  # of the received rows, one choice each, among this rank's experts
 
     @staticmethod
     def plan(counts: Tensor, *, experts: Comm, data: Comm) -> "DispatchPlan":
-        """counts: integers [data, E], what every rank of the data axis sends to each expert. Waits for the device."""
+        """counts: integers [data, E], how many rows every rank of the data axis sends to each expert. Waits for the device."""
         first = data.rank // experts.size * experts.size  # neighbours along the data axis hold different experts
         by_pair = counts[first : first + experts.size].view(
             experts.size, experts.size, -1

@@ -1,9 +1,9 @@
 """Which tokens go to which experts when experts have a capacity: DeepSpeed's top-1, top-2 and top-k.
 
-T tokens, E experts, k choices. An expert takes at most max(ceil(T / E * k * factor), min_capacity) tokens; what is beyond is dropped: its
-weight is zero, and the residual connection around the layer carries the token on. Everything is arithmetic on [T, E]; random numbers
-are drawn from torch's own generator in DeepSpeed's order, so that one seed gives its choices. Tensor-parallel ranks, which see the same
-tokens, take those of their first rank, or they would choose differently.
+T tokens, E experts, k choices. An expert takes at most max(ceil(T / E * k * factor), min_capacity) tokens. Choices beyond that are dropped:
+their weight is zero, and the residual connection around the layer carries the token on. Everything is arithmetic on [T, E]. Random numbers
+come from torch's own generator in DeepSpeed's order, so that the same seed gives the same choices. Tensor-parallel ranks see the same tokens
+and take their first rank's random numbers, so that they choose alike.
 
 Lepikhin et al. 2020 (GShard), https://arxiv.org/abs/2006.16668; random token selection: Kim et al. 2021, https://arxiv.org/abs/2109.10465
 """
@@ -20,7 +20,7 @@ _JITTER = 1e-2  # inputs are multiplied by 1 plus or minus this
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatePolicy:
-    """How tokens choose; see the arguments of `ztk.moe.MoE`."""
+    """How tokens choose experts; see the arguments of `ztk.moe.MoE`."""
 
     k: int
     capacity_factor: float
@@ -32,7 +32,7 @@ class GatePolicy:
     sample_second: bool
 
     def capacity(self, *, tokens: int, experts: int, training: bool) -> int:
-        """Of `tokens`, how many each expert takes. In float32 as in DeepSpeed: 10 * 1.1 is 11 there and above 11 in float64."""
+        """How many of `tokens` each expert takes. In float32 as in DeepSpeed: 10 * 1.1 is 11 there and above 11 in float64."""
         factor = self.capacity_factor if training else self.eval_capacity_factor
         scaled = tokens / experts * torch.tensor(factor * self.k, dtype=torch.float32)
         return max(int(scaled.ceil()), self.min_capacity)
@@ -52,15 +52,15 @@ class Assignment:
 
 
 def uniform(like: Tensor) -> Tensor:
-    """From torch's own generator, see `Gating`."""
+    """float32 random numbers of torch's own generator, in the shape of `like`, from 0 to below 1."""
     return torch.rand(like.shape, device=like.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
-    """What a choice depends on besides the logits. used_token: [T], 0 for tokens that go nowhere; top-1 alone knows it.
+    """What a choice depends on besides the logits. used_token: [T], 0 for tokens that go to no expert; for k=1 only.
 
-    largest_load: from choices per expert, int64 [E], to the capacity that holds them on every rank; asked if nothing is dropped.
+    largest_load: choices per expert, int64 [E] -> the capacity that suffices on every rank; called if nothing is dropped.
     uniform: float32 random numbers of the shape and on the device of its argument, from 0 to below 1.
     """
 
@@ -83,7 +83,10 @@ def jitter(x: Tensor, *, uniform: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def assign(logits: Tensor, *, gating: Gating) -> Assignment:
-    """logits: float32 [T, E]."""
+    """logits: float32 [T, E].
+
+    Raises ValueError for `used_token` with another k than 1.
+    """
     if gating.policy.k == 1:
         return _top1(logits, gating=gating)
     if gating.used_token is not None:
@@ -92,7 +95,7 @@ def assign(logits: Tensor, *, gating: Gating) -> Assignment:
 
 
 def _top1(logits: Tensor, *, gating: Gating) -> Assignment:
-    """The weight is the probability itself. Beyond capacity chance decides, or without random selection who came first stays."""
+    """The weight is the probability itself. Beyond the capacity, random tokens are kept, or without random selection the first ones."""
     policy, gates = gating.policy, logits.softmax(dim=1)
     noisy = policy.noise == "RSample" and gating.training
     chosen = (logits + _gumbel(logits, uniform=gating.uniform) if noisy else gates).argmax(dim=1, keepdim=True)
@@ -145,7 +148,7 @@ def _top2(logits: Tensor, *, gating: Gating) -> Assignment:
 
 
 def _topk(logits: Tensor, *, gating: Gating) -> Assignment:
-    """Beyond capacity an expert keeps the tokens that want it most."""
+    """Beyond the capacity, an expert keeps the tokens with the highest probabilities."""
     gates = logits.softmax(dim=1)
     values, chosen = gates.topk(gating.policy.k, dim=1)
     mask = torch.zeros_like(gates, dtype=torch.int64).scatter_(1, chosen, 1)
@@ -174,12 +177,12 @@ def _one_hot(chosen: Tensor, *, like: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """How many tokens before each one stand at the same expert: int64 [T, E], -1 or more."""
+    """How many tokens before each one chose the same expert: int64 [T, E], -1 or more."""
     return mask.cumsum(dim=0) - 1
 
 
 def _balance(gates: Tensor, *, mask: Tensor) -> Tensor:
-    """E times the sum over experts of mean probability times share of tokens."""
+    """E * sum over experts of (mean probability * share of tokens), a float32 scalar."""
     return (gates.mean(dim=0) * mask.float().mean(dim=0)).sum() * gates.shape[1]
 
 

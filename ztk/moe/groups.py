@@ -1,4 +1,4 @@
-"""Expert parameters in groups of their own, by DeepSpeed's helpers. ztk needs no such groups to train right; scripts make them."""
+"""DeepSpeed's helpers that put expert parameters into groups of their own. ztk does not need such groups; scripts make them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,14 +21,14 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 def is_moe_param_group(param_group: dict) -> bool:
-    """Whether the group holds expert parameters."""
+    """Whether the group consists of expert parameters."""
     return param_group.get("moe", False)
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(those that are no expert's, those that are)."""
+    """(parameters that belong to no expert, parameters that do)."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
@@ -36,9 +36,12 @@ def split_params_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict | Sequence[dict], max_group_size: int | None = MAX_GROUP_SIZE
 ) -> list[dict]:
-    """The groups without expert parameters, then groups with "moe": True that have the same options, one or more per expert group name.
+    """The groups without their expert parameters, then one or more groups with "moe": True per expert group name, with the same options.
 
     Groups need a "name". max_group_size: elements of an expert group; None: no limit.
+
+    Raises:
+        ValueError: for anything but a dict or a list of dicts.
     """
     if not isinstance(param_groups, dict | list | tuple):
         raise ValueError(f"param_groups is a {type(param_groups).__name__}: must be a dict or a list of dicts")
@@ -55,9 +58,12 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list) -> list[dict]:
-    """A list of parameters, or of groups, as groups with experts apart; groups of which one has the key "moe" stay as they are."""
+    """A list of parameters, or of groups, as groups with the expert parameters separated. Groups with the key "moe" stay as they are.
+
+    Raises ValueError for anything but a list with elements.
+    """
     if not isinstance(model_parameters, list) or not model_parameters:
-        raise ValueError("model_parameters: must be a list with something in it")
+        raise ValueError("model_parameters: must be a list with elements")
     if isinstance(model_parameters[0], nn.Parameter):
         return split_params_into_different_moe_groups_for_optimizer(
             {"params": model_parameters, "name": "dense-params"}

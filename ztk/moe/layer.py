@@ -16,20 +16,22 @@ _NOISE = (None, "None", "Jitter", "RSample")
 class MoE(nn.Module):
     """hidden [..., C] -> (output [..., C], l_aux, exp_counts [E]), as `deepspeed.moe.layer.MoE`.
 
-    expert: a module [..., C] -> [..., C] (of a tuple the first is taken); `num_experts` copies of it are made.
-    ep_size: ranks that the experts are spread over by `ztk.moe.shard_experts`; 1: all experts on every rank.
+    expert: a module [..., C] -> [..., C] (of a tuple the first element counts); the layer makes `num_experts` copies of it.
+    ep_size: over how many ranks `ztk.moe.shard_experts` spreads the experts; 1: all experts on every rank.
     k: experts per token. capacity_factor, eval_capacity_factor, min_capacity: each expert takes at most
         max(ceil(tokens / num_experts * k * factor), min_capacity) of a rank's tokens.
     use_residual: `expert` itself sees every token too; a learned mix of both is the output (Rajbhandari et al. 2022,
         https://arxiv.org/abs/2201.05596).
     noisy_gate_policy: "Jitter" multiplies the gate's input by 1 +- 0.01, "RSample" samples top-1 choices; in training.
-    drop_tokens: False gives every expert the capacity that it needs, which the host has to wait for.
-    use_rts: with k=1 chance decides who is dropped, instead of the order of tokens.
+    drop_tokens: False gives every expert the capacity that it needs; the host waits for that number.
+    use_rts: with k=1 random tokens are dropped instead of the last ones.
     top2_2nd_expert_sampling: with k=2 the second expert is sampled.
 
-    l_aux is the load balancing loss: add it, times a small number, to the model's loss. exp_counts is int64 [E], on the device: choices
-    before any was dropped. Expert parameters carry DeepSpeed's marks `allreduce=False` and `group_name`. An empty place of an expert
-    holds zeros. Raises ValueError for arguments that do not fit together.
+    l_aux is the load balancing loss, a float32 scalar: add it, times a small number, to the model's loss. exp_counts is int64 [E] on the
+    device: choices before any was dropped. Expert parameters have DeepSpeed's attributes `allreduce=False` and `group_name`. Empty places
+    of an expert are rows of zeros.
+
+    Raises ValueError for arguments that do not fit together.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class MoE(nn.Module):
             raise ValueError("use_tutel=True: ztk routes by its own kernels; leave it out")
         if enable_expert_tensor_parallelism:
             raise ValueError(
-                "enable_expert_tensor_parallelism=True: experts are spread over ranks whole; leave it out and raise ep_size"
+                "enable_expert_tensor_parallelism=True: a rank keeps full experts; leave it out and raise ep_size"
             )
         self.num_experts, self.ep_size = num_experts, ep_size
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
@@ -76,7 +78,7 @@ class MoE(nn.Module):
             sample_second=top2_2nd_expert_sampling,
         )
         self.load = ExpertLoad()
-        self.comm: Comm | None = None  # along which the experts are spread; None: all are here
+        self.comm: Comm | None = None  # the ranks that the experts are spread over; None: all are on this rank
         self.same_tokens: Comm | None = (
             None  # ranks that see the same tokens and must draw the same numbers; None: this one
         )
@@ -88,7 +90,7 @@ class MoE(nn.Module):
         return len(self.experts)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """used_token: [T], 0 for tokens that go to no expert; for k=1."""
+        """hidden_states [.., C] -> (output [.., C], l_aux, exp_counts). used_token: [T], 0 for tokens that go to no expert; for k=1."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen = self._choose(tokens, used_token=used_token)
         if self.training:
@@ -121,7 +123,7 @@ class MoE(nn.Module):
         return assign(logits, gating=gating)
 
     def _uniform(self, like: Tensor) -> Tensor:
-        numbers = uniform(like)  # on every rank, so that their generators stay where one rank's would be
+        numbers = uniform(like)  # drawn on every rank, so that all generators advance alike
         if self.same_tokens is not None:
             self.same_tokens.broadcast(numbers, source=0, label="random numbers of a gate").wait()
         return numbers
@@ -133,7 +135,7 @@ class MoE(nn.Module):
         return max(1, int(largest.max()))
 
     def _through_experts(self, places: Tensor, *, capacity: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """places [E * capacity, C] -> their results, and what the residual expert makes of `hidden` while they travel."""
+        """places [E * capacity, C] -> their results, and the residual expert's result for `hidden`, computed during the all-to-all."""
         if self.comm is None:
             return self._run_experts(places, capacity=capacity), self._residual(hidden)
         ranks = self.comm.size

@@ -1,4 +1,4 @@
-"""How a model's experts were used since somebody last asked: one gather for all layers and ranks, and the only wait for the device."""
+"""How a model's experts were used since the metrics were last read: one gather for all layers and ranks, and the only wait for the device."""
 
 import functools
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class _Layer:
 
 
 def metrics_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str, object]] | None:
-    """`expert_metrics` of `model`, a collective call of all ranks; None if no rank has such layers. Pipeline stages have different ones,
-    so with a pipeline this is a collective call itself.
+    """`expert_metrics` of `model`, a collective call of all ranks; None if no rank has expert layers. Pipeline stages have different
+    layers, so with a pipeline this is a collective call too.
     """
     has_some = next(_loads(model), None) is not None
     if mesh.comm("pp").size > 1:
@@ -30,11 +30,11 @@ def metrics_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str
 
 
 def expert_metrics(model: nn.Module, *, comm: Comm) -> dict[str, object]:
-    """Of the training forwards since the last call, over all ranks of `comm`. A collective call. Empty if there were none.
+    """The metrics of the training forwards since the last call, over all ranks of `comm`. A collective call. Empty if there were none.
 
     moe.balance_loss: mean over layers, 1 when even. moe.z_loss: mean over layers. moe.dropped: share of choices that were dropped.
-    moe.max_load, moe.min_load: tokens of the most and the least used expert of any layer, in units of an even share. moe.load: per
-    layer every expert's share of the choices.
+    moe.max_load, moe.min_load: tokens of the most and the least used expert of any layer, 1 being an even share. moe.load: every
+    expert's share of the choices, per layer.
     """
     taken = {name: load.take() for name, load in _loads(model)}
     own = {name: (sums.assigned.tolist(), sums.totals.tolist()) for name, sums in taken.items() if sums is not None}

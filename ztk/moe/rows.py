@@ -8,9 +8,9 @@ from ztk.kernels.moe_combine import combine
 
 
 def gather_rows(x: Tensor, *, order: Tensor, position: Tensor) -> Tensor:
-    """x [T, C] -> [S, C]: slot s holds row order[s] // k, with `order` [S] and `position` [T, k] of `ztk.kernels.Slots`.
+    """x [T, C] -> [S, C]: slot s is row order[s] // k, with `order` [S] and `position` [T, k] of `ztk.kernels.Slots`.
 
-    A row's gradient is the sum of its slots', in the order of choices.
+    A row's gradient is the sum of its slots' gradients, in the order of choices.
     """
     return _GatherRows.apply(x, order, position)
 

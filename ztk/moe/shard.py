@@ -1,6 +1,6 @@
 """Spreads a model's experts over the ranks of the mesh's expert axis, from outside: the model is written for one rank.
 
-Three kinds of layers: the decoder's own (`ztk.nn`), `ztk.moe.MoE` with whole modules as experts, and stacked ones as Hugging Face's
+Three kinds of layers: the decoder's own (`ztk.nn`), `ztk.moe.MoE` with modules as experts, and stacked ones as Hugging Face's
 (`ztk.moe.stacked`).
 """
 
@@ -29,12 +29,12 @@ class ExpertLayer:
 
     @property
     def num_experts(self) -> int:
-        """Of the whole model, before they are spread."""
+        """Experts of the full model, before they are spread."""
         return self.module.router.weight.shape[0] if isinstance(self.module, SparseMLP) else self.module.num_experts
 
 
 def expert_layers(model: nn.Module, *, pattern: str | None = None) -> Iterator[ExpertLayer]:
-    """The layers of `model` whose experts can be spread, those alone whose name matches `pattern`, if there is one.
+    """The layers of `model` whose experts can be spread; with `pattern`, only those whose name matches it.
 
     pattern: a regular expression. Raises ValueError if it matches no such layer.
     """
@@ -53,19 +53,20 @@ def expert_layers(model: nn.Module, *, pattern: str | None = None) -> Iterator[E
 def shard_experts(
     model: nn.Module, *, mesh: Mesh, pattern: str | None = None, tokens_cut_along_tp: bool = False
 ) -> dict[str, Part]:
-    """Keeps of every layer's experts those of this rank, in place, and makes tokens travel. A collective call along "ep".
+    """Keeps this rank's experts of every layer, in place, and inserts the all-to-alls. A collective call along "ep".
 
-    Stacked weights are cut along their first dimension; of experts that are modules the others' are removed, and names stay: expert 5 is
-    `experts.5` on whichever rank has it. Parameters on the meta device stay there; else the values are those of the axis' first rank.
-    Balance is counted over all data-parallel ranks, whether or not experts are spread.
+    Stacked weights are cut along their first dimension; where experts are modules, other ranks' experts are removed. Names stay: expert 5
+    is `experts.5` on the rank that has it. Parameters on the meta device stay there; other values are those of the axis' first rank.
+    The load-balancing loss counts over all data-parallel ranks, whether or not experts are spread.
 
-    pattern: only layers whose name it matches, as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens
-    at the layers, and sum their gradients. Returns the parts by parameter name, none if the mesh has no
-    expert axis. Raises ValueError if experts cannot be shared out equally, and for an expert axis that no layer uses.
+    pattern: as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens at the layers, and sum their gradients.
+    Returns the parts by parameter name, none if the mesh has no expert axis.
+
+    Raises ValueError if the ranks do not divide the number of experts, and for an expert axis that no layer uses.
     """
     layers = list(expert_layers(model, pattern=pattern))
     degree = mesh.comm("ep").size
-    spread = [layer for layer in layers if not _stays_whole(layer, degree=degree)]
+    spread = [layer for layer in layers if not _stays_unspread(layer, degree=degree)]
     if degree > 1 and not spread and mesh.comm("pp").size == 1:
         raise ValueError(
             f"topology.expert={degree}: the model has no layer whose experts could be spread; use topology.expert=1"
@@ -91,7 +92,7 @@ def shard_experts(
 
 
 class _Cutter:
-    """One layer's way from all experts to this rank's."""
+    """Cuts one layer down to this rank's experts."""
 
     def __init__(self, mesh: Mesh, *, layer: ExpertLayer) -> None:
         self._mesh, self._layer, self._comm = mesh, layer, mesh.comm("ep")
@@ -107,7 +108,7 @@ class _Cutter:
         parts = self._cut_stacked(module, name=self._layer.name)
         exchange = ExpertExchange(self._mesh, label=self._layer.name)
         module.forward = SpreadExperts(module.forward, num_experts=module.num_experts, exchange=exchange)
-        module.num_experts = len(self._own)  # what its own forward goes by
+        module.num_experts = len(self._own)  # which its own forward reads
         return parts
 
     def _cut_stacked(self, module: nn.Module, *, name: str) -> dict[str, Part]:
@@ -135,12 +136,15 @@ class _Cutter:
         return parts
 
     def _traits(self) -> dict:
-        """Tensor-parallel ranks hold the same experts and see the same tokens."""
+        """Tensor-parallel ranks have the same experts and see the same tokens."""
         return {"axis": "expert_data", "replica": self._mesh.comm("tp").rank}
 
 
-def _stays_whole(layer: ExpertLayer, *, degree: int) -> bool:
-    """`MoE` says itself over how many ranks it is spread: all of the axis, or none."""
+def _stays_unspread(layer: ExpertLayer, *, degree: int) -> bool:
+    """Whether the layer is not spread: `MoE` names its number of ranks, which is the axis' or 1.
+
+    Raises ValueError for another number.
+    """
     size = getattr(layer.module, "ep_size", degree)
     if isinstance(layer.module, MoE) and size not in (1, degree):
         raise ValueError(

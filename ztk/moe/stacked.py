@@ -1,8 +1,8 @@
-"""Experts as one module with stacked weights, as Hugging Face's transformers have them since version 5.
+"""Experts as one module with stacked weights, as in Hugging Face's transformers since version 5.
 
 Such a module has `num_experts`, parameters that all start with that dimension, and is called as `experts(hidden [T, C], choices [T, k],
-weights [T, k])` for the weighted sum [T, C]. Spread over ranks it keeps its own forward, with its part of the weights and one choice of
-weight one per row.
+weights [T, k])` for the weighted sum [T, C]. When it is spread over ranks it keeps its own forward, which then sees this rank's weights and
+one choice of weight 1 per row.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _CALLS = (
 
 
 def is_stacked_experts(module: nn.Module) -> bool:
-    """Whether `module` is of the kind that this file describes."""
+    """Whether `module` has stacked experts as this file describes them."""
     number, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if not isinstance(number, int) or not parameters or any(p.dim() < 2 or p.shape[0] != number for p in parameters):
         return False
@@ -30,13 +30,13 @@ def is_stacked_experts(module: nn.Module) -> bool:
 
 
 class SpreadExperts:
-    """Stands for the forward of a module whose experts were spread; `forward` is the module's own, over the experts that it still has."""
+    """The forward of a module whose experts are spread over ranks. `forward` is the module's own, over this rank's experts."""
 
     def __init__(self, forward: Callable[..., Tensor], *, num_experts: int, exchange: ExpertExchange) -> None:
         self._forward, self._num_experts, self._exchange = forward, num_experts, exchange
 
     def __call__(self, hidden_states: Tensor, choices: Tensor | None = None, weights: Tensor | None = None, **by_name):
-        """All choices of this rank's tokens, whichever rank has their experts."""
+        """hidden_states [.., C], choices int [T, k], weights [T, k] -> [.., C], through experts on all ranks."""
         choices = _given(choices, by_name=by_name, index=0)
         weights = _given(weights, by_name=by_name, index=1)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -53,8 +53,8 @@ class SpreadExperts:
         return moe_combine(rows, weights=routing.weights, position=routing.position).view_as(hidden_states)
 
     def _run(self, x: Tensor, *, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
-        """x [R, C], each row for one expert -> results by slot. A rank that gets no row runs one of zeros: peers that hold the same experts
-        gather their weights, and so must it."""
+        """x [R, C], each row for one expert -> results by slot. A rank that receives no row runs a row of zeros: other ranks with the
+        same experts gather their weights, and it must take part."""
         by_slot = x.index_select(0, order) if len(x) else x.new_zeros(1, x.shape[1])
         sizes = offsets.diff() if len(x) else torch.ones(1, dtype=torch.int32, device=x.device)
         experts = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes, output_size=len(by_slot))

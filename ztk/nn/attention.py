@@ -1,7 +1,7 @@
 """Causal self-attention with grouped queries and rotary positions.
 
-Shapes: B batch, T time, H query heads, K key and value heads, G = H / K, D head size, C width of the residual stream. H and K are those
-of the projections' weights as they are: a rank may hold some of the heads.
+Shapes: B batch, T time, H query heads, K key and value heads, G = H / K, D head size, C width of the residual stream. H and K follow from
+the shapes of the projections' weights: a tensor-parallel rank has some of the heads.
 """
 
 import torch
@@ -22,7 +22,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.first_position = 0  # of x: not 0 where a rank holds a later part of the sequence
+        self.first_position = 0  # of x: not 0 where a rank has a later part of the sequence
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
         self.value = Linear(config.dim, config.kv_heads * config.head_dim)

@@ -1,4 +1,4 @@
-"""How evenly a router spreads tokens over experts: the losses that push it there, and the figures that show it.
+"""How evenly a router spreads tokens over experts: the auxiliary losses and the metrics.
 
 Per layer, with T tokens, k choices each among E experts, f_e the share of all T k choices that fell on expert e and P_e the mean
 probability of e:
@@ -6,7 +6,7 @@ probability of e:
     balance = E * sum_e f_e P_e      1 when even, up to E / k when not  (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)
     z = mean over tokens of logsumexp(logits)^2                          (Zoph et al. 2022, https://arxiv.org/abs/2202.08906)
 
-A micro-batch whose loss has a weight has it in all three: its tokens count that much in f_e, in P_e and in the mean of z.
+A micro-batch with a loss weight has this weight in f_e, in P_e and in the mean of z.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSums:
-    """What a layer added up since the figures were last taken; tensors on the device.
+    """A layer's sums since the metrics were last read; tensors on the device.
 
     assigned: float64 [E], choices per expert before any was dropped. totals: float64 [4], choices dropped, balance losses, z-losses,
     forwards.
@@ -31,7 +31,7 @@ class LoadSums:
 
 
 class ExpertLoad:
-    """Adds up a layer's figures on the device; nothing waits for it before somebody takes them."""
+    """Sums a layer's metrics on the device. Nothing waits for the device until they are read."""
 
     def __init__(self) -> None:
         self._sums: LoadSums | None = None
@@ -45,7 +45,8 @@ class ExpertLoad:
         z: Tensor | None = None,
         weight: float = 1.0,
     ) -> None:
-        """One forward: choices per expert [E], how many of them were dropped, the two losses, and how much of a forward it is."""
+        """Adds one forward. counts: choices per expert [E]. dropped: how many of them were dropped. balance, z: the two losses. weight: of the
+        micro-batch."""
         zero = balance.new_zeros((), dtype=torch.float64)
         parts = [zero if part is None else part.detach().double() for part in (dropped, balance, z)]
         totals = torch.stack([*parts, zero + 1]) * weight
@@ -55,19 +56,19 @@ class ExpertLoad:
         self._sums = sums
 
     def take(self) -> LoadSums | None:
-        """The sums, which start anew; None if there was no forward."""
+        """Returns the sums and resets them; None if there was no forward."""
         sums, self._sums = self._sums, None
         return sums
 
 
 class RouterLosses(nn.Module):
-    """Adds a router's losses to the training, whatever the loss of the model is.
+    """Adds a router's losses to the gradients, without changing the loss that the model returns.
 
-    The gradients enter where the layer's output passes on its way back, as in Megatron-LM, so that blocks stay functions of one tensor
-    and can be recomputed or run in a pipeline. The model's loss does not hold these terms; the layer's figures do.
+    As in Megatron-LM, their gradients enter the backward at the layer's output. So blocks stay functions of one tensor and can be
+    recomputed or run in a pipeline. The model's loss does not contain these terms; the layer's metrics do.
 
-    loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1. summed_over: ranks
-    that have different tokens of one mean and add their gradients up. weight: of the micro-batch under way, see `weighing`.
+    loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1. summed_over: how
+    many ranks have different tokens of one mean and sum their gradients. weight: of the current micro-batch, see `weighing`.
     """
 
     def __init__(self, *, balance_weight: float, z_weight: float) -> None:
@@ -79,7 +80,7 @@ class RouterLosses(nn.Module):
 
     def forward(self, out: Tensor, *, logits: Tensor, counts: Tensor, load: ExpertLoad) -> Tensor:
         """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together,
-        each as its micro-batch weighs."""
+        multiplied by their micro-batches' weights."""
         share = counts.float() / counts.sum().clamp_min(1)
         balance = logits.shape[1] * (share * logits.softmax(dim=1).mean(dim=0)).sum()
         z = logits.logsumexp(dim=1).square().mean()
@@ -92,7 +93,7 @@ class RouterLosses(nn.Module):
 
 @contextmanager
 def weighing(model: nn.Module, *, weight: float) -> Iterator[None]:
-    """Inside, forwards (and what a backward recomputes of them) are of a micro-batch whose loss has this weight."""
+    """Inside, forwards and recomputed forwards belong to a micro-batch whose loss has this weight."""
     losses = [] if weight == 1.0 else [module for module in model.modules() if isinstance(module, RouterLosses)]
     for module in losses:
         module.weight = weight
@@ -104,7 +105,7 @@ def weighing(model: nn.Module, *, weight: float) -> Iterator[None]:
 
 
 class _Attach(torch.autograd.Function):
-    """`out` as it is; in the backward `loss` gets the gradient that the model's loss has."""
+    """Returns `out`. In the backward, `loss` gets the same gradient as the model's loss."""
 
     @staticmethod
     def forward(ctx, out: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:

@@ -75,6 +75,7 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
+        """Size of a head."""
         return self.dim // self.heads
 
     def parameter_count(self) -> int:

@@ -27,7 +27,9 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.loss = LanguageLoss()
-        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # torch's 1.0 is far too loud for a tied head
+        nn.init.normal_(
+            self.embedding.weight, std=config.dim**-0.5
+        )  # torch's default of 1.0 is too large for a tied head
         cos, sin = _rotary_tables(config)
         self.register_buffer("rope_cos", cos, persistent=False)  # [max_seq_len, D / 2]
         self.register_buffer("rope_sin", sin, persistent=False)
@@ -68,7 +70,7 @@ class Decoder(nn.Module):
 
     def materialise_buffers(self, device: torch.device | str) -> None:
         """Computes the rotary tables on `device`, for a model built on the meta device."""
-        with torch.device("cpu"):  # computed there and copied, so that they have the same bits on every device
+        with torch.device("cpu"):  # so that they have the same bits on every device
             cos, sin = _rotary_tables(self.config)
         self.rope_cos, self.rope_sin = cos.to(device), sin.to(device)
 

@@ -1,8 +1,8 @@
-"""Gradients of weights that are computed later than those of inputs.
+"""Weight gradients that are computed later than input gradients.
 
-In a backward a linear layer computes two products: the gradient of its input, for which the layer before waits, and that of its weight, for
-which nobody waits before the optimizer steps. Zero-bubble pipelines put the second off. What it needs, the input and the
-gradient of the output, is kept until then; nothing is computed twice, and the weight itself is not read again.
+The backward of a linear layer computes two products: the gradient of its input, for which the layer before waits, and the gradient of its
+weight, which is first needed by the optimizer. Zero-bubble pipelines defer the second. The input and the gradient of the output are
+kept until then; nothing is computed twice, and the weight itself is not read again.
 """
 
 import functools
@@ -16,11 +16,11 @@ from ztk.nn.linear import Linear, linear, weight_gradient
 
 
 class DeferredGradients:
-    """While `collecting` is a list, backwards of the layers attached to this object put their weights' part into it.
+    """While `collecting` is a list, backwards of the attached layers append their weights' products to it instead of computing them.
 
-    A module of another kind takes part by a method `defer_weight_gradients(deferred)`; in its backward, while `deferred.is_active`, it
-    calls `deferred.put_off(parameter, product)` and returns no gradient for `parameter`. Modules that do neither compute all
-    gradients at once, which is right too.
+    A module of another kind takes part with a method `defer_weight_gradients(deferred)`; in its backward, while `deferred.is_active`, it
+    calls `deferred.defer(parameter, product)` and returns no gradient for `parameter`. All other modules compute their gradients
+    at once, which is correct too.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,15 @@ class DeferredGradients:
 
     @property
     def is_active(self) -> bool:
+        """Backwards defer weight gradients now."""
         return self.collecting is not None
 
-    def put_off(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
-        """`product()` will be `parameter`'s gradient."""
+    def defer(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
+        """Keeps `product`; `product()` is a part of `parameter`'s gradient, in its shape."""
         self.collecting.append((parameter, product))
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the linear layers in `model` defer, and whoever else can."""
+        """Makes the linear layers in `model`, and other modules that can, defer their weight gradients."""
         for module in model.modules():
             if hasattr(module, "defer_weight_gradients"):
                 module.defer_weight_gradients(self)
@@ -51,14 +52,14 @@ class DeferredGradients:
 
 @torch.no_grad()
 def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
-    """Computes what was put off and gives every parameter its gradient, the sum of its uses, as a backward would."""
+    """Computes the deferred products and gives every parameter the sum of its own, as a backward would."""
     uses: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
     for parameter, product in collected:
         uses.setdefault(parameter, []).append(product)
     collected.clear()
     for parameter, products in uses.items():
         gradient = products.pop(0)()
-        while products:  # popped, so that what a product needs is free when it is done
+        while products:  # popped, so that the tensors of a product are freed after it
             gradient += products.pop(0)()
         torch.autograd.backward([parameter], [gradient])
 
@@ -68,7 +69,7 @@ def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class _Deferring(torch.autograd.Function):
-    """x W^T + b whose backward may leave the weight's gradient for later. product: of the layer's own kind, like `F.linear`."""
+    """x W^T + b whose backward may defer the weight's gradient. product: the layer's own, called like `F.linear`."""
 
     @staticmethod
     def forward(
@@ -88,7 +89,7 @@ class _Deferring(torch.autograd.Function):
         gradient = weight_gradient if ctx.product is _own_product else _plain_weight_gradient
         later = functools.partial(gradient, d_out, x=x)
         if ctx.deferred.is_active and isinstance(ctx.parameter, nn.Parameter):
-            ctx.deferred.put_off(ctx.parameter, later)
+            ctx.deferred.defer(ctx.parameter, later)
             return d_x, None, d_bias, None, None
         return d_x, later(), d_bias, None, None
 

@@ -1,8 +1,8 @@
-"""Initial values of any part of any parameter, without the rest of it.
+"""Initial values of any slice of any parameter, without computing the rest.
 
 A parameter is cut into chunks of fixed size, and each chunk is drawn from a generator seeded by (seed, parameter name,
-chunk number). So a rank fills its own slice at a cost proportional to the slice, and the whole is the same for every
-way of cutting it up.
+chunk number). So the cost of a rank's slice is proportional to the slice, and the full parameter is the same for
+every way of cutting it.
 """
 
 import math
@@ -59,10 +59,12 @@ def _standard_deviation(model: Decoder, *, name: str) -> float:
 
 
 def _normal(start: int, *, stop: int, parts: tuple[object, ...]) -> Tensor:
-    """Elements [start, stop) of an endless row of standard normal numbers that `parts` name."""
+    """Elements [start, stop) of the endless sequence of standard normal numbers for the seed `parts`."""
     values = torch.empty(stop - start, device="cpu")
     for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
-        drawn = torch.randn(_CHUNK, generator=generator(*parts, chunk), device="cpu")  # always whole: a prefix differs
+        drawn = torch.randn(
+            _CHUNK, generator=generator(*parts, chunk), device="cpu"
+        )  # always all of it: a shorter draw has other values
         first, last = max(start, chunk * _CHUNK), min(stop, (chunk + 1) * _CHUNK)
         values[first - start : last - start] = drawn[first - chunk * _CHUNK : last - chunk * _CHUNK]
     return values

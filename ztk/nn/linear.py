@@ -9,7 +9,7 @@ milliseconds for output / gradient of the input / gradient of the weight:
     float16    F.linear  33.9 / 549   / 99       oneDNN in float32   3.5 / 3.7 / 4.8
     bfloat16   F.linear   1.7 /   1.7 /  1.7     (is oneDNN already)
 
-Another EPYC, of the generation before, is less uneven in float32: 8.3 / 9.2 / 9.8 and 7.9 / 7.5 / 7.9 for 512 x 1408.
+On an EPYC of the generation before, the difference in float32 is smaller: 8.3 / 9.2 / 9.8 and 7.9 / 7.5 / 7.9 for 512 x 1408.
 
 So float32 goes to oneDNN directly, and a 16-bit type that the processor cannot multiply is widened to float32 and the
 result rounded once, which is also closer to the exact product.
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 class Linear(nn.Linear):
-    """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. Has a bias only if it was torch's layer before."""
+    """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. It has a bias only if it was made from torch's layer."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -34,7 +34,7 @@ class Linear(nn.Linear):
 
 def speed_up_linear_layers(model: nn.Module) -> None:
     """Makes torch's own linear layers in `model` multiply by `linear`, which differs from `F.linear` by rounding. Layers of derived
-    classes, whose forward may do anything, stay as they are.
+    classes stay as they are, because their forward may do anything.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -58,7 +58,7 @@ _BY_ONEDNN = WIDENED | {torch.float32} if HAS_ONEDNN else frozenset()
 
 
 def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out], in the dtype of `x`, or of the autocast around it."""
+    """x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out], in the dtype of `x`, or of the surrounding autocast."""
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -78,7 +78,7 @@ def weight_gradient(d_out: Tensor, *, x: Tensor) -> Tensor:
 
 
 def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
-    """Not what torch refuses, with its own message, nor where something takes the product apart that knows torch's own only."""
+    """Whether oneDNN computes this product. torch keeps what it refuses with a message of its own, and products that other tools intercept."""
     return (
         a.dtype in _BY_ONEDNN
         and a.dtype is b.dtype
@@ -86,12 +86,12 @@ def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
         and a.numel() > 0
         and b.numel() > 0
         and a.shape[-1] == b.shape[-1]
-        and (torch.compiler.is_compiling() or not _is_taken_apart(a, b))
+        and (torch.compiler.is_compiling() or not _is_intercepted(a, b))
     )
 
 
-def _is_taken_apart(*tensors: Tensor) -> bool:
-    """By a layout of its own, a tensor's subclass, a mode that sees torch's functions, or `torch.func`."""
+def _is_intercepted(*tensors: Tensor) -> bool:
+    """Whether a layout, a tensor subclass, a mode over torch's functions, or `torch.func` replaces the product."""
     return (
         any(tensor.layout is not torch.strided for tensor in tensors)
         or has_torch_function(tensors)
@@ -100,11 +100,11 @@ def _is_taken_apart(*tensors: Tensor) -> bool:
 
 
 class _LinearByOneDNN(torch.autograd.Function):
-    """See [Note: Matrix products on CPU]. Saves what the backward reads of x and the weight, as they are, never their float32 copies."""
+    """See [Note: Matrix products on CPU]. Saves x and the weight only if the backward reads them, and never their float32 copies."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # What is not read must not be kept, nor be gathered by ZeRO in the backward.
+        # A tensor that is not read must not be kept, and ZeRO must not gather it in the backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         return _product(x, weight, bias)
 
@@ -136,5 +136,5 @@ if HAS_ONEDNN:
 
     @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
     def _count_operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int:
-        """For torch's counter, which knows torch's own products only, and the profilers that ask it."""
+        """For torch's FLOP counter, which knows only torch's own products, and for the profilers that use it."""
         return 2 * x.numel() * weight[0]

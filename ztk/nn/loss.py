@@ -8,7 +8,7 @@ IGNORED = -100  # a target that does not count, as in torch
 
 
 class LanguageLoss(nn.Module):
-    """logits [B, T, V] -> themselves, or, given targets [B, T], their mean cross entropy (float32 scalar); -100 does not count."""
+    """logits [B, T, V] -> the same logits, or with targets [B, T] their mean cross entropy (float32 scalar). Targets of -100 do not count."""
 
     def forward(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:

@@ -1,4 +1,4 @@
-"""A feed-forward part with many experts, of which every token uses a few; no token is dropped.
+"""A feed-forward layer with many experts, of which every token uses a few. No token is dropped.
 
 Shapes: T tokens, k choices per token, E experts, C width of the residual stream, H width inside an expert, S = T k slots sorted by expert.
 """
@@ -16,7 +16,7 @@ from ztk.nn.mlp import SwiGLU
 
 
 class Exchange(Protocol):
-    """Takes tokens to experts on other ranks and their results back; `ztk.moe` makes one."""
+    """Sends tokens to experts on other ranks and returns their results. `ztk.moe.ExpertExchange` is one."""
 
     def __call__(
         self,
@@ -30,8 +30,8 @@ class Exchange(Protocol):
 
 
 class Exchanged(Protocol):
-    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks, each rank's as its micro-batch
-    weighs. meanwhile: what ran while tokens travelled."""
+    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks, multiplied by the weights of their
+    micro-batches. meanwhile: the result of what ran during the all-to-all."""
 
     rows: Tensor
     counts: Tensor
@@ -39,7 +39,7 @@ class Exchanged(Protocol):
 
 
 class Router(nn.Module):
-    """tokens [T, C] -> logits fp32 [T, E], multiplied in fp32 whatever the model's dtype: a rounded logit changes who is chosen."""
+    """tokens [T, C] -> logits fp32 [T, E], computed in fp32 for any dtype of the model: a rounded logit changes the chosen experts."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class SparseMLP(nn.Module):
     """x [..., C] -> the weighted sum of each token's `experts_per_token` best experts, and of the shared expert if there is one.
 
     Weights are the router's probabilities of the chosen experts, divided by their sum. With `exchange` the experts are spread over
-    ranks, and `experts` holds this rank's.
+    ranks, and `experts` are this rank's.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -114,7 +114,7 @@ class SparseMLP(nn.Module):
 
 
 def _cast_for_autocast(x: Tensor, *, weights: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Everything in the dtype of the autocast around it, if there is one."""
+    """`x` and `weights` in the dtype of the surrounding autocast, if there is one."""
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return x, weights

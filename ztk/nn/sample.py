@@ -25,6 +25,9 @@ def sample_text(
     Plain sampling from softmax(logits / temperature); temperature 0 takes the likeliest byte. One forward per byte over
     the last `max_seq_len` of them. Collective where the model is: called with the same arguments on all ranks it runs
     the same forwards and returns the same text on all, because the draws come from `seed` on CPU.
+
+    Raises:
+        ValueError: for a negative temperature.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: must be at least 0")

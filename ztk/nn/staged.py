@@ -1,7 +1,7 @@
-"""A forward of one stage of a pipeline, `(stage, carry, micro-batch)`, for techniques that wrap it and need to know the sequences.
+"""Helpers for techniques that wrap the forward of a pipeline stage, `(stage, carry, micro-batch)`, and need the sequence length.
 
-Of a micro-batch they use `args` and `kwargs` alone. Ranks of middle stages may have no micro-batch while they train: its arguments are
-missing or None.
+They read only `args` and `kwargs` of a micro-batch. Ranks of middle stages may have no micro-batch in training: its arguments are missing
+or None.
 """
 
 from itertools import chain
@@ -20,14 +20,14 @@ class Arguments(Protocol):
 
 
 def argument(batch: Arguments, *, index: int, name: str) -> Tensor | None:
-    """One argument, by its place or by its name; None if it is missing."""
+    """One argument, by position or by name; None if it is missing."""
     return batch.args[index] if len(batch.args) > index else batch.kwargs.get(name)
 
 
 def sequence_length(batch: Arguments, *, carry: object, parts: int) -> int:
-    """Tokens of a whole sequence: of the micro-batch's first tensor [B, T, ...], else as a training pass's carry [B, T / parts, ...] tells.
+    """Tokens T of a full sequence: from the micro-batch's first tensor [B, T, ...], else from a training pass's carry [B, T / parts, ...].
 
-    Raises ValueError without a micro-batch when nothing is trained: whether the carry is cut then depends on what is not there.
+    Raises ValueError without a micro-batch outside of training, where the carry does not say whether it is cut.
     """
     given = next((value for value in chain(batch.args, batch.kwargs.values()) if isinstance(value, Tensor)), None)
     if given is not None:

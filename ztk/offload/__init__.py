@@ -4,8 +4,8 @@ from ztk.offload.disk import DiskError, DiskFile
 from ztk.offload.engine import StoreClosed
 from ztk.offload.host import HostStore
 from ztk.offload.nvme import NvmeStore, PoolExhausted
-from ztk.offload.policy import OffloadPolicy, OffloadTarget
 from ztk.offload.probe import Filesystem, filesystem_of, probe_folder
+from ztk.policies.offload import OffloadPolicy
 
 __all__ = [
     "DiskError",
@@ -14,7 +14,6 @@ __all__ = [
     "HostStore",
     "NvmeStore",
     "OffloadPolicy",
-    "OffloadTarget",
     "PoolExhausted",
     "StoreClosed",
     "filesystem_of",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ztk.offload.policy import PAGE_BYTES
+from ztk.policies.offload import PAGE_BYTES
 
 # [Note: Unlinked offload files]
 # The file is unlinked right after it is opened; the open descriptor keeps it usable. However the process ends (killed,

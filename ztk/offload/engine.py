@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ztk.offload.disk import DiskFile
-from ztk.offload.policy import PAGE_BYTES
+from ztk.policies.offload import PAGE_BYTES
 from ztk.runtime.io import Direction, IoCounters
 
 EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for running calls

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.offload.policy import OffloadPolicy
 from ztk.offload.pool import AlignedRegion
 from ztk.offload.slot import SlotSpec, check_fits
+from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle
 

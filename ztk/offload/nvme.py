@@ -37,10 +37,10 @@ from torch import Tensor
 
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer, Urgency
-from ztk.offload.policy import MIN_BUFFER_COUNT, PAGE_BYTES, OffloadPolicy
 from ztk.offload.pool import AlignedPool, Lease
 from ztk.offload.probe import filesystem_of, probe_folder
 from ztk.offload.slot import SlotSpec, check_fits, flat_bytes
+from ztk.policies.offload import MIN_BUFFER_COUNT, PAGE_BYTES, OffloadPolicy
 from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle

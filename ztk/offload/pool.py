@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.offload.policy import PAGE_BYTES
+from ztk.policies.offload import PAGE_BYTES
 
 
 class AlignedRegion:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ztk.offload.disk import DiskFile
-from ztk.offload.policy import PAGE_BYTES
 from ztk.offload.pool import AlignedRegion
+from ztk.policies.offload import PAGE_BYTES
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # Linux accepts O_DIRECT on tmpfs since 6.6, but the bytes never leave main memory
 

@@ -2,8 +2,9 @@
 
 from ztk.optim.flat import FlatOptimizer, flat_optimizer
 from ztk.optim.groups import GroupTable, HyperParameters, group_parameters
-from ztk.optim.policy import OptimizerPolicy, ParameterGroup
-from ztk.optim.schedule import SchedulePolicy, lr_multiplier, lr_table
+from ztk.optim.schedule import lr_multiplier, lr_table
+from ztk.policies.optimizer import OptimizerPolicy, ParameterGroup
+from ztk.policies.schedule import SchedulePolicy
 
 __all__ = [
     "FlatOptimizer",

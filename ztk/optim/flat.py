@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ztk import kernels
-from ztk.optim.policy import OptimizerPolicy
+from ztk.policies.optimizer import OptimizerPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatOptimizer:
     """An optimizer as the states it keeps beside the master weights (float32, the shard's size, zero at the start) and
-    one fused update. It holds no tensors: where states sleep is the store's matter."""
+    one fused update. It has no tensors of its own: the store keeps the states."""
 
     state_names: tuple[str, ...]
     kernel: Callable[..., None]
@@ -34,7 +34,7 @@ class FlatOptimizer:
 
 
 def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
-    """The fused step that `policy.name` stands for."""
+    """The fused step of the optimizer `policy.name`. An unknown name, which the policy refuses, is an AssertionError."""
     match policy.name:
         case "adamw" | "adam":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": policy.name == "adamw"}

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ztk import kernels
-from ztk.optim.policy import OptimizerPolicy, ParameterGroup
+from ztk.policies.optimizer import OptimizerPolicy, ParameterGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HyperParameters:
-    """One row of the table that the step's control kernel reads, named as in `ztk.kernels.Hyper`. What the optimizer
-    lacks is 0.
+    """One row of the table that the step's control kernel reads, named as in `ztk.kernels.Hyper`. Values that the optimizer
+    does not have are 0.
     """
 
     lr: float
@@ -44,7 +44,7 @@ class GroupTable:
 def group_parameters(policy: OptimizerPolicy, *, shapes: Mapping[str, Sequence[int]]) -> GroupTable:
     """Gives every parameter its row.
 
-    shapes: full name -> full shape (not that of a shard), in the order of the model, so that all ranks number alike.
+    shapes: full name -> full shape (not that of a shard), in the order of the model, so that all ranks number their rows alike.
 
     Raises ValueError for a group whose pattern matches no parameter that an earlier group has not taken.
     """

@@ -3,9 +3,9 @@
 from ztk.pipeline.actions import Action, Kind
 from ztk.pipeline.layers import MicroBatch
 from ztk.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from ztk.pipeline.policy import PipelinePolicy
-from ztk.pipeline.schedule import Schedule, ScheduleName, make_inference_schedule, make_schedule
+from ztk.pipeline.schedule import Schedule, make_inference_schedule, make_schedule
 from ztk.pipeline.simulate import Costs, Interval, Timeline, bubble_share, zero_bubble_share
+from ztk.policies.pipeline import PipelinePolicy, ScheduleName
 
 __all__ = [
     "Action",

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, one small step at a time."""
+"""The actions that a pipeline rank runs: computations and transfers of one stage and micro-batch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,8 +9,8 @@ class Kind(StrEnum):
 
     forward = "F"
     backward = "B"  # gradients of input and weights
-    backward_input = "I"  # the gradient of the input alone, which is all that the stage before waits for
-    backward_weight = "W"  # the gradients of the weights, put off by `backward_input`
+    backward_input = "I"  # the gradient of the input, for which the stage before waits
+    backward_weight = "W"  # the gradients of the weights, deferred by `backward_input`
     send_activation = "SA"  # the stage's output, to the stage after it
     receive_activation = "RA"  # the stage's input, from the stage before it
     send_gradient = "SG"  # the gradient of the stage's input, to the stage before it
@@ -18,14 +18,17 @@ class Kind(StrEnum):
 
     @property
     def computes(self) -> bool:
+        """A computation."""
         return self in _COMPUTES
 
     @property
     def sends(self) -> bool:
+        """A transfer from this rank."""
         return self in (Kind.send_activation, Kind.send_gradient)
 
     @property
     def receives(self) -> bool:
+        """A transfer to this rank."""
         return self in (Kind.receive_activation, Kind.receive_gradient)
 
 
@@ -34,7 +37,7 @@ _COMPUTES = frozenset({Kind.forward, Kind.backward, Kind.backward_input, Kind.ba
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Action:
-    """One step: `kind` for one stage and one micro-batch. Stages are counted over the whole model, 0 first."""
+    """One step: `kind` for one stage and one micro-batch. Stages are numbered over the full model, from 0."""
 
     kind: Kind
     stage: int
@@ -45,7 +48,11 @@ class Action:
 
     @property
     def other_end(self) -> "Action":
-        """The receive of a send and the send of a receive."""
+        """The receive of a send and the send of a receive.
+
+        Raises:
+            ValueError: for a computation.
+        """
         match self.kind:
             case Kind.send_activation:
                 kind, stage = Kind.receive_activation, self.stage + 1
@@ -56,12 +63,16 @@ class Action:
             case Kind.receive_gradient:
                 kind, stage = Kind.send_gradient, self.stage + 1
             case _:
-                raise ValueError(f"{self} talks to nobody")
+                raise ValueError(f"{self} is no transfer")
         return Action(kind=kind, stage=stage, micro_batch=self.micro_batch)
 
 
 def needs(action: Action, *, num_stages: int, is_split: bool) -> list[Action]:
-    """The compute actions that must be over before the compute `action` may begin, on whatever rank they run."""
+    """The computations, on any rank, that must end before the computation `action` may begin.
+
+    Raises:
+        ValueError: for a transfer.
+    """
     stage, micro_batch = action.stage, action.micro_batch
     backward = Kind.backward_input if is_split else Kind.backward
     match action.kind:
@@ -75,4 +86,4 @@ def needs(action: Action, *, num_stages: int, is_split: bool) -> list[Action]:
         case Kind.backward_weight:
             return [Action(kind=Kind.backward_input, stage=stage, micro_batch=micro_batch)]
         case _:
-            raise ValueError(f"{action} computes nothing")
+            raise ValueError(f"{action} is no computation")

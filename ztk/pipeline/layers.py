@@ -1,4 +1,4 @@
-"""A model as a row of layers, which is all that a pipeline needs to know of it."""
+"""A model as a sequence of layers: the interface between models and pipelines."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class MicroBatch:
 
     @staticmethod
     def of(value: object) -> "MicroBatch":
-        """A tuple or list holds positional arguments, a dict keyword arguments, anything else is the only argument."""
+        """A tuple or list becomes positional arguments, a dict keyword arguments, anything else the only argument."""
         match value:
             case MicroBatch():
                 return value
@@ -43,9 +43,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """An indivisible part of a model: `run(carry, micro_batch)` takes what the layer before returned (None: it is the first).
+    """A part of a model that is not split further. `run(carry, micro_batch)` takes the output of the layer before (None for the first).
 
-    modules: paths of the modules whose parameters it uses. kind: what partitioning by type looks at, usually a class name.
+    modules: paths of the modules whose parameters it uses. kind: what partitioning by type matches, usually a class name.
     """
 
     name: str
@@ -56,21 +56,20 @@ class Layer:
 
 
 class LayeredModel(Protocol):
-    """A model that can be cut. The last layer returns the loss if the micro-batch says what was expected, else the model's output."""
+    """A model that can be cut into stages. The last layer returns the loss if the micro-batch has targets, else the model's output."""
 
     module: nn.Module
     layers: list[Layer]
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Name and shape of every trained parameter of the whole model. Before `keep`."""
+        """Name and shape of every trained parameter of the full model. Call it before `keep`."""
 
     def keep(self, own: Collection[int]) -> None:
-        """Gives up everything that only layers outside `own` need. Parameters keep their names."""
+        """Drops everything that only layers outside `own` need. Parameters keep their names."""
 
 
 def drop_modules(model: nn.Module, *, paths: Collection[str]) -> None:
-    """Takes the modules `paths` out of `model`: elements of a container disappear, the others keep their numbers; an attribute
-    becomes None."""
+    """Removes the modules `paths` from `model`. The other elements of a container keep their numbers; an attribute becomes None."""
     for path in paths:
         parent, _, name = path.rpartition(".")
         owner = model.get_submodule(parent)

@@ -1,4 +1,4 @@
-"""A model written as a list of layers, of which every rank builds its own alone."""
+"""A model written as a list of layers, of which every rank builds only its own."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -12,7 +12,11 @@ from ztk.pipeline.layers import Carry, Layer, MicroBatch
 
 
 class LayerSpec:
-    """A layer to be built later: `LayerSpec(nn.Linear, 16, 32, bias=False).build()`."""
+    """A layer that is built later: `LayerSpec(nn.Linear, 16, 32, bias=False).build()`.
+
+    Raises:
+        ValueError: for a first argument that is no subclass of torch.nn.Module.
+    """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -20,7 +24,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
-        """The layer, with memory."""
+        """The layer as a module, its parameters in memory."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -31,8 +35,8 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares its module with all others of the same `key`, on whatever stages they are.
 
-    forward_fn: `forward_fn(module, input)` instead of `module(input)`, for a head that is an embedding read the other way.
-    tied_weight_attr: the name of the shared weight, for reading; all parameters of the module are shared.
+    forward_fn: `forward_fn(module, input)` instead of `module(input)`, for a head that multiplies by an embedding's weight.
+    tied_weight_attr: the name of the shared weight, for readers; all parameters of the module are shared.
     """
 
     def __init__(
@@ -49,20 +53,20 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """A sequential model of `LayerSpec`s, modules and functions; each takes what the one before returned, as its only argument.
+    """A sequential model of `LayerSpec`s, modules and functions. Each takes the output of the one before as its only argument.
 
     A micro-batch is `(inputs, labels)`; with `loss_fn` the model returns `loss_fn(outputs, labels)`. Layer i's parameters are called
-    "i.*", those of a tied layer "tied_modules.KEY.*", on whatever stage they are. Specs are built when it is known which are
-    this rank's, on the meta device to be counted and for real to be kept.
+    "i.*", those of a tied layer "tied_modules.KEY.*", on any stage. Specs are built on the meta device to count their parameters, and in
+    memory once it is known which of them belong to this rank.
 
-    base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages; with None
-        it is built from the random state as it is. seed_fn: called with that seed in place of `torch.manual_seed`.
-    recompute_interval: so many layers at a time keep their input alone, and are run again in the backward by `recompute(function, carry)`;
-        0: everything is kept.
-    stages: set when the model has been cut already; `parallelize` then takes it as it is.
+    base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages. None: it is built
+        from the current random state. seed_fn: called with that seed instead of `torch.manual_seed`.
+    recompute_interval: groups of this many layers save only their input and run again in the backward, by `recompute(function, carry)`.
+        0: nothing is recomputed.
+    stages: set if the model is already cut; `parallelize` then uses it as it is.
     """
 
-    children_are_units = True  # for ZeRO: each layer is gathered by itself
+    children_are_units = True  # for ZeRO: each layer is a unit
     recompute_interval: int = 0
     recompute: Callable = staticmethod(partial(checkpoint, use_reentrant=False))
     stages: object | None = None
@@ -87,11 +91,11 @@ class PipelineModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """Itself, see `LayeredModel`."""
+        """This module, see `LayeredModel`."""
         return self
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of all layers, see `LayeredModel`; of this rank's, if the model is cut already."""
+        """Shapes of all layers' parameters, see `LayeredModel`; of this rank's layers if the model is already cut."""
         if self.stages is not None:
             return {name: p.shape for name, p in self.named_parameters() if p.requires_grad}
         found = {}
@@ -113,17 +117,17 @@ class PipelineModule(nn.Module):
                 self.add_module(str(index), self._build(index))
 
     def build(self) -> "PipelineModule":
-        """Builds all layers that are not built yet, for one rank that runs the whole model."""
+        """Builds all layers that are not built yet, for one rank that runs the full model."""
         self.keep([index for index in range(len(self.specs)) if not self._is_built(index)])
         return self
 
     def forget(self, index: int) -> None:
-        """Gives up layer `index`; a tied one when no other is built."""
+        """Drops layer `index`; a tied layer only if no other layer of its key is built."""
         if self._modules.pop(str(index), None) is None and isinstance(self.specs[index], TiedLayerSpec):
             del self.tied_modules[self.specs[index].key]
 
     def forward(self, inputs: Carry, labels: object = None) -> Carry:
-        """The whole model on one rank; builds what is not built yet."""
+        """The full model on one rank; builds layers that are not built yet."""
         self.build()
         return self.run_layers(range(len(self.layers)), carry=None, batch=MicroBatch(args=(inputs, labels)))
 
@@ -203,7 +207,7 @@ def _kind(spec: object) -> str:
 
 
 def _parameters(spec: object) -> dict[str, nn.Parameter]:
-    """By name, without giving those of a spec memory."""
+    """Parameters by name; those of a spec are built on the meta device."""
     if isinstance(spec, LayerSpec):
         with torch.device("meta"):
             spec = spec.build()

@@ -4,8 +4,6 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-METHODS = "uniform, parameters, type:PATTERN or profile"
-
 
 def uniform(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
     """Equally many layers each; the first stages take what is left over."""

@@ -1,6 +1,6 @@
-"""What each layer costs, measured: seconds of forward and backward on one micro-batch.
+"""Measures each layer: seconds of forward and backward on one micro-batch.
 
-One layer has memory at a time. Layers of the same kind with parameters of the same shapes cost the same and are measured once.
+Only one layer is in memory at a time. Layers of the same kind with parameters of the same shapes are measured once.
 """
 
 import time
@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from ztk.pipeline.layers import Carry, Layer, LayeredModel, MicroBatch
 from ztk.pipeline.module import PipelineModule
 
-REPEATS = 3  # the fastest counts: a pause of the machine only ever adds
+REPEATS = 3  # the fastest run counts: a pause of the machine only adds time
 
 
 def measure_costs(model: LayeredModel, *, batch: MicroBatch, device: torch.device) -> list[float]:
-    """Seconds per layer on `device`, with made-up weights where they have none. Parameters, buffers and random state are left as they
-    were."""
+    """Seconds per layer on `device`, with random weights for parameters on the meta device. Parameters, buffers and random state stay
+    unchanged."""
     costs, known = [], {}
     place = partial(pytree.tree_map_only, Tensor, lambda tensor: tensor.to(device))
     batch = replace(batch, args=place(batch.args), kwargs=place(batch.kwargs))
@@ -28,7 +28,7 @@ def measure_costs(model: LayeredModel, *, batch: MicroBatch, device: torch.devic
         for index, layer in enumerate(model.layers):
             modules = _modules(model, index=index)
             key = layer.kind, tuple(tuple(p.shape) for module in modules for p in module.parameters())
-            with _Awake(modules, device=device):
+            with _Materialised(modules, device=device):
                 if hasattr(model.module, "materialise_buffers"):
                     model.module.materialise_buffers(device)
                 output = layer.run(carry, batch)
@@ -67,9 +67,8 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Awake:
-    """Puts copies of the parameters and buffers of modules on `device` in their place, of parameters on the meta device small random values,
-    and takes them away again."""
+class _Materialised:
+    """Inside, modules have copies of their parameters and buffers on `device`; for parameters on the meta device, small random values."""
 
     def __init__(self, modules: list[nn.Module], *, device: torch.device) -> None:
         owners = [owner for module in modules for owner in module.modules()]
@@ -89,7 +88,7 @@ class _Awake:
                 table[name] = made[value]
 
     def _needs_copy(self, value: Tensor) -> bool:
-        """A forward may write to a buffer. One on the meta device is the model's to fill."""
+        """Buffers are always copied, because a forward may write to them; the model itself fills those on the meta device."""
         return value.device != self._device if isinstance(value, nn.Parameter) else not value.is_meta
 
     def _copy(self, value: Tensor) -> Tensor:

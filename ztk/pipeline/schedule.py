@@ -1,35 +1,26 @@
 """Pipeline schedules as data: for every rank, the list of actions of one batch.
 
-Two phases. First the order in which each rank computes, which is all that tells the schedules apart; each is a few lines below. Then
-sends and receives are put between, the same way for all.
+A schedule is made in two phases. First comes the order in which each rank computes: schedules differ in nothing else, and each takes a few
+lines below. Then sends and receives are inserted, in the same way for all.
 
 [Note: One order of all events]
-A schedule is made to happen once, with equal costs (`ztk.pipeline.simulate`), and every transfer is placed at the moment when its
-sender has computed it, on both sides. So each rank's list is a part of one single order of all events of all ranks. The first event
-of that order that has not happened yet can always happen: no cycle of ranks can wait for each other, even where every send
-waits for its receiver, and messages between two ranks arrive in the order in which they are expected.
+The schedule is simulated once, with equal costs (`ztk.pipeline.simulate`). Each transfer is placed, on both ranks, at the moment when its
+sender has computed it. So the lists of all ranks are parts of one total order of events. The first event of that order that has not happened
+can always happen: ranks cannot wait for each other in a cycle, even if every send waits for its receiver, and messages between two
+ranks arrive in the expected order.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ztk.pipeline.actions import Action, Kind
 from ztk.pipeline.simulate import Costs, Timeline, simulate
-
-
-class ScheduleName(StrEnum):
-    """The schedules that can be asked for by name."""
-
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    zero_bubble = "zero_bubble"
+from ztk.policies.pipeline import ScheduleName, check_schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """`ranks[r]`: what pipeline rank r does in one batch of `num_micro_batches`. Stage s runs on rank s modulo the number of ranks."""
+    """`ranks[r]`: the actions of pipeline rank r in one batch of `num_micro_batches`. Stage s runs on rank s modulo the number of ranks."""
 
     name: ScheduleName
     num_stages: int
@@ -38,11 +29,12 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
+        """Pipeline ranks."""
         return len(self.ranks)
 
     @property
     def is_split(self) -> bool:
-        """Gradients of weights are computed apart from those of inputs."""
+        """Whether gradients of weights and of inputs are separate actions."""
         return self.name is ScheduleName.zero_bubble
 
     def rank_of(self, stage: int) -> int:
@@ -58,7 +50,7 @@ class Schedule:
         return [action for action in self.ranks[rank] if action.kind.computes]
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
-        """When everything happens if actions take as long as `costs` says."""
+        """When each action runs, at the given costs."""
         return simulate([self.computes(rank) for rank in range(self.num_ranks)], costs=costs or Costs())
 
 
@@ -67,10 +59,10 @@ def make_schedule(
 ) -> Schedule:
     """The schedule `name` for one batch.
 
-    virtual_stages: stages per rank; more than one for `interleaved` alone. Raises ValueError for what the schedule cannot do.
+    virtual_stages: stages per rank; more than one only for `interleaved`. Raises ValueError for what the schedule cannot do.
     """
     name = ScheduleName(name)
-    check(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
+    check_schedule(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
     order = _ORDERS[name]
     computes = [
         order(rank=rank, num_ranks=num_ranks, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
@@ -86,7 +78,7 @@ def make_schedule(
 
 
 def make_inference_schedule(*, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Forwards alone: for evaluation."""
+    """A schedule of forwards only, for evaluation."""
     name = ScheduleName.gpipe if virtual_stages == 1 else ScheduleName.interleaved
     num_stages = num_ranks * virtual_stages
     computes = [
@@ -101,30 +93,6 @@ def make_inference_schedule(*, num_ranks: int, num_micro_batches: int, virtual_s
     )
 
 
-def check(name: ScheduleName, *, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> None:
-    """Raises ValueError if the schedule cannot be made, with the mend."""
-    if num_ranks < 1 or num_micro_batches < 1 or virtual_stages < 1:
-        raise ValueError(
-            f"a pipeline of {num_ranks} ranks x {virtual_stages} virtual stages over {num_micro_batches} micro-batches: "
-            "each must be at least 1"
-        )
-    if name is ScheduleName.interleaved and virtual_stages < 2:
-        raise ValueError(
-            "topology.schedule=interleaved needs several stages per rank: set topology.virtual_stages=2 or more, or use "
-            "topology.schedule=1f1b"
-        )
-    if name is not ScheduleName.interleaved and virtual_stages > 1:
-        raise ValueError(
-            f"topology.virtual_stages={virtual_stages}: topology.schedule={name} runs one stage per rank; use "
-            "topology.schedule=interleaved or topology.virtual_stages=1"
-        )
-    if name is ScheduleName.interleaved and num_micro_batches % num_ranks:
-        raise ValueError(
-            f"topology.schedule=interleaved runs micro-batches in rounds of one per pipeline rank: "
-            f"train.accumulation_steps={num_micro_batches} must be a multiple of topology.pipeline={num_ranks}"
-        )
-
-
 # The order of computing on one rank
 
 
@@ -136,8 +104,8 @@ def _gpipe(*, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages:
 
 
 def _one_f_one_b(*, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
-    """Warm-up, then one forward and one backward in turn, then the backwards that are left: no more than `num_ranks - rank` micro-batches
-    are alive (Narayanan et al. 2019, https://arxiv.org/abs/1806.03377, as in PipeDream-Flush, https://arxiv.org/abs/2006.09503)."""
+    """Warm-up, then one forward and one backward in turn, then the remaining backwards: at most `num_ranks - rank` micro-batches
+    are in flight (Narayanan et al. 2019, https://arxiv.org/abs/1806.03377, as in PipeDream-Flush, https://arxiv.org/abs/2006.09503)."""
     forwards = [Action(kind=Kind.forward, stage=rank, micro_batch=i) for i in range(num_micro_batches)]
     backwards = [Action(kind=Kind.backward, stage=rank, micro_batch=i) for i in range(num_micro_batches)]
     return _in_turn(forwards, backwards=backwards, num_warmup=num_ranks - rank - 1)
@@ -160,9 +128,9 @@ def _interleaved(*, rank: int, num_ranks: int, num_micro_batches: int, virtual_s
 
 
 def _zero_bubble(*, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
-    """ZB-H1: 1F1B whose backward is cut in two; gradients of weights, which nobody waits for, fill what was bubble.
+    """ZB-H1: 1F1B whose backward is split in two. Weight gradients, for which no rank waits, fill the bubble.
 
-    Rank r puts off up to r of them, so that no rank holds more micro-batches than 1F1B's first does (Qi et al. 2023,
+    Rank r defers up to r of them, so that no rank keeps more micro-batches than the first rank does in 1F1B (Qi et al. 2023,
     https://arxiv.org/abs/2401.10241, section 2.2).
     """
     waiting: list[Action] = []
@@ -211,7 +179,7 @@ _ORDERS: dict[ScheduleName, Callable[..., list[Action]]] = {
 
 
 def _with_transfers(computes: list[list[Action]], *, num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Puts sends and receives between; see [Note: One order of all events]."""
+    """Inserts sends and receives; see [Note: One order of all events]."""
     num_ranks = len(computes)
     timeline = simulate(computes, costs=Costs())
     events = []  # (time, transfers before computing, rank, action)
@@ -229,7 +197,7 @@ def _with_transfers(computes: list[list[Action]], *, num_stages: int) -> tuple[t
 
 
 def _send_after(action: Action, *, num_stages: int) -> Action | None:
-    """What is sent when `action` is over."""
+    """What is sent when `action` ends."""
     if action.kind is Kind.forward and action.stage + 1 < num_stages:
         return Action(kind=Kind.send_activation, stage=action.stage, micro_batch=action.micro_batch)
     if action.kind in (Kind.backward, Kind.backward_input) and action.stage > 0:

@@ -1,4 +1,4 @@
-"""When everything in a pipeline happens, from what each action costs; and the closed formulas beside it."""
+"""When each action of a pipeline runs, from the cost of each action; and the closed formulas to compare with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from ztk.pipeline.actions import Action, Kind, needs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """How long actions of one stage take, in any unit. A whole backward takes `backward_input + backward_weight`.
+    """How long actions of one stage take, in any unit. A backward takes `backward_input + backward_weight`.
 
-    transfer: from the end of an action to the moment when the next stage may use what it sent; nobody computes less for it.
+    transfer: from the end of an action until the next stage may use its output; both ranks may compute meanwhile.
     """
 
     forward: float = 1.0
@@ -19,6 +19,7 @@ class Costs:
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
+        """The cost of a computation. Raises ValueError for a transfer."""
         match kind:
             case Kind.forward:
                 return self.forward
@@ -50,6 +51,7 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
+        """Pipeline ranks in the timeline."""
         return 1 + max(interval.rank for interval in self.intervals)
 
     @property
@@ -63,7 +65,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The bubble: the part of all ranks' time in which they did not compute."""
+        """The bubble: the share of all ranks' time in which they did not compute."""
         return 1.0 - sum(self.busy(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.length)
 
 
@@ -72,9 +74,9 @@ class Stuck(ValueError):
 
 
 def simulate(computes: Sequence[Sequence[Action]], *, costs: Costs) -> Timeline:
-    """Runs `computes[r]` on rank r in the given order, each action as soon as what it needs is there.
+    """Runs `computes[r]` on rank r in the given order, each action as soon as its inputs are there.
 
-    Raises `Stuck` if nothing can go on.
+    Raises `Stuck` if no rank can go on.
     """
     num_ranks = len(computes)
     num_stages = 1 + max(action.stage for actions in computes for action in actions)
@@ -106,7 +108,7 @@ def simulate(computes: Sequence[Sequence[Action]], *, costs: Costs) -> Timeline:
 def bubble_share(*, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> float:
     """Idle share of GPipe and 1F1B, (p - 1) / (m + p - 1), and with v stages per rank (p - 1) / (v m + p - 1), for equal stages.
 
-    Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, sections 2.1 and 2.2, who divide by the ideal time; here by the whole.
+    Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, sections 2.1 and 2.2, who divide by the ideal time; here by the total.
     """
     idle = num_ranks - 1
     return idle / (virtual_stages * num_micro_batches + idle)

@@ -9,19 +9,19 @@ from ztk.nn import Decoder
 from ztk.pipeline.decoder import DecoderLayers
 from ztk.pipeline.layers import Carry, LayeredModel, MicroBatch
 from ztk.pipeline.module import PipelineModule
-from ztk.pipeline.partition import METHODS, balanced, by_type, check_enough, uniform
-from ztk.pipeline.policy import PipelinePolicy
+from ztk.pipeline.partition import balanced, by_type, check_enough, uniform
 from ztk.pipeline.profile import measure_costs
+from ztk.policies.pipeline import PARTITION_METHODS, PipelinePolicy
 from ztk.runtime import Comm, Mesh
 from ztk.runtime.part import Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """What a pipeline rank holds. `module(stage, carry, micro_batch)` runs one of its stages.
+    """This pipeline rank's part of a model. `module(stage, carry, micro_batch)` runs one of its stages.
 
-    boundaries: per stage of the whole model, its layers. stage_of: parameter name -> the first of this rank's stages that uses it.
-    holders: names of parameters that several ranks hold copies of -> those pipeline ranks, ascending.
+    boundaries: the layers of each stage of the full model. own: this rank's stages. stage_of: parameter name -> the first of this rank's
+    stages that uses it. holders: parameter name -> the pipeline ranks that have a copy, ascending, where there are several.
     """
 
     module: nn.Module
@@ -32,11 +32,12 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
+        """Stages of the full model."""
         return len(self.boundaries)
 
 
 def layered(model: nn.Module) -> LayeredModel:
-    """`model` as layers. Raises ValueError for a model that nobody knows how to cut."""
+    """`model` as layers. Raises ValueError for a model that cannot be cut."""
     if isinstance(model, PipelineModule):
         return model
     if isinstance(model, Decoder):
@@ -65,7 +66,11 @@ def split(model: LayeredModel, *, policy: PipelinePolicy, mesh: Mesh, sample_bat
 
 
 def plan(model: LayeredModel, *, method: str, num_stages: int, costs: list[float] | None = None) -> tuple[range, ...]:
-    """The layers of each stage, by `method`: see `METHODS`. costs: measured, for "profile"."""
+    """The layers of each stage, by `method`: see `PARTITION_METHODS`. costs: measured, for "profile".
+
+    Raises:
+        ValueError: for an unknown method, and for fewer layers than stages.
+    """
     layers = model.layers
     check_enough(len(layers), num_stages=num_stages)
     if method == "uniform":
@@ -78,7 +83,7 @@ def plan(model: LayeredModel, *, method: str, num_stages: int, costs: list[float
     if method == "profile":
         assert costs is not None, "measured by ztk.pipeline.profile"
         return balanced(costs, num_stages=num_stages)
-    raise ValueError(f"topology.partition={method}: must be {METHODS}")
+    raise ValueError(f"topology.partition={method}: must be {PARTITION_METHODS}")
 
 
 def cut(model: LayeredModel, *, boundaries: tuple[range, ...], rank: int, num_ranks: int) -> Stages:
@@ -112,7 +117,7 @@ def cut(model: LayeredModel, *, boundaries: tuple[range, ...], rank: int, num_ra
 
 
 def _check_nothing_shared(model: PipelineModule, *, boundaries: tuple[range, ...], num_ranks: int) -> None:
-    """Raises ValueError for modules that share a parameter and come to lie on several ranks, where each would train a copy of its own."""
+    """Raises ValueError for modules that share a parameter but lie on different ranks, each of which would train a copy of its own."""
     first: dict[nn.Parameter, tuple[int, int]] = {}
     for stage, indices in enumerate(boundaries):
         for index in indices:
@@ -122,13 +127,13 @@ def _check_nothing_shared(model: PipelineModule, *, boundaries: tuple[range, ...
                 other, rank = first.setdefault(parameter, (index, stage % num_ranks))
                 if rank != stage % num_ranks:
                     raise ValueError(
-                        f"layers {other} and {index} share {name} and lie on different pipeline ranks, which would train two: give "
-                        "both as TiedLayerSpec with the same key"
+                        f"layers {other} and {index} share {name} and lie on different pipeline ranks, which would train two copies: "
+                        "write both as TiedLayerSpec with the same key"
                     )
 
 
 def mark_copies(parts: Mapping[str, Part], *, stages: Stages, comm: Comm) -> dict[str, Part]:
-    """`parts`, with those parameters marked that other ranks of the pipeline hold too."""
+    """`parts`, with the parameters marked of which other pipeline ranks have copies."""
     marked = dict(parts)
     for name, holders in stages.holders.items():
         part = parts.get(name) or Part.everything(tuple(stages.module.get_parameter(name).shape))
@@ -138,7 +143,7 @@ def mark_copies(parts: Mapping[str, Part], *, stages: Stages, comm: Comm) -> dic
 
 
 def share_values(stages: Stages, *, comm: Comm) -> None:
-    """Copies start with the values of their first holder. Parameters on the meta device have values by name, which are the same."""
+    """Gives all copies the values of their first holder. Parameters on the meta device get their values by name, which are equal."""
     for name, holders in sorted(stages.holders.items()):
         parameter = stages.module.get_parameter(name)
         if parameter.is_meta:
@@ -156,7 +161,7 @@ def share_values(stages: Stages, *, comm: Comm) -> None:
 class _StageForward:
     """Runs the layers of one stage, in place of the module's forward: `(stage, carry, batch)`.
 
-    num_stages: by its presence, techniques that are applied later know that they have a stage before them.
+    num_stages: techniques that are applied later recognise a pipeline stage by this attribute.
     """
 
     def __init__(self, model: LayeredModel, *, boundaries: tuple[range, ...]) -> None:

@@ -5,7 +5,7 @@ from ztk.pipeline.simulate import Costs
 
 
 def as_table(schedule: Schedule, *, costs: Costs | None = None) -> str:
-    """What every rank computes when, at whole-numbered `costs` (default: 1 for each kind). A cell is kind, micro-batch and, with several
+    """A drawing of what every rank computes when, at integer `costs` (default: 1 for each kind). A cell is kind, micro-batch and, with several
     stages per rank, the stage's number on its rank as a letter; dots are the bubble."""
     timeline = schedule.timeline(costs)
     several = schedule.num_stages > schedule.num_ranks

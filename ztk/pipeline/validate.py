@@ -1,4 +1,4 @@
-"""Whether a schedule is one: proved by running it in thought, with sends that wait for their receivers."""
+"""Checks a schedule by simulating it with sends that wait for their receivers."""
 
 from collections import Counter, deque
 
@@ -11,11 +11,14 @@ class BadSchedule(ValueError):
 
 
 def validate(schedule: Schedule, *, is_training: bool = True) -> None:
-    """Raises BadSchedule unless every stage treats every micro-batch exactly once, on its own rank, with everything it needs at hand,
-    every message has its two ends, and no ranks can wait for each other."""
+    """Checks that every stage treats every micro-batch exactly once, on its own rank, after its inputs are there; that every send has a
+    receive; and that no ranks can wait for each other.
+
+    Raises BadSchedule if one of these fails.
+    """
     _check_once(schedule, is_training=is_training)
     _check_needs(schedule)
-    _check_meetings(schedule)
+    _check_rendezvous(schedule)
 
 
 def live_micro_batches(schedule: Schedule) -> list[int]:
@@ -79,8 +82,8 @@ def _computed(send: Action, *, schedule: Schedule) -> Action:
     return Action(kind=kind, stage=send.stage, micro_batch=send.micro_batch)
 
 
-def _check_meetings(schedule: Schedule) -> None:
-    """Every transfer is a meeting: both ranks must be at it, and leave it together."""
+def _check_rendezvous(schedule: Schedule) -> None:
+    """Every transfer is a rendezvous: both ranks must reach it, and they leave it together."""
     left = [deque(action for action in actions if not action.kind.computes) for actions in schedule.ranks]
     while any(left):
         for rank, actions in enumerate(left):

@@ -1,9 +1,8 @@
-"""What flows between stages: nestings of tensors, taken apart, sent and put together again.
+"""Transfers between stages: nested tensors, sent one by one.
 
-The receiver must know shapes before it can receive. They are agreed when they change: the first stage's ranks know the shapes of their
-micro-batches, and from them every rank knows before a batch which of its transfers are of a kind that it has not seen; those are
-announced, all others are the bare tensors. A model whose activations change shape by itself says `dynamic_shapes`: then every
-transfer is announced.
+The receiver needs the shapes first. They are sent only when they change: before a batch the first stage broadcasts a hash of the shapes of
+each micro-batch, so every rank knows which of its transfers have shapes that it has not seen. Only for those the sender sends the
+shapes before the tensors. If activations change shape although micro-batches do not, `dynamic_shapes` sends them every time.
 """
 
 import pickle
@@ -31,14 +30,14 @@ class TensorKind:
     needs_gradient: bool
 
 
-class Arriving:
-    """A nesting of tensors on its way here."""
+class Incoming:
+    """Nested tensors that are being received."""
 
     def __init__(self, form: Carry, *, tensors: list[Tensor], works: list[Work]) -> None:
         self._form, self._tensors, self._works = form, tensors, works
 
     def wait(self) -> Carry:
-        """The activation: floating tensors whose gradient the sender wants are leaves that require it."""
+        """The activation: tensors whose gradient the sender needs are leaves that require it."""
         for work in self._works:
             work.wait()
         tensors = iter(self._tensors)
@@ -48,8 +47,8 @@ class Arriving:
         )
 
 
-class ArrivingGradients:
-    """Gradients on their way here, in the order of the tensors that want them."""
+class IncomingGradients:
+    """Gradients that are being received, in the order of the tensors that they belong to."""
 
     def __init__(self, *, tensors: list[Tensor], works: list[Work]) -> None:
         self._tensors, self._works = tensors, works
@@ -66,14 +65,17 @@ class Wire:
     def __init__(self, comm: Comm, *, dynamic_shapes: bool = False) -> None:
         self._comm, self._dynamic = comm, dynamic_shapes
         # (stage, is training, shapes of the micro-batch) -> the nesting, with a `TensorKind` for each tensor
-        self._known: dict[tuple, Carry] = {}  # of what arrives
-        self._announced: dict[tuple, Carry] = {}  # of what leaves
+        self._known: dict[tuple, Carry] = {}  # of received activations
+        self._announced: dict[tuple, Carry] = {}  # of sent activations
         self._sending: deque[tuple[Work, Tensor]] = deque()
         self._keys: list[int] = []
         self._is_training = True
 
     def open(self, batches: Sequence[MicroBatch | None]) -> list[float]:
-        """A batch begins: every rank learns the shapes of the first stage's micro-batches, and their weights. A collective call."""
+        """Begins a batch: sends the shapes and weights of the first stage's micro-batches to every rank. A collective call.
+
+        Returns the weight of each micro-batch.
+        """
         self._is_training = torch.is_grad_enabled()
         keys = torch.tensor([_key(batch) for batch in batches], dtype=torch.int64)  # on the host: no device waits
         weights = torch.tensor([1.0 if batch is None else batch.weight for batch in batches], dtype=torch.float64)
@@ -83,7 +85,10 @@ class Wire:
         return weights.clone().view(torch.float64).tolist()
 
     def send_activation(self, carry: Carry, *, stage: int, to: int, micro_batch: int) -> None:
-        """The output of `stage`; its gradients will be those of the tensors in it that require them, in order."""
+        """Sends the output of `stage`. Its gradients come back for the tensors that require them, in order.
+
+        Raises ValueError if its shapes changed although the micro-batch's did not.
+        """
         tensors = [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor)]
         form = pytree.tree_map(lambda leaf: _kind(leaf) if isinstance(leaf, Tensor) else leaf, carry)
         key = (stage + 1, self._is_training, self._keys[micro_batch])
@@ -98,39 +103,39 @@ class Wire:
         for tensor in tensors:
             self._send(tensor, to=to, label=f"activation {stage}.{micro_batch}")
 
-    def receive_activation(self, *, stage: int, source: int, micro_batch: int) -> Arriving:
-        """The input of `stage`."""
+    def receive_activation(self, *, stage: int, source: int, micro_batch: int) -> Incoming:
+        """Starts receiving the input of `stage`."""
         key = (stage, self._is_training, self._keys[micro_batch])
         if self._dynamic or key not in self._known:
-            self._known[key] = self._hear(source=source)
+            self._known[key] = self._receive_form(source=source)
         form = self._known[key]
         kinds = [leaf for leaf in pytree.tree_leaves(form) if isinstance(leaf, TensorKind)]
         tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device) for kind in kinds]
         label = f"activation {stage - 1}.{micro_batch}"
         works = [self._comm.recv(tensor, source=source, label=label) for tensor in tensors]
-        return Arriving(form, tensors=tensors, works=works)
+        return Incoming(form, tensors=tensors, works=works)
 
     def send_gradients(self, gradients: list[Tensor], *, stage: int, to: int, micro_batch: int) -> None:
-        """The gradients of the input of `stage`."""
+        """Sends the gradients of the input of `stage`."""
         for gradient in gradients:
             self._send(gradient, to=to, label=f"gradient {stage}.{micro_batch}")
 
     def receive_gradients(
         self, like: list[TensorKind], *, stage: int, source: int, micro_batch: int
-    ) -> ArrivingGradients:
-        """The gradients of the output of `stage`, whose tensors are `like`."""
+    ) -> IncomingGradients:
+        """Starts receiving the gradients of the output of `stage`, whose tensors are `like`."""
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._comm.device) for t in like]
         label = f"gradient {stage + 1}.{micro_batch}"
         works = [self._comm.recv(tensor, source=source, label=label) for tensor in tensors]
-        return ArrivingGradients(tensors=tensors, works=works)
+        return IncomingGradients(tensors=tensors, works=works)
 
     def spread(self, carry: Carry, *, source: int) -> Carry:
-        """What pipeline rank `source` has, on every rank. A collective call."""
+        """Broadcasts `carry` of pipeline rank `source`. A collective call."""
         form = pytree.tree_map(lambda leaf: _kind(leaf) if isinstance(leaf, Tensor) else leaf, carry)
         own = iter([leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor)])
         form, is_source = self._comm.gather_objects(form)[source], self._comm.rank == source
 
-        def arrive(leaf: object) -> object:
+        def receive(leaf: object) -> object:
             if not isinstance(leaf, TensorKind):
                 return leaf
             empty = partial(torch.empty, leaf.shape, dtype=leaf.dtype, device=self._comm.device)
@@ -138,10 +143,10 @@ class Wire:
             self._comm.broadcast(tensor, source=source, label="output").wait()
             return tensor
 
-        return pytree.tree_map(arrive, form)
+        return pytree.tree_map(receive, form)
 
     def finish(self) -> None:
-        """Everything sent has left."""
+        """Waits until everything was sent."""
         while self._sending:
             self._sending.popleft()[0].wait()
 
@@ -157,7 +162,7 @@ class Wire:
         for tensor in (size, data):
             self._sending.append((self._comm.send(tensor, to=to, label="shapes", kind="scalars"), tensor))
 
-    def _hear(self, *, source: int) -> Carry:
+    def _receive_form(self, *, source: int) -> Carry:
         size = torch.zeros(1, dtype=torch.int64, device=self._comm.device)
         self._comm.recv(size, source=source, label="shapes").wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=self._comm.device)
@@ -174,12 +179,12 @@ def _kind(tensor: Tensor) -> TensorKind:
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> list[TensorKind]:
-    """Shapes and dtypes of tensors that want gradients."""
+    """Shapes and dtypes of tensors."""
     return [_kind(tensor) for tensor in tensors]
 
 
 def _key(batch: MicroBatch | None) -> int:
-    """A number for the shapes in a micro-batch, the same in every process; 0 on ranks that were given none."""
+    """A hash of the shapes in a micro-batch, the same in every process; 0 without a micro-batch."""
     if batch is None:
         return 0
     leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))

@@ -1,10 +1,10 @@
-"""The float32 tensors through which `ztk.kernels.step_control` knows the precision policy."""
+"""The precision policy as the float32 tensors that `ztk.kernels.step_control` reads."""
 
 import torch
 from torch import Tensor
 
 from ztk import kernels
-from ztk.precision.policy import LossScalePolicy
+from ztk.policies.loss_scale import LossScalePolicy
 
 
 def control_state(policy: LossScalePolicy, *, device: torch.device | str = "cpu") -> Tensor:

@@ -1,68 +1,15 @@
 """The dtypes of a run. Master weights and optimizer states are float32 whatever the policy says."""
 
-import math
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
+from ztk.policies.loss_scale import LossScalePolicy
+
 # The words of the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossScalePolicy:
-    """How the loss is scaled so that 16-bit gradients neither vanish nor overflow.
-
-    Dynamic scaling works as in apex and DeepSpeed: an overflow skips the step and uses up one unit of `hysteresis`;
-    when none is left, every overflow multiplies the scale by `backoff_factor`, down to `floor`. After `window` steps
-    without overflow in a row the scale is multiplied by `growth_factor`, up to `maximum`, and the hysteresis is
-    restored; with `consecutive_hysteresis` every step without overflow restores it.
-    Static scaling keeps `initial` for ever. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
-
-    Raises ValueError for a value that cannot work, naming the key and a value that can.
-    """
-
-    dynamic: bool = True
-    initial: float = 2.0**16
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    floor: float = 1.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    maximum: float = 2.0**24
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.initial) and self.initial > 0):
-            raise ValueError(f"precision.loss_scale.initial={self.initial}: must be positive and finite, such as 65536")
-        if not self.dynamic:
-            return
-        if self.window < 1:
-            raise ValueError(f"precision.loss_scale.window={self.window}: must be 1 step or more, such as 1000")
-        if self.hysteresis < 1:
-            raise ValueError(
-                f"precision.loss_scale.hysteresis={self.hysteresis}: must be 1 or more; 1 backs off at once"
-            )
-        if not self.floor > 0:
-            raise ValueError(f"precision.loss_scale.floor={self.floor}: must be positive, such as 1")
-        if not self.growth_factor > 1:
-            raise ValueError(f"precision.loss_scale.growth_factor={self.growth_factor}: must be above 1, such as 2")
-        if not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                f"precision.loss_scale.backoff_factor={self.backoff_factor}: must lie between 0 and 1, such as 0.5"
-            )
-        if not self.floor <= self.initial <= self.maximum < math.inf:
-            raise ValueError(
-                f"precision.loss_scale.initial={self.initial}: must lie between precision.loss_scale.floor={self.floor}"
-                f" and precision.loss_scale.maximum={self.maximum}"
-            )
-
-    @classmethod
-    def off(cls) -> Self:
-        """No scaling: the factor is 1 and stays."""
-        return cls(dynamic=False, initial=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

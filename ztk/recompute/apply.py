@@ -5,7 +5,7 @@ import re
 
 from torch import nn
 
-from ztk.recompute.policy import RecomputeMode, RecomputePolicy
+from ztk.policies.recompute import RecomputeMode, RecomputePolicy
 from ztk.recompute.region import Regions
 from ztk.runtime import Comm, MemoryLedger
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.policies.recompute import RecomputePolicy
 from ztk.recompute.arena import Arena
-from ztk.recompute.policy import RecomputePolicy
 from ztk.runtime import Comm, MemoryLedger, Tier
 from ztk.runtime.pending import Handle
 

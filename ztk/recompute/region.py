@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ztk.policies.recompute import RecomputeMode, RecomputePolicy
 from ztk.recompute import selective
 from ztk.recompute.inputs import InputStore
-from ztk.recompute.policy import RecomputeMode, RecomputePolicy
 from ztk.runtime import Comm, MemoryLedger
 from ztk.runtime.saved_tensors import PackedOutside, active_hooks
 

@@ -40,11 +40,11 @@ class Gauges:
 
     def memory_bytes(self) -> dict[str, int]:
         """Booked bytes per tier now."""
-        return {f"memory.{tier}_bytes": self.memory.current(tier) for tier in Tier}
+        return {f"memory.{tier.label}_bytes": self.memory.current(tier) for tier in Tier}
 
     def peak_bytes(self) -> dict[str, int]:
         """The most bytes booked per tier at one time; on a GPU also the allocator's own peak, activations included."""
-        peaks = {f"peak_memory.{tier}_bytes": self.memory.peak(tier) for tier in Tier}
+        peaks = {f"peak_memory.{tier.label}_bytes": self.memory.peak(tier) for tier in Tier}
         if self.device.type == "cuda":
             peaks["peak_memory.allocator_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return peaks
@@ -63,7 +63,7 @@ class Gauges:
 
     def holdings(self) -> dict[str, Any]:
         """Booked bytes by tier and category, and the peaks."""
-        return {"memory": {str(tier): self.memory.by_category(tier) for tier in Tier}, "peak": self.peak_bytes()}
+        return {"memory": {tier.label: self.memory.by_category(tier) for tier in Tier}, "peak": self.peak_bytes()}
 
 
 def gather_objects(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:

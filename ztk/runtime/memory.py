@@ -7,15 +7,8 @@ The same numbers are printed, logged and asserted, so a claim about memory can b
 
 import threading
 from collections import defaultdict
-from enum import StrEnum
 
-
-class Tier(StrEnum):
-    """Where bytes live."""
-
-    device = "device"  # the memory the model computes in: HBM, or main memory on a machine without a GPU
-    host = "host"  # main memory set aside for offloading (pinned beside a GPU)
-    nvme = "nvme"  # files
+from ztk.policies.tier import Tier
 
 
 class MemoryLedger:
@@ -36,7 +29,7 @@ class MemoryLedger:
         """Counts `nbytes` less."""
         with self._lock:
             self._bytes[tier][category] -= nbytes
-            assert self._bytes[tier][category] >= 0, f"{category} on {tier} freed more often than allocated"
+            assert self._bytes[tier][category] >= 0, f"{category} on {tier.label} freed more often than allocated"
 
     def current(self, tier: Tier) -> int:
         """Bytes booked on `tier` now."""

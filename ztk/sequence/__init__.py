@@ -1,4 +1,6 @@
-"""Sequence parallelism: each rank holds a part of every sequence, and attention trades sequence for heads. Applied from outside."""
+"""Sequence parallelism: each rank has a part of every sequence, and all-to-alls around attention give it all
+tokens of some heads (DeepSpeed-Ulysses). Applied to a plain module from outside.
+"""
 
 from ztk.sequence.cut import cut_sequences
 

@@ -1,4 +1,4 @@
-"""Attention between two exchanges: any attention that takes heads works, because each rank sees whole sequences of its heads."""
+"""Attention between two all-to-alls. Any attention over heads works inside, because each rank sees the full sequence of its heads."""
 
 import math
 
@@ -9,10 +9,10 @@ from ztk.sequence.exchange import to_heads, to_sequence
 
 
 class UlyssesAttention(nn.Module):
-    """Wraps `core(query, key=, value=)` on [B, T, H, D]; queries, keys and values arrive as parts [B, T / n, H, D].
+    """Wraps `core(query, key=, value=)` on [B, T, H, D]; its inputs and output are parts [B, T / n, H, D] of the sequence.
 
     The number of query heads must be a multiple of the number of ranks. Key and value heads are repeated as often as the ranks need.
-    `active` False: the core alone, for sequences that are not cut.
+    `active` False: only the core runs, for sequences that are not cut.
     """
 
     def __init__(self, core: nn.Module, *, comm: Comm, name: str) -> None:
@@ -34,13 +34,13 @@ class UlyssesAttention(nn.Module):
 
 
 def key_repeats(*, heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is repeated so that `ranks` get equally many, each beside its queries.
+    """How often each key head is repeated so that every rank gets equally many, together with their query heads.
 
-    Raises ValueError if the query heads do not divide.
+    Raises ValueError if the number of query heads is not a multiple of `ranks`.
     """
     if heads % ranks:
         raise ValueError(
-            f"topology.sequence={ranks}: {heads} heads cannot be shared out among {ranks} ranks; use a degree that divides {heads}"
+            f"topology.sequence={ranks}: {heads} heads cannot be distributed over {ranks} ranks; use a degree that divides {heads}"
         )
     repeats = ranks // math.gcd(key_heads, ranks)
     return repeats if heads % (key_heads * repeats) == 0 else heads // key_heads

@@ -1,4 +1,4 @@
-"""Makes a decoder work on its rank's part of each sequence."""
+"""Makes a decoder work on this rank's part of each sequence."""
 
 import functools
 from collections.abc import Callable
@@ -15,12 +15,16 @@ from ztk.sequence.attention import UlyssesAttention, key_repeats
 
 
 def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = False) -> None:
-    """Rewires `model` in place: `model(tokens, targets)` takes whole sequences, alike on all ranks of the axis, and works on the own part.
+    """Rewires `model` in place: `model(tokens, targets)` takes full sequences [B, T], equal on all ranks of the axis, and works on this
+    rank's part [B, T / n].
 
-    tokens_cut_along_tp: tensor-parallel ranks cut the own part again, between layers.
-    The loss is this rank's share: its mean over the axis' ranks is the mean over all targets that count. Without targets every
-    rank works on the whole sequences. Raises ValueError for a model other than the native decoder, heads that do not divide and, when
-    called, sequences that do not.
+    tokens_cut_along_tp: between layers, tensor-parallel ranks cut this rank's part once more.
+    The model returns this rank's share of the loss: the mean of the shares over the axis is the mean over all counted targets. Without
+    targets every rank works on the full sequences.
+
+    Raises:
+        ValueError: for a model other than the native decoder, and for heads that the ranks do not divide; when the model is called, for
+            sequences that they do not divide.
     """
     if not isinstance(model, Decoder):
         raise ValueError(f"topology.sequence: {type(model).__name__} is not a ztk.nn.Decoder; use topology.sequence=1")
@@ -35,11 +39,11 @@ def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = Fal
         carry_parts = comm.size * (mesh.comm("tp").size if tokens_cut_along_tp else 1)
         model.forward = _cut_stages(model, layers=found, comm=comm, carry_parts=carry_parts)
     else:
-        model.forward = _cut_whole(model, layers=found, comm=comm)
+        model.forward = _cut_model(model, layers=found, comm=comm)
 
 
-def _cut_whole(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
-    """`(tokens, targets)`."""
+def _cut_model(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
+    """The forward `(tokens, targets)` of a model without stages."""
     original = model.forward
 
     @functools.wraps(original)
@@ -54,14 +58,14 @@ def _cut_whole(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callab
 
 
 def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm, carry_parts: int) -> Callable:
-    """`(stage, carry, micro-batch)`, of a pipeline. carry_parts: of a sequence, in a training pass."""
+    """The forward `(stage, carry, micro-batch)` of a pipeline. carry_parts: into how many parts a training pass cuts a sequence."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(stage: int, carry: object, batch: Arguments) -> object:
         tokens, targets = argument(batch, index=0, name="tokens"), argument(batch, index=1, name="targets")
         length = sequence_length(batch, carry=carry, parts=carry_parts)
-        is_absent = tokens is None and targets is None  # a middle rank's, which trains
+        is_absent = tokens is None and targets is None  # on a middle rank, in training
         _begin(layers, comm=comm, length=length, is_cut=is_absent or targets is not None)
         if targets is None:
             return original(stage, carry, batch)
@@ -74,7 +78,7 @@ def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm, carry_pa
 
 
 def _begin(layers: list[Attention], *, comm: Comm, length: int, is_cut: bool) -> None:
-    """Attention layers learn where this rank's part of the sequences lies."""
+    """Tells the attention layers where this rank's part of the sequences starts."""
     if is_cut and length % comm.size:
         raise ValueError(
             f"data.seq_len={length} is not a multiple of topology.sequence={comm.size}; change one of them"
@@ -89,6 +93,6 @@ def _own(tokens: Tensor, *, comm: Comm) -> Tensor:
 
 
 def _share(own: Tensor, *, targets: Tensor, comm: Comm) -> Tensor:
-    """How much this rank's mean counts: one, unless ignored targets are spread unevenly. A device scalar; the host does not wait."""
+    """The weight of this rank's mean loss: 1, unless ignored targets are spread unevenly. A device scalar; the host does not wait."""
     counted = (own != IGNORED).sum()
     return counted * comm.size / (targets != IGNORED).sum().clamp(min=1)

@@ -1,6 +1,6 @@
 """The two all-to-alls of Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509), each the backward of the other.
 
-Bytes per rank: a tensor of n bytes crosses once each way, whatever the number of ranks; ring attention moves n (N - 1).
+A tensor of n bytes costs each rank n bytes each way, for any number of ranks N; ring attention costs n (N - 1).
 """
 
 import torch
@@ -12,7 +12,7 @@ from ztk.runtime.differentiable import through
 
 
 def to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """[B, T / n, H, D], all heads of a part of the sequence -> [B, T, H / n, D], some heads of all of it."""
+    """[B, T / n, H, D], all heads of a part of the sequence -> [B, T, H / n, D], some heads of the full sequence."""
     return through(
         x,
         forward=lambda x: _to_heads(x, comm=comm, label=label),

@@ -1,14 +1,15 @@
-"""Collectives that gradients flow through, along the tensor axis.
+"""Differentiable collectives along the tensor-parallel axis.
 
-The forward of each is the backward of another (Megatron's f and g, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; with the
-sequence cut between blocks, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198):
+The forward of each is the backward of another: Megatron's f and g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), and their
+sequence-parallel forms (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). "Own part" is this rank's part.
 
-    copy_in     identity                  sums the gradient over ranks
-    sum_out     sums over ranks           identity
-    gather_in   ranks' parts of dim 1     sums the gradient, keeps the own part
-    scatter_out sums, keeps the own part  gathers the gradient
-    split_last  the own part of the last  puts the gradient's parts together
-    gather_last puts the last together    keeps the gradient's own part
+                forward                     backward
+    copy_in     identity                    all-reduce
+    sum_out     all-reduce                  identity
+    gather_in   all-gather along dim 1      reduce-scatter along dim 1
+    scatter_out reduce-scatter along dim 1  all-gather along dim 1
+    split_last  own part of the last dim    all-gather along the last dim
+    gather_last all-gather along the last   own part of the last dim
 """
 
 import torch
@@ -19,7 +20,7 @@ from ztk.runtime.differentiable import through
 
 
 def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """The sum over ranks, in rank order, the same bits on all. x: any shape; it is not changed."""
+    """The sum of `x` over the ranks: x's shape and dtype, the same bits on every rank. `x` is not changed."""
     numel = -(-x.numel() // comm.size) * comm.size
     flat = x.new_zeros(numel) if numel > x.numel() else x.new_empty(numel)
     flat[: x.numel()].copy_(x.detach().reshape(-1))
@@ -28,7 +29,7 @@ def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
 
 
 def gathered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
-    """Ranks' equal parts along `dim`, put together."""
+    """x [.., n, ..] of every rank -> [.., n * ranks, ..], concatenated along `dim` in rank order."""
     parts = x.new_empty(comm.size, *x.shape)
     parts[comm.rank].copy_(x.detach())
     comm.all_gather(parts.view(-1), label=label).wait()
@@ -36,7 +37,7 @@ def gathered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
 
 
 def scattered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
-    """The own part along `dim` of the sum over ranks."""
+    """x [.., n, ..] -> [.., n / ranks, ..]: this rank's part along `dim` of the sum over the ranks."""
     parts = torch.stack(x.detach().chunk(comm.size, dim=dim))
     out = torch.empty_like(parts[0])
     comm.reduce_scatter(parts.view(-1), out=out.view(-1), label=label).wait()
@@ -44,7 +45,7 @@ def scattered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
 
 
 def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
-    """Ranks' parts of the last dimension, `sizes` of it, put together."""
+    """x [.., sizes[rank]] of every rank -> [.., sum(sizes)]."""
     padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - x.shape[-1]))
     parts = padded.new_empty(comm.size, *padded.shape)
     parts[comm.rank].copy_(padded)
@@ -53,7 +54,7 @@ def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) 
 
 
 def copy_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """The input of layers that every rank has a part of."""
+    """The input of column-parallel layers: x as it is; the gradient is summed over the ranks."""
     return through(
         x,
         forward=lambda x: x.view_as(x),
@@ -62,12 +63,12 @@ def copy_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
 
 
 def sum_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """Every rank's partial result becomes the whole."""
+    """Partial results of row-parallel layers -> their sum over the ranks, in x's shape."""
     return through(x, forward=lambda x: summed(x, comm=comm, label=label), backward=lambda d_out: d_out)
 
 
 def gather_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """[B, T / n, ...] -> [B, T, ...]."""
+    """[B, T / n, ...] of every rank -> [B, T, ...]."""
     return through(
         x,
         forward=lambda x: gathered(x, comm=comm, label=label),
@@ -76,7 +77,7 @@ def gather_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
 
 
 def scatter_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """Partial results [B, T, ...] -> the own part of their sum [B, T / n, ...]."""
+    """Partial results [B, T, ...] -> this rank's part of their sum [B, T / n, ...]."""
     return through(
         x,
         forward=lambda x: scattered(x, comm=comm, label=label),
@@ -85,7 +86,7 @@ def scatter_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:
 
 
 def split_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
-    """The own part, of `sizes`, of the last dimension of a tensor that every rank has."""
+    """x [.., sum(sizes)], equal on all ranks -> this rank's [.., sizes[rank]]."""
     return through(
         x,
         forward=lambda x: x.split(sizes, dim=-1)[comm.rank],
@@ -94,7 +95,7 @@ def split_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> 
 
 
 def gather_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
-    """Ranks' parts of the last dimension, which may differ in size, put together for a result that every rank uses alike."""
+    """x [.., sizes[rank]] of every rank -> [.., sum(sizes)]. All ranks must compute the same from the result."""
     return through(
         x,
         forward=lambda x: gathered_last(x, comm=comm, sizes=sizes, label=label),

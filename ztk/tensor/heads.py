@@ -1,4 +1,4 @@
-"""How attention may be cut: between groups of heads, which a model's configuration tells the sizes of."""
+"""Where attention may be cut: between groups of heads, whose sizes the model's configuration gives."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ _FUSED = ("query_key_value",)  # GPT-NeoX, BLOOM: [heads, (query, key, value)] i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """query, key: heads of the whole model; key heads are value heads too. size: elements of a head."""
+    """query, key: numbers of heads in the full model; there are as many value heads as key heads. size: elements per head."""
 
     query: int
     key: int
@@ -16,7 +16,7 @@ class Heads:
 
     @staticmethod
     def of(config: object) -> "Heads | None":
-        """Of a Hugging Face configuration; None if it names no heads."""
+        """The heads of a Hugging Face configuration, or None if it names none."""
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         query = getattr(config, "num_attention_heads", None)
         if query is None:
@@ -25,7 +25,7 @@ class Heads:
         return Heads(query=query, key=getattr(config, "num_key_value_heads", None) or query, size=size)
 
     def grain(self, name: str) -> int:
-        """Elements of a projection, called `name`, that stay together: queries with their keys."""
+        """Output elements of the projection `name` that must stay on one rank: a head, or the query heads of one key head."""
         leaf = name.rpartition(".")[2]
         if leaf in _FUSED:
             return 3 * self.size
@@ -33,5 +33,5 @@ class Heads:
 
 
 def is_attention(name: str) -> bool:
-    """By the name of a module or a pattern of names."""
+    """Whether the module name, or pattern of names, is that of an attention layer."""
     return "attn" in name.lower() or "attention" in name.lower()

@@ -1,9 +1,9 @@
 """The forwards of modules whose weights are cut.
 
 [Note: Shared inputs]
-Query, key and value multiply the same input, and its gradient needs one sum over ranks, not three. So the copy (or gather) of an input is
-remembered as long as the input lives, and layers that get the same tensor share it; in a block that is recomputed nobody else would hold
-the copy. Recomputed activations are new tensors and get their own.
+Query, key and value multiply the same input, so its gradient needs one sum over the ranks, not three. The axis therefore caches the copied
+(or gathered) input as long as the input lives, and layers that get the same tensor share it. The cache owns the copy: in a recomputed
+block nothing else would keep it alive. Recomputed activations are new tensors with copies of their own.
 """
 
 import functools
@@ -20,18 +20,18 @@ from ztk.tensor.collectives import copy_in, gather_in, gather_last, scatter_out,
 
 
 class TensorAxis:
-    """How activations enter and leave layers that are cut, along one mesh axis.
+    """How activations enter and leave tensor-parallel layers, along one mesh axis.
 
-    sequence: between such layers every rank keeps its part of the sequence (dim 1) instead of a copy of all of it.
+    sequence: sequence parallelism. Between such layers every rank keeps its part of the sequence (dim 1) instead of a full copy.
     """
 
     def __init__(self, comm: Comm, *, sequence: bool = False) -> None:
         self.comm, self.sequence = comm, sequence
         self._shared: tuple[weakref.ref, Tensor, bool] | None = None
-        self._cut = False  # this pass: the sequence is cut now
+        self._cut = False  # whether this pass cuts the sequence
 
     def begin(self, length: int) -> None:
-        """A forward over sequences of `length` begins. Raises ValueError in training if they cannot be cut."""
+        """Begins a forward over sequences of `length` tokens. Raises ValueError in training if they cannot be cut."""
         self._cut = self.sequence and length % self.comm.size == 0
         if self.sequence and not self._cut and torch.is_grad_enabled():
             raise ValueError(
@@ -54,12 +54,12 @@ class TensorAxis:
             self._shared = None
 
     def leave(self, x: Tensor, *, label: str) -> Tensor:
-        """Partial results become whole ones (this rank's part of the sequence of them)."""
+        """Partial results -> their sum over the ranks, or with a cut sequence this rank's part of it."""
         return (scatter_out if self._cut else sum_out)(x, comm=self.comm, label=label)
 
 
 def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
-    """x [..., in] -> this rank's outputs [..., out / n]."""
+    """Makes `module` column-parallel: x [..., in] -> this rank's outputs [..., out / n]."""
     original = module.forward
 
     @functools.wraps(original)
@@ -71,7 +71,7 @@ def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
 
 
 def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[int, ...]) -> None:
-    """x [..., in] -> all outputs [..., out] on every rank."""
+    """Makes `module` column-parallel and gathers: x [..., in] -> all outputs [..., out] on every rank."""
     cut_column(module, axis=axis, name=name)
     local = module.forward
 
@@ -83,7 +83,7 @@ def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes
 
 
 def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
-    """This rank's inputs [..., in / n] -> [..., out], summed over ranks; a bias is added once, to the sum.
+    """Makes `module` row-parallel: this rank's inputs [..., in / n] -> [..., out], summed over the ranks. A bias is added once, to the sum.
 
     Raises ValueError for a module whose forward is not a linear layer's and which has a bias.
     """
@@ -106,7 +106,7 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
 
 
 def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[int, ...]) -> None:
-    """Before a module whose inputs are cut: takes this rank's part of inputs that are whole."""
+    """Before a row-parallel module: full inputs [..., in] -> this rank's part [..., in / n]."""
     original = module.forward
 
     @functools.wraps(original)
@@ -117,13 +117,17 @@ def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[
 
 
 def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: range) -> None:
-    """tokens [B, T] -> [B, T, width]: each rank looks up the words it knows, the others are zero, the sum is whole."""
+    """Makes `module` vocabulary-parallel: tokens [B, T] -> [B, T, width]. Each rank looks up its own rows, with zeros for all other
+    tokens, and the results are summed over the ranks.
+
+    Raises ValueError for an embedding with max_norm or sparse gradients.
+    """
     if module.max_norm is not None or module.sparse:
         raise ValueError(
             f"tensor plan {name}=vocabulary: an embedding with max_norm or sparse gradients cannot be cut; leave it out of the plan"
         )
 
-    original = module.forward  # which may scale the rows
+    original = module.forward  # it may scale the rows
 
     @functools.wraps(original)
     def forward(tokens: Tensor) -> Tensor:
@@ -133,7 +137,7 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
         return axis.leave(original(local) * here.unsqueeze(-1), label=name)
 
     module.forward = forward
-    if module.padding_idx is not None:  # whose row gets no gradient, on the rank that has it
+    if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
         module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
     _set_size(module, name="num_embeddings", dim=0)
 

@@ -1,7 +1,7 @@
-"""Cross entropy on logits of which every rank has some columns: the logits are never gathered.
+"""Vocabulary-parallel cross entropy: every rank has some columns of the logits, and they are never gathered.
 
-Per row and rank two numbers travel: log-sum-exp of the own columns, and the target's logit, zero if it is not among them. Backward needs
-no communication: d_logits = (exp(logits - lse) - onehot) / number of targets, written over the logits.
+Each rank exchanges two numbers per row: the log-sum-exp of its own columns, and the target's logit (zero if another rank has that column).
+The backward needs no communication: d_logits = (exp(logits - lse) - onehot) / number of targets, written over the logits.
 """
 
 import torch
@@ -12,12 +12,12 @@ from ztk.nn.loss import IGNORED
 from ztk.runtime import Comm
 from ztk.tensor.collectives import gather_last
 
-_CHUNK = 1 << 22  # logits that are fp32 at one time: 16 MB
+_CHUNK = 1 << 22  # logits in fp32 at one time: 16 MB
 
 
 class VocabularyParallelLoss(nn.Module):
-    """Takes the place of `ztk.nn.LanguageLoss`: logits [B, T, own columns] and targets [B, T] -> mean cross entropy; without targets the whole
-    logits [B, T, V].
+    """Replaces `ztk.nn.LanguageLoss`: logits [B, T, own columns] and targets [B, T] -> mean cross entropy. Without targets it returns the
+    full logits [B, T, V].
 
     sizes: columns per rank, in rank order.
     """
@@ -40,9 +40,9 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor:
     """Mean cross entropy, fp32 scalar, the same bits on all ranks.
 
-    logits: [N, own columns], the columns `first`, `first` + 1, ... of the whole. Their gradient takes their memory in the
-        backward, of which there may be one; nothing else may need them then.
-    targets: int64 [N], in whole columns; `ignore_index` does not count.
+    logits: [N, own columns], the columns from `first` on of the full logits [N, V]. The backward writes their gradient into their memory:
+        it may run once, and nothing else may need the logits then.
+    targets: int64 [N], columns of the full logits; rows with `ignore_index` do not count.
     """
     return _CrossEntropy.apply(logits, targets, first, comm, ignore_index)
 

@@ -1,4 +1,4 @@
-"""Which module is cut how: for the native models, for Hugging Face models by the plan they carry, or as the user says."""
+"""Which module is cut in which way: by the native model's plan, by a Hugging Face model's `tp_plan`, or by the user's patterns."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ class Style(Enum):
     """What happens to a module's weight [out, in] (an embedding's: [vocabulary, width])."""
 
     column = "column"  # each rank computes some of the outputs
-    row = "row"  # each rank uses some of the inputs; results are summed
-    vocabulary = "vocabulary"  # each rank knows some of the words; results are summed
-    head = "head"  # as column; the outputs, logits, stay cut for the loss and are put together without one
-    column_gathered = "column_gathered"  # as column, and the outputs are put together
-    row_split = "row_split"  # as row, from inputs that every rank has whole
-    partial = "partial"  # a copy on every rank, inside layers that are cut: each knows a part of its gradient
+    row = "row"  # each rank reads some of the inputs; results are summed
+    vocabulary = "vocabulary"  # each rank has some of the rows; results are summed
+    head = "head"  # as column; the logits stay cut for the loss, and are gathered where there is no loss
+    column_gathered = "column_gathered"  # as column, and the outputs are gathered
+    row_split = "row_split"  # as row, from full inputs on every rank
+    partial = "partial"  # a copy on every rank inside layers that are cut; each rank computes a part of its gradient
     loss = "loss"  # a module without weights that takes cut logits: see `ztk.tensor.loss`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRule:
-    """How one module is cut, in whole multiples of `grain` elements (a head's size, say)."""
+    """How one module is cut: in multiples of `grain` elements, such as a head's size."""
 
     style: Style
     grain: int = 1
@@ -34,7 +34,8 @@ class TensorRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlan:
-    """Patterns of module names (`blocks.*.mlp.up`; * stands for any text without a dot) to rules. What no pattern names is copied."""
+    """Patterns of module names (`blocks.*.mlp.up`; * stands for any text without a dot) to rules. Modules that no pattern
+    matches are copied."""
 
     rules: Mapping[str, TensorRule]
 
@@ -68,7 +69,7 @@ class TensorPlan:
 
 
 def plan_of(model: nn.Module) -> TensorPlan:
-    """The plan that comes with the model. Raises ValueError if none does."""
+    """The plan that the model brings. Raises ValueError if it brings none."""
     if isinstance(model, Decoder):
         return _decoder_plan(model)
     if plan := _hugging_face_plan(model):
@@ -82,7 +83,7 @@ def plan_of(model: nn.Module) -> TensorPlan:
 def _decoder_plan(model: Decoder) -> TensorPlan:
     config = model.config
     key_grain = config.head_dim
-    query_grain = config.head_dim * (config.heads // config.kv_heads)  # queries stay with their keys
+    query_grain = config.head_dim * (config.heads // config.kv_heads)  # query heads stay with their key head
     rules = {
         "embedding": TensorRule(style=Style.vocabulary),
         "blocks.*.attention.query": TensorRule(style=Style.column, grain=query_grain),
@@ -106,7 +107,7 @@ def _decoder_plan(model: Decoder) -> TensorPlan:
     )
 
 
-# What the styles of transformers' `tp_plan` are here; those that are not named leave their module whole.
+# transformers' `tp_plan` styles -> ours. Modules with other styles are copied.
 _HUGGING_FACE = {
     "colwise": Style.column,
     "colwise_rep": Style.column_gathered,

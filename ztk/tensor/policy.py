@@ -1,4 +1,4 @@
-"""What a user chooses about tensor parallelism; how many ranks share a layer is the topology's to say."""
+"""What a user chooses about tensor parallelism. The topology says how many ranks share a layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from ztk.tensor.plan import TensorRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPolicy:
-    """plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`; None: the plan
-    that comes with the model.
+    """How layers are cut over the tensor-parallel ranks.
 
-    sequence_parallel: norms and residuals between the layers that are cut work on a part of the sequence each: the same bytes on the wire,
-        1/n of the activations there (Korthikanti et al. 2022).
+    plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`. None: the plan that
+        the model brings.
+    sequence_parallel: between tensor-parallel layers, norms and residuals work on each rank's part of the sequence: the same bytes on the
+        wire, 1/n of the activations there (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
     """
 
     plan: Mapping[str, str | TensorRule] | None = None

@@ -1,6 +1,6 @@
-"""Cuts a model's weights over the tensor axis.
+"""Cuts a model's weights over the tensor-parallel ranks.
 
-Phases: match the plan, cut and rewire each module it names, mark everything else as copied.
+It matches the plan against the model, cuts and rewires each module that the plan names, and marks all other parameters as copied.
 """
 
 import functools
@@ -20,20 +20,23 @@ from ztk.tensor.policy import TensorPolicy
 from ztk.tensor.split import part_range
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"
-_WHOLE = (Style.partial, Style.loss)  # these cut no weight
+_CUTS_NO_WEIGHT = (Style.partial, Style.loss)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedTensors:
-    """parts: of every parameter, by name. partial: copied parameters whose gradients each rank knows a part of: they are summed over
-    `comm` before ZeRO sees them."""
+    """What was cut.
+
+    parts: this rank's part of every parameter, by name. partial: copied parameters of which each rank computes a part of the gradient;
+    the parts are summed over `comm` before ZeRO reads them.
+    """
 
     parts: dict[str, Part]
     partial: frozenset[str]
     comm: Comm
 
     def sum_partial_gradients(self, model: nn.Module) -> None:
-        """Hooks the sums into the backward. After ZeRO has taken over the parameters, which may replace them."""
+        """Hooks the sums into the backward. Call it after ZeRO was built, which may replace parameters."""
         for name, parameter in model.named_parameters():
             if name in self.partial and parameter.requires_grad:
                 parameter.register_hook(_summing(self.comm, name=name))
@@ -76,14 +79,16 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
 
 
 def _tied_embeddings(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """Embeddings that the plan leaves out although it cuts the rows of their weight in another module, as plans of tied models do: they are
-    cut by words.
+    """Rules for embeddings that the plan leaves out although it cuts their weight in another module, as plans of tied models do: they
+    become vocabulary-parallel.
 
-    Raises ValueError for other modules that share a weight which is cut.
+    Raises ValueError for other modules that share a weight that is cut.
     """
     modules = dict(model.named_modules())
     weights = {
-        name: getattr(modules[name], "weight", None) for name, rule in matched.items() if rule.style not in _WHOLE
+        name: getattr(modules[name], "weight", None)
+        for name, rule in matched.items()
+        if rule.style not in _CUTS_NO_WEIGHT
     }
     cut = {weight: name for name, weight in weights.items() if weight is not None}
     found = {}
@@ -94,8 +99,8 @@ def _tied_embeddings(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> 
             other = matched[cut[parameter]]
             if not isinstance(module, nn.Embedding) or other.style in (Style.row, Style.row_split):
                 raise ValueError(
-                    f"tensor plan {cut[parameter]}={other.style.value}: {name} has the same {leaf}, which the plan would leave "
-                    f"whole there; name {name} in the plan, or leave both out"
+                    f"tensor plan {cut[parameter]}={other.style.value}: {name} has the same {leaf}, which the plan would not "
+                    f"cut there; name {name} in the plan, or leave both out"
                 )
             found[name] = TensorRule(style=Style.vocabulary, grain=other.grain)
     return found
@@ -110,7 +115,7 @@ class _Cutter:
         self._made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
 
     def cut(self, module: nn.Module, *, name: str, rule: TensorRule) -> None:
-        """Replaces the module's parameters by this rank's part and its forward by one that talks."""
+        """Replaces the module's parameters by this rank's part, and its forward by one that communicates."""
         comm, style = self._axis.comm, rule.style
         if style is Style.partial:
             self.partial.update(self._canonical[parameter] for parameter in module.parameters())
@@ -121,7 +126,7 @@ class _Cutter:
             )
         if type(module).__name__ == "Conv1D":  # of transformers' GPT-2
             raise ValueError(
-                f"tensor plan {name}={style.value}: a Conv1D keeps its weight as [in, out], and rows of it are no outputs; make it an "
+                f"tensor plan {name}={style.value}: a Conv1D stores its weight as [in, out], so its rows are not outputs; make it an "
                 "nn.Linear, or leave it out of the plan"
             )
         dim = 1 if style in (Style.row, Style.row_split) else 0
@@ -156,7 +161,7 @@ class _Cutter:
             return part_range(size, part=part, parts=parts, grain=grain)
         except ValueError:
             raise ValueError(
-                f"topology.tensor={parts}: {name} has {size // grain} units of {grain} to share out; "
+                f"topology.tensor={parts}: {name} has {size // grain} units of {grain} to distribute; "
                 f"use topology.tensor={max(1, size // grain)} or less"
             ) from None
 
@@ -178,7 +183,7 @@ def _replace_loss(model: nn.Module, *, name: str, comm: Comm, sizes: tuple[int, 
 
 
 def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:
-    """Stages of a pipeline after the first have no embedding that would begin a pass: their forward does."""
+    """Pipeline stages after the first have no embedding to begin a pass: their forward begins it."""
     original = model.forward
 
     @functools.wraps(original)

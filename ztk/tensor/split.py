@@ -2,9 +2,9 @@
 
 
 def part_range(size: int, *, part: int, parts: int, grain: int = 1) -> range:
-    """The `part`-th of `parts` ranges of `size` elements, in whole grains, the larger ones first.
+    """The range of part number `part` when `size` elements are cut into `parts` ranges of complete grains. Larger ranges come first.
 
-    Raises ValueError if `size` is no multiple of `grain`, or if a part would be empty.
+    Raises ValueError if `size` is not a multiple of `grain`, or if a part would be empty.
     """
     units, rest = divmod(size, grain)
     if rest or units < parts:

@@ -1,6 +1,6 @@
 """ZeRO: one policy of which states are sharded, for stages 0 to 3 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054)."""
 
-from ztk.zero.policy import ZeroPolicy
+from ztk.policies.zero import ZeroPolicy
 from ztk.zero.state.shards import StateShard
 from ztk.zero.store import DeviceStore, Store, Stores
 from ztk.zero.zero import Zero

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from ztk.optim import FlatOptimizer, GroupTable
+from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.part import Part
-from ztk.zero.policy import ZeroPolicy
 from ztk.zero.store import Stores
 
 

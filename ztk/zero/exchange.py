@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ztk.kernels import dequantize, dequantize_reduce, quantize, quantized_bytes
+from ztk.policies.zero import ZeroPolicy
 from ztk.runtime import Comm, MemoryLedger, Tier
 from ztk.runtime.pending import Handle, Pending, then
 from ztk.zero.context import ZeroContext
-from ztk.zero.policy import ZeroPolicy
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable
+from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.buffers import BufferPool
@@ -19,7 +20,6 @@ from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks
 from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext
 from ztk.zero.piece_states import PieceStates
-from ztk.zero.policy import ZeroPolicy
 from ztk.zero.reduction import GradientReduction
 from ztk.zero.residency import ParameterState
 from ztk.zero.state.named import NamedState

@@ -2,10 +2,14 @@
 
 import difflib
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ztk.policies.ranges import INT64_MAX, Range
+
+_LARGEST = int(sys.float_info.max)
 Convert = Callable[[object], object]  # raises ValueError("must be ...")
 
 
@@ -119,9 +123,11 @@ def boolean(value: object) -> bool:
 
 
 def number(value: object) -> float:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
+        raise ValueError("must be a number that a 64-bit float holds")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
         return float(value)
-    if isinstance(value, str):  # YAML and hand-written files hold 1e-8 as a text
+    if isinstance(value, str) and value.isascii():  # YAML and hand-written files hold 1e-8 as a text
         try:
             return number(float(value))
         except ValueError:
@@ -129,23 +135,28 @@ def number(value: object) -> float:
     raise ValueError("must be a number")
 
 
-def at_least(low: float) -> Convert:
+def at_least(low: float, *, high: float | None = None) -> Convert:
+    """A number in this range, which kernels read in float32."""
+    allowed = Range(low=low, high=high, float32=True)
+
     def convert(value: object) -> float:
-        if number(value) < low:
-            raise ValueError(f"must be {low:g} or more")
+        if reason := allowed.fault(number(value)):
+            raise ValueError(reason)
         return number(value)
 
     return convert
 
 
-def whole_number(low: int = 0) -> Convert:
+def whole_number(low: int = 0, *, high: int = INT64_MAX) -> Convert:
     """A whole number, `5e8` included."""
 
     def convert(value: object) -> int:
         plain = number(value)
-        if not plain.is_integer() or plain < low:
-            raise ValueError(f"must be a whole number, {low} or more")
-        return int(plain)
+        exact = value if isinstance(value, int) else int(plain) if plain.is_integer() else low - 1
+        if not low <= exact <= high:
+            upper = "" if high == INT64_MAX and exact < low else f" and at most {high}"
+            raise ValueError(f"must be a whole number, {low} or more{upper}")
+        return exact
 
     return convert
 

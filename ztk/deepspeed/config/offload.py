@@ -12,6 +12,7 @@ from ztk.deepspeed.config.keys import (
     whole_number,
 )
 from ztk.offload import OffloadPolicy
+from ztk.policies.offload import MAX_THREADS, PAGE_BYTES
 
 _POOL = "ztk's pool of buffers for a disk is its own size, the same for optimizer and parameters"
 _PIPELINE = "reading, updating and writing always overlap"
@@ -40,14 +41,13 @@ PARAMETERS = {
 }
 AIO = {
     "block_size": takes(whole_number(1)),
-    "intra_op_parallelism": takes(whole_number(1)),
+    "intra_op_parallelism": takes(whole_number(1, high=MAX_THREADS)),
     "queue_depth": hint(whole_number(1), "requests in flight are threads: set intra_op_parallelism"),
     "single_submit": hint(boolean, "requests are system calls of threads"),
     "overlap_events": hint(boolean, "requests always overlap", usual=(True,)),
     "use_gds": fixed(False, why="not offered: files go through main memory; leave it out"),
 }
 _RENAMED = {"thread_count": "is intra_op_parallelism since DeepSpeed 0.15; did you mean intra_op_parallelism?"}
-_PAGE = 4096
 
 
 def read_offload(
@@ -120,7 +120,7 @@ def _aio(given: dict, *, uses_nvme: bool, findings: Findings) -> dict:
         return {}
     options = {}
     if "block_size" in values:
-        options["block_bytes"] = -(-values["block_size"] // _PAGE) * _PAGE
+        options["block_bytes"] = -(-values["block_size"] // PAGE_BYTES) * PAGE_BYTES
     if "intra_op_parallelism" in values:
         options["threads"] = values["intra_op_parallelism"]
     return options

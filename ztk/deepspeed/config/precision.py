@@ -26,7 +26,7 @@ FP16 = {
     "enabled": takes(boolean),
     "auto_cast": takes(boolean, auto=True),
     "loss_scale": takes(at_least(0), auto=True),
-    "initial_scale_power": takes(at_least(0), auto=True),
+    "initial_scale_power": takes(at_least(0, high=127), auto=True),
     "loss_scale_window": takes(whole_number(1), auto=True),
     "hysteresis": takes(whole_number(1), auto=True),
     "consecutive_hysteresis": takes(boolean, auto=True),

@@ -16,9 +16,9 @@ from ztk.deepspeed.config.source import read_source
 from ztk.deepspeed.config.zero import Zero
 from ztk.deepspeed.started import this_process
 from ztk.deepspeed.zero.parameter import name_parameter
-from ztk.offload import NvmeStore, OffloadPolicy, OffloadTarget
-from ztk.offload.policy import MIN_BUFFER_COUNT
-from ztk.runtime import MemoryLedger, Process
+from ztk.offload import NvmeStore, OffloadPolicy
+from ztk.policies.offload import MIN_BUFFER_COUNT
+from ztk.runtime import MemoryLedger, Process, Tier
 from ztk.runtime.io import IoCounters
 from ztk.zero import DeviceStore, Store
 from ztk.zero.construction import construction, shard_module
@@ -150,7 +150,7 @@ def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
             "remote_device='nvme': needs a folder: give config_dict_or_path with zero_optimization.offload_param "
             '{"device": "nvme", "nvme_path": ...}'
         )
-    return OffloadPolicy(parameters=OffloadTarget(remote_device))
+    return OffloadPolicy(parameters=Tier(remote_device))
 
 
 def _filled(section: object) -> object:
@@ -163,10 +163,10 @@ def _filled(section: object) -> object:
 def _store(policy: OffloadPolicy, *, process: Process) -> Store:
     ledger = MemoryLedger()
     match policy.parameters:
-        case OffloadTarget.none:
+        case Tier.none:
             return DeviceStore(device=process.device, ledger=ledger)
-        case OffloadTarget.cpu:  # not pinned: every shard is copied once, into the engine's own memory
+        case Tier.cpu:  # not pinned: every shard is copied once, into the engine's own memory
             return DeviceStore(device=torch.device("cpu"), ledger=ledger)
-        case OffloadTarget.nvme:  # shards stream through the threads' blocks; nothing needs the pool
+        case Tier.nvme:  # shards stream through the threads' blocks; nothing needs the pool
             small = replace(policy, buffer_count=MIN_BUFFER_COUNT, buffer_bytes=_BLOCK_BYTES)
             return NvmeStore(small, rank=process.rank, ledger=ledger, counters=IoCounters())

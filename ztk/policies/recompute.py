@@ -1,33 +1,37 @@
-"""The user's choices about activations."""
+"""What a user chooses about activations."""
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ztk.policies.ranges import COUNT, range_faults, refuse
+
+RANGES = {"every": COUNT, "num_checkpoints": COUNT}
+
 
 class RecomputeMode(StrEnum):
-    """What is saved of a block for the backward."""
+    """What is kept of a block for its backward."""
 
-    none = "none"  # everything that autograd saved
+    none = "none"  # everything that autograd saves
     full = "full"  # the block's input (Chen et al. 2016, https://arxiv.org/abs/1604.06174)
     selective = "selective"  # the input, and the results of matrix products and attention (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputePolicy:
-    """Which blocks are recomputed, and where their inputs are until the backward.
+    r"""Which blocks are recomputed, and where their inputs are kept until then.
 
     every: blocks 0, every, 2 * every, ... are recomputed; the others keep their activations.
-    modules: regular expressions that match full names, such as `model\\.layers\\.\\d+`; none: the elements of the outermost ModuleLists,
-        ModuleDicts and Sequentials that have parameters and submodules.
-    inputs_on_cpu: a block's input is offloaded to main memory, pinned beside a GPU.
+    modules: regular expressions that match full module names, such as `model\.layers\.\d+`. Empty: the elements of the outermost
+        ModuleLists, ModuleDicts and Sequentials that have parameters and submodules.
+    inputs_on_cpu: a block's input is kept in main memory, pinned beside a GPU.
     partition_inputs: each tensor-parallel rank keeps its part of an input, and the backward gathers it. The input must be the same on
         all of them.
-    contiguous: inputs lie in one buffer that is allocated once. They must be of one size, or smaller.
-    num_checkpoints: places of that buffer; None: as many as there are recomputed blocks.
-    preserve_rng: the repetition draws the same random numbers, for example for dropout.
+    contiguous: inputs are kept in one buffer that is allocated once, for the size of the first input. Later ones may be smaller.
+    num_checkpoints: inputs that the buffer holds; None: one per recomputed block.
+    preserve_rng: random numbers, such as dropout's, are the same when a block runs again.
 
-    Raises ValueError for values that cannot work, and for options that have no effect.
+    Raises ValueError for options that change nothing.
     """
 
     mode: RecomputeMode = RecomputeMode.none
@@ -44,25 +48,22 @@ class RecomputePolicy:
             raise ValueError(f"recompute.mode={self.mode}: must be one of {', '.join(RecomputeMode)}")
         object.__setattr__(self, "mode", RecomputeMode(self.mode))
         object.__setattr__(self, "modules", tuple(self.modules))
-        if self.every < 1:
-            raise ValueError(f"recompute.every={self.every}: must be 1 or more")
+        refuse(range_faults(self, section="recompute", ranges=RANGES))
         for pattern in self.modules:
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"recompute.modules={pattern!r}: not a regular expression ({error})") from None
-        if self.num_checkpoints is not None and self.num_checkpoints < 1:
-            raise ValueError(f"recompute.num_checkpoints={self.num_checkpoints}: must be 1 or more")
         if self.num_checkpoints is not None and not self.contiguous:
             raise ValueError(
                 f"recompute.num_checkpoints={self.num_checkpoints} has no effect without recompute.contiguous=true: add it, or "
                 "leave num_checkpoints out"
             )
         if self.mode is RecomputeMode.none:
-            self._refuse_idle()
+            self._refuse_inactive()
 
-    def _refuse_idle(self) -> None:
-        idle = {
+    def _refuse_inactive(self) -> None:
+        inactive = {
             "every": self.every != 1,
             "modules": bool(self.modules),
             "inputs_on_cpu": self.inputs_on_cpu,
@@ -70,7 +71,7 @@ class RecomputePolicy:
             "contiguous": self.contiguous,
             "preserve_rng": not self.preserve_rng,
         }
-        for name, given in idle.items():
+        for name, given in inactive.items():
             if given:
                 raise ValueError(
                     f"recompute.{name}={getattr(self, name)} has no effect with recompute=none: leave it out, or use "

@@ -1,0 +1,62 @@
+"""Keys of the command line that have a new name. The old name is accepted for one release, with a note."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ztk.config.rules import ConfigError
+
+# The names of ZeRO++ and of Megatron since the release after 0.1.0; the one after that removes the old ones.
+RENAMED = {
+    "zero.secondary_shards": "zero.hpz_partition_size",
+    "topology.sequence_norms": "topology.sequence_parallel",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renamed:
+    """words: the overrides under their new names. notes: one line per old name."""
+
+    words: list[str]
+    notes: tuple[str, ...] = ()
+
+
+def rename_keys(overrides: Sequence[str]) -> Renamed:
+    """Raises ConfigError with every key that is given under both names."""
+    words, notes, faults = [], [], []
+    keys = {_key(word) for word in overrides}
+    for word in overrides:
+        old = _key(word)
+        new = RENAMED.get(old)
+        if new is None:
+            words.append(word)
+        elif new in keys:
+            faults.append(f"{old}: is the old name of {new}, which is given too; keep {new}")
+        else:
+            words.append(word.replace(old, new, 1))
+            notes.append(f"{old} is called {new} now; the old name goes with the next release")
+    if faults:
+        raise ConfigError(faults)
+    return Renamed(words=words, notes=tuple(notes))
+
+
+def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested values of a `config.yaml` under today's names; an earlier release may have written it."""
+    renamed = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        if isinstance(renamed.get(section), dict) and name in renamed[section]:
+            renamed[section][new.partition(".")[2]] = renamed[section].pop(name)
+    return renamed
+
+
+def hint_of(text: str) -> str:
+    """`; it is called ... now` if `text`, a complaint about an option file, quotes an old name; else nothing."""
+    for old, new in RENAMED.items():
+        if f"'{old.partition('.')[2]}'" in text:
+            return f"; it is called {new} now"
+    return ""
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")

@@ -1,0 +1,236 @@
+"""`parallelize`: every technique is applied to a plain module from outside, one after the other, over one `Plan`.
+
+The module, the optimizer and the training program know nothing of the techniques. The order is fixed: pipeline stages, tensors,
+sequences, experts, ZeRO with its stores, recomputation, engine.
+"""
+
+import functools
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from ztk.engine.control import StepControl
+from ztk.engine.engine import Engine
+from ztk.engine.parts import warn_of_parts
+from ztk.engine.pipeline import PipelineEngine
+from ztk.moe import metrics_of_experts, scale_router_losses, shard_experts
+from ztk.nn.linear import WIDENED, speed_up_linear_layers
+from ztk.offload import OffloadPolicy
+from ztk.optim import GroupTable, OptimizerPolicy, flat_optimizer, group_parameters
+from ztk.parallel.plan import Plan
+from ztk.parallel.stores import fit_pool, make_stores, piece_size
+from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
+from ztk.pipeline.stages import layered, mark_copies, share_values, split
+from ztk.precision import PrecisionPolicy
+from ztk.recompute import RecomputePolicy, recompute_blocks
+from ztk.runtime import Process
+from ztk.runtime.host_memory import keep_freed_memory
+from ztk.runtime.part import InitialValues, Part, values_of_parts
+from ztk.sequence import cut_sequences
+from ztk.tensor import TensorPolicy, shard_tensors
+from ztk.zero import Zero, ZeroPolicy
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    process: Process,
+    optimizer: OptimizerPolicy,
+    lr_table: Tensor | None = None,
+    precision: PrecisionPolicy | None = None,
+    zero: ZeroPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+    tensor: TensorPolicy | None = None,
+    experts: str | None = None,
+    recompute: RecomputePolicy | None = None,
+    pipeline: PipelinePolicy | None = None,
+    parts: Mapping[str, Part] | None = None,
+    accumulation_steps: int = 1,
+    initial_values: InitialValues | None = None,
+    fast_linear: bool = False,
+    sample_batch: object | None = None,
+) -> Engine:
+    """Makes `model` train under a memory strategy on the mesh of `process`. A collective call: every rank makes it with the same
+    arguments.
+
+    model: a plain module, on any device. On the meta device it needs `initial_values(name=, start=, stop=)`; otherwise every rank starts
+        with rank 0's values. The engine takes its parameters over: dtype, memory and device follow the policies.
+    lr_table: fp32 [steps], the multiplier of the learning rate for each update; the last one stays. None: constant.
+    experts: a regular expression for the layers whose experts are spread over the mesh's expert axis. None: all layers with experts.
+    pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.pipeline.PipelineModule` or the native decoder.
+        The engine is a `PipelineEngine`.
+    parts: of a model whose tensors are already cut over the mesh's tensor-parallel ranks. None: they are cut here.
+    accumulation_steps: micro-batches per step.
+    fast_linear: on the CPU, torch's own linear layers in `model` multiply float32 by `ztk.nn.linear`, as the native decoder's do: up to
+        twice as fast, depending on the processor, with other rounding than plain torch. 16-bit types that the processor cannot multiply
+        always use it.
+    sample_batch: a micro-batch to measure layers with, for partition="profile".
+
+    Raises:
+        ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
+    """
+    plan = Plan(
+        model=model,
+        process=process,
+        optimizer=optimizer,
+        flat_optimizer=flat_optimizer(optimizer),
+        lr_table=lr_table,
+        precision=precision or PrecisionPolicy(),
+        zero=zero or ZeroPolicy(),
+        offload=offload or OffloadPolicy(),
+        tensor=tensor or TensorPolicy(),
+        recompute=recompute or RecomputePolicy(),
+        pipeline=pipeline or PipelinePolicy(),
+        experts=experts,
+        accumulation_steps=accumulation_steps,
+        initial_values=initial_values,
+    )
+    apply_fast_products(plan, fast_linear=fast_linear)
+    apply_pipeline(plan, sample_batch=sample_batch)
+    apply_tensor(plan, parts=parts)
+    apply_sequence(plan)
+    apply_experts(plan)
+    apply_copies(plan)
+    groups = group_parameters(optimizer, shapes=plan.trained)
+    apply_zero(plan, groups=groups)
+    apply_recompute(plan)
+    place_buffers(plan)
+    warn_of_parts(model, zero=plan.sharded, is_cut=plan.is_cut)
+    return build_engine(plan, groups=groups)
+
+
+def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
+    """On the CPU: freed memory is kept, and linear layers use ztk's products where they are asked for or needed.
+
+    Raises ValueError for `fast_linear` on another device.
+    """
+    device = plan.process.device
+    if device.type == "cpu":
+        keep_freed_memory()
+        if fast_linear or plan.precision.dtype in WIDENED:
+            speed_up_linear_layers(plan.model)
+    elif fast_linear:
+        raise ValueError(f"fast_linear=True has no effect on {device}: leave it out")
+
+
+def apply_pipeline(plan: Plan, *, sample_batch: object | None) -> None:
+    """Leaves this rank's stages in the model, and finds which parameters of the full model train.
+
+    Raises ValueError for a model that cannot be cut into stages, and for one with nothing to train.
+    """
+    model, comm = plan.model, plan.mesh.comm("pp")
+    if isinstance(model, PipelineModule) and comm.size == 1:
+        model.build()
+    plan.trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    if comm.size > 1:
+        plan.pipeline.check(num_ranks=comm.size, num_micro_batches=plan.accumulation_steps)
+        layers = layered(model)
+        plan.trained = layers.shapes()
+        plan.stages = getattr(model, "stages", None) or split(
+            layers, policy=plan.pipeline, mesh=plan.mesh, sample_batch=sample_batch
+        )
+        if plan.pipeline.schedule is ScheduleName.zero_bubble:
+            plan.deferred.attach(model)
+    if not plan.trained and plan.optimizer.lr > 0:  # lr=0: a model that only runs forward, its parameters frozen
+        raise ValueError("no parameter of the model requires gradients: there is nothing to train")
+
+
+def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
+    """Cuts weights over the tensor-parallel ranks, unless `parts` says that they are cut."""
+    if parts is not None:
+        plan.parts |= parts
+    elif plan.mesh.comm("tp").size > 1:
+        plan.tensors = shard_tensors(plan.model, mesh=plan.mesh, policy=plan.tensor)
+        plan.parts |= plan.tensors.parts
+
+
+def apply_sequence(plan: Plan) -> None:
+    """Gives each rank of the sequence axis a part of every sequence."""
+    if plan.mesh.comm("sp").size > 1:
+        cut_sequences(plan.model, mesh=plan.mesh, tokens_cut_along_tp=plan.tensor.sequence_parallel)
+
+
+def apply_experts(plan: Plan) -> None:
+    """Spreads experts over the ranks of the expert axis."""
+    plan.parts |= shard_experts(
+        plan.model, mesh=plan.mesh, pattern=plan.experts, tokens_cut_along_tp=plan.tensor.sequence_parallel
+    )
+
+
+def apply_copies(plan: Plan) -> None:
+    """Parameters that several stages hold start with the same values and are marked as copies of one."""
+    if plan.stages is not None:
+        share_values(plan.stages, comm=plan.mesh.comm("pp"))
+        plan.parts = mark_copies(plan.parts, stages=plan.stages, comm=plan.mesh.comm("pp"))
+
+
+def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
+    """Shards states over the data-parallel ranks, on the tiers of the offload policy."""
+    values, offload = plan.initial_values, fit_pool(plan)
+    plan.sharded = Zero(
+        plan.model,
+        policy=plan.zero,
+        precision=plan.precision,
+        optimizer=plan.flat_optimizer,
+        groups=groups,
+        stores=make_stores(plan, policy=offload),
+        mesh=plan.mesh,
+        parts=plan.parts,
+        ledger=plan.memory,
+        clock=plan.clock,
+        piece_size=piece_size(offload, optimizer=plan.flat_optimizer),
+        initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
+    )
+    if plan.tensors is not None:
+        plan.tensors.sum_partial_gradients(plan.model)
+
+
+def apply_recompute(plan: Plan) -> None:
+    """Wraps the blocks whose activations are computed again in the backward."""
+    recompute_blocks(plan.model, policy=plan.recompute, comm=plan.mesh.comm("tp"), ledger=plan.memory)
+
+
+def place_buffers(plan: Plan) -> None:
+    """Moves buffers to the device, with rank 0's values. The model fills those on the meta device: `materialise_buffers(device)`.
+
+    Raises ValueError if it has no such method.
+    """
+    model, device = plan.model, plan.process.device
+    if any(buffer.is_meta for buffer in model.buffers()):
+        if not hasattr(model, "materialise_buffers"):
+            raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")
+        model.materialise_buffers(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                placed = buffer.to(device).contiguous()
+                module._buffers[name] = placed
+                plan.mesh.comm("data").broadcast(placed, source=0, label=name).wait()
+
+
+def build_engine(plan: Plan, *, groups: GroupTable) -> Engine:
+    """The engine over what the techniques have made of the model; its counters start at zero."""
+    control = StepControl(
+        optimizer=plan.optimizer,
+        groups=groups,
+        loss_scale=plan.precision.loss_scale,
+        lr_table=plan.lr_table,
+        gradient_divisor=plan.mesh.comm("data").size * plan.accumulation_steps,
+        device=plan.process.device,
+    )
+    scale_router_losses(plan.model, loss_scale=control.loss_scale)
+    plan.mesh.counters.reset()  # what building moved is not what training moves
+    kind = Engine
+    if plan.stages is not None:
+        kind = functools.partial(PipelineEngine, stages=plan.stages, policy=plan.pipeline, deferred=plan.deferred)
+    return kind(
+        plan.model,
+        zero=plan.sharded,
+        control=control,
+        process=plan.process,
+        memory=plan.memory,
+        clock=plan.clock,
+        io=plan.io,
+        accumulation_steps=plan.accumulation_steps,
+        module_metrics=metrics_of_experts(plan.model, mesh=plan.mesh),
+    )

@@ -1,0 +1,73 @@
+"""Where ZeRO's shards are stored, and how large the pool of an NVMe store is."""
+
+from dataclasses import replace
+
+from ztk.offload import HostStore, NvmeStore, OffloadPolicy
+from ztk.optim import FlatOptimizer
+from ztk.parallel.plan import Plan
+from ztk.policies.offload import PAGE_BYTES
+from ztk.runtime import Tier
+from ztk.zero import DeviceStore, Store, Stores
+from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
+from ztk.zero.units import plan_units
+
+
+def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:
+    """One store per tier in use. Reduced gradients are stored on the tier where the optimizer runs."""
+    made: dict[Tier, Store] = {}
+
+    def store(tier: Tier) -> Store:
+        if tier not in made:
+            match tier:
+                case Tier.none:
+                    made[tier] = DeviceStore(device=plan.process.device, ledger=plan.memory)
+                case Tier.cpu:
+                    made[tier] = HostStore(policy, ledger=plan.memory)
+                case Tier.nvme:
+                    made[tier] = NvmeStore(policy, rank=plan.process.rank, ledger=plan.memory, counters=plan.io)
+        return made[tier]
+
+    return Stores(
+        optimizer=store(policy.optimizer),
+        gradients=store(policy.optimizer if plan.zero.shards_gradients else Tier.none),
+        parameters=store(policy.parameters),
+    )
+
+
+def fit_pool(plan: Plan) -> OffloadPolicy:
+    """`plan.offload` with pool buffers no larger than the largest unit's shard: a small model reserves less than a large one."""
+    policy = plan.offload
+    if policy.optimizer is not Tier.nvme:
+        return policy
+
+    def shard_size(name: str, *, numel: int) -> int:
+        axis = plan.parts[name].axis if name in plan.parts else "data"
+        return -(-numel // plan.mesh.comm(axis).size)
+
+    sizes = {name: shard_size(name, numel=parameter.numel()) for name, parameter in plan.model.named_parameters()}
+    largest = max(sum(sizes[name] for name in unit.owned) for unit in plan_units(plan.model))
+    elements = largest + SHARD_ALIGNMENT * PARAMETER_ALIGNMENT  # with room for padding
+    needed = -(-elements * _bytes_per_element(plan.flat_optimizer) // PAGE_BYTES) * PAGE_BYTES
+    return replace(policy, buffer_bytes=min(policy.buffer_bytes, needed))
+
+
+def piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer) -> int | None:
+    """How many elements fit a pool buffer with master weights and moments in fp32, or None: no limit.
+
+    Raises ValueError for a buffer that holds too few.
+    """
+    if policy.optimizer is not Tier.nvme:
+        return None  # parameter shards alone stream through the store's blocks, whatever their size
+    bytes_per_element = _bytes_per_element(optimizer)
+    size = policy.buffer_bytes // bytes_per_element // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+    if size == 0:
+        raise ValueError(
+            f"offload.buffer_bytes={policy.buffer_bytes} cannot hold the states of {SHARD_ALIGNMENT} parameters; "
+            f"set offload.buffer_bytes={SHARD_ALIGNMENT * bytes_per_element} or more"
+        )
+    return size
+
+
+def _bytes_per_element(optimizer: FlatOptimizer) -> int:
+    """Master weight and moments, fp32."""
+    return 4 * (1 + len(optimizer.state_names))

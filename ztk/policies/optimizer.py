@@ -1,0 +1,131 @@
+"""Which optimizer runs, with which hyperparameters, on which parameters."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, range_faults, refuse
+
+NAMES = ("adamw", "adam", "sgd", "lion")
+_DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adam": (0.9, 0.95), "lion": (0.9, 0.99)}
+_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8}
+RANGES = {
+    "lr": NOT_NEGATIVE,
+    "eps": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "momentum": BELOW_ONE,
+}
+CLIP_RANGES = {"clip_grad_norm": NOT_NEGATIVE}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """Hyperparameters for the parameters whose full name contains a match of the regular expression `pattern`.
+
+    None takes the value of the policy. A `weight_decay` given here applies to every parameter of the group, also to
+    those that the policy would not decay.
+
+    Raises:
+        ValueError: for a pattern that is not a regular expression.
+    """
+
+    pattern: str
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"optimizer.groups pattern={self.pattern!r}: not a regular expression ({error})") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerPolicy:
+    """One optimizer for the full model.
+
+    name: adamw (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), adam (Kingma and Ba 2015,
+        https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, or lion (Chen et al. 2023,
+        https://arxiv.org/abs/2302.06675).
+    betas: None means (0.9, 0.95) for adam and adamw, (0.9, 0.99) for lion.
+    eps: None means 1e-8; adam and adamw only.
+    momentum, nesterov: sgd only.
+    weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
+    clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
+    groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
+
+    Raises ValueError for a value out of range and for an option that the optimizer does not have.
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_grad_norm: float = 0.0
+    decay_all: bool = False
+    groups: tuple[ParameterGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"optimizer.name={self.name}: must be one of {', '.join(NAMES)}")
+        if self.betas is None and self.name in _DEFAULT_BETAS:
+            object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])
+        if self.eps is None and self.name in _DEFAULT_EPS:
+            object.__setattr__(self, "eps", _DEFAULT_EPS[self.name])
+        object.__setattr__(self, "groups", tuple(self.groups))
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        yield from range_faults(self, section="optimizer", ranges=CLIP_RANGES)
+        if self.name == "sgd":
+            yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
+        elif self.nesterov:
+            yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
+        for group in (self, *self.groups):
+            yield from _group_faults(group, name=self.name)
+            if group is not self and self.name == "sgd" and bool(group.momentum) and not self.momentum:
+                yield (
+                    f"optimizer.groups momentum={group.momentum} for {group.pattern!r} needs a momentum buffer: "
+                    "set optimizer.momentum too, to a small value if other parameters need little"
+                )
+
+
+def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterator[str]:
+    """Nesterov's method looks ahead along the momentum."""
+    if nesterov and not momentum:
+        yield (
+            "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or optimizer.nesterov=false"
+        )
+
+
+def beta_faults(betas: tuple[float, ...] | list[float] | None, *, section: str = "optimizer") -> Iterator[str]:
+    """Two numbers from 0 to below 1, also in float32, where 0.99999999 becomes 1."""
+    if betas is None:
+        return
+    text = f"{section}.betas=[{','.join(map(str, betas))}]"
+    if len(betas) != 2:
+        yield f"{text}: must be two numbers, such as {section}.betas=[0.9,0.95]"
+    for number, beta in enumerate(betas, start=1):
+        if reason := BELOW_ONE.fault(beta):
+            yield f"{text}: number {number} {reason}"
+
+
+def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iterator[str]:
+    """Ranges, and options that optimizer `name` lacks. None is accepted: it stands for the policy's value, or for nothing."""
+    section = f"optimizer.groups[{group.pattern!r}]" if isinstance(group, ParameterGroup) else "optimizer"
+    yield from range_faults(group, section=section, ranges=RANGES)
+    yield from beta_faults(group.betas, section=section)
+    for option, owners, use in (
+        ("betas", _DEFAULT_BETAS, "adamw"),
+        ("eps", _DEFAULT_EPS, "adamw"),
+        ("momentum", ("sgd",), "sgd"),
+    ):
+        value = getattr(group, option)
+        if value and name not in owners:
+            yield f"{section}.{option}={value} has no effect with optimizer={name}: leave it out, or use optimizer={use}"

@@ -1,0 +1,86 @@
+"""What a user chooses about ZeRO."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ztk.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+
+RANGES = {
+    "stage": Range(low=0, high=3),
+    "bucket_size": SIZE,
+    "prefetch_bucket_size": SIZE_OR_ZERO,
+    "max_live_parameters": SIZE_OR_ZERO,
+    "max_reuse_distance": SIZE_OR_ZERO,
+    "param_persistence_threshold": SIZE_OR_ZERO,
+    "hpz_partition_size": COUNT,
+}
+
+
+class ZeroChoices(Protocol):
+    """The fields that rules between policies read; None: not given."""
+
+    stage: int | None
+    hpz_partition_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroPolicy:
+    """Which states are sharded over the data-parallel ranks, how far ahead parameters are gathered, and how many stay gathered.
+
+    stage: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020,
+        https://arxiv.org/abs/1910.02054). Sizes below are in elements.
+    bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
+    prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use.
+    max_live_parameters: stage 3: prefetching stops when this many elements are gathered.
+    max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
+    param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
+
+    ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
+    quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay exact.
+    quantized_gradients: stages 2 and 3: gradients are reduced as int4.
+    hpz_partition_size: stage 3: groups of this many ranks (a node's) keep a second copy of the parameters, and the backward gathers from
+        it. It must equal the topology's `intra_node`.
+
+    Raises ValueError for a number outside of its range and for an option that the stage does not have.
+    """
+
+    stage: int = 0
+    bucket_size: int = 500_000_000
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 0
+    param_persistence_threshold: int = 0
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    hpz_partition_size: int = 1
+
+    def __post_init__(self) -> None:
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        yield from range_faults(self, section="zero", ranges=RANGES)
+        if self.quantized_weights and self.stage < 3:
+            yield f"zero.quantized_weights=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
+        if self.quantized_gradients and self.stage < 2:
+            yield f"zero.quantized_gradients=true: stage {self.stage} does not shard gradients; use zero=stage2 or zero=stage3"
+        if self.hpz_partition_size > 1 and self.stage < 3:
+            yield (
+                f"zero.hpz_partition_size={self.hpz_partition_size}: stage {self.stage} does not shard parameters; use "
+                "zero=stage3, or leave hpz_partition_size out"
+            )
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Stages 1 to 3."""
+        return self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Stages 2 and 3."""
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Stage 3."""
+        return self.stage >= 3
