@@ -21,14 +21,14 @@ def faults(**config) -> list[str]:
     return caught.value.faults
 
 
-# The wrong or pointless configurations of which DeepSpeed 0.19.8 accepts all but four, and a part of the fix.
+# The wrong or pointless configurations of which DeepSpeed 0.19.8 accepts all but four, and a part of the fix. Three more are accepted with
+# a note, in test_accepted.py: offload_param at stages 1 and 2, and aio.thread_count.
 WRONG = [
     ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization"),
     ({"fp_16": {"enabled": True}}, "did you mean fp16"),
     ({"gradient_cliping": 1.0}, "did you mean gradient_clipping"),
     ({"wall_clock_break_down": True}, "did you mean wall_clock_breakdown"),
     ({"activation_checkpointing": {"partitioned_activations": True}}, "did you mean partition_activations"),
-    ({"aio": {"thread_count": 4}}, "did you mean intra_op_parallelism"),
     ({"pipeline": {"actication_checkpoint_interval": 1}}, "did you mean activation_checkpoint_interval"),
     ({"checkpoint": {"load_univeral": True}}, "did you mean load_universal"),
     ({"flops_profiler": {"enable": True}}, "did you mean enabled"),
@@ -37,8 +37,6 @@ WRONG = [
     ({"expert_parallel": {"auto_ep_size": 2}}, "did you mean autoep_size"),
     ({"zero_optimization": {"stage": "auto"}}, "give a value"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme_path: is missing"),
-    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "has no effect at stage 2"),
-    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "has no effect at stage 1"),
     ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "has no effect at stage 2"),
     ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 4}}, "has no effect at stage 2"),
     ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type: is missing"),
@@ -77,9 +75,7 @@ def test_all_faults_come_in_one_error():
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"zero_optimization": {"stage": 2, "aio": {}}}, "at the top level"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 4}}, "was removed"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, "no effect"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, "must be one of"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True}}}, "device: is missing"),
         ({"zero_optimization": {"stage": True}}, "must be a number"),

@@ -7,7 +7,7 @@ from torch import nn
 
 from ztk.deepspeed import owners
 from ztk.deepspeed.config import Settings
-from ztk.deepspeed.experts import expert_topology
+from ztk.deepspeed.experts import expert_topology, give_layer_options
 from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_config
 from ztk.deepspeed.leaf import settle_units
 from ztk.deepspeed.log import logger
@@ -43,6 +43,7 @@ class Builder:
 
     def build(self, trained: TrainedGroups | None) -> tuple[Engine, ShardedOptimizer | None]:
         """The engine and its optimizer; without groups it only runs forward, and keeps no states. A collective call."""
+        give_layer_options(self.model, options=self.settings.moe_layers)
         frozen = freeze_others(
             self.model, names={name for own in trained.names for name in own} if trained else frozenset()
         )

@@ -65,16 +65,13 @@ class _Checkpointing:
                 mode="full",
                 inputs_on_cpu=options.cpu_checkpointing,
                 partition_inputs=options.partition_activations,
-                contiguous=options.contiguous_memory_optimization,
-                num_checkpoints=options.number_checkpoints if options.contiguous_memory_optimization else None,
+                contiguous=options.buffer_size is not None,
+                num_checkpoints=options.buffer_size,
             )
             self._regions = Regions(policy, comm=self.comm, around=self._around)
         return self._regions
 
     def set(self, options: ActivationCheckpointing) -> None:
-        """Raises ValueError for options that do not fit together."""
-        if faults := options.faults():
-            raise ValueError("; ".join(faults))
         self.options = options
         self.forget_buffers()
 
@@ -126,11 +123,11 @@ def configure(
     mpu_: the tensor-parallel ranks, by get_tensor_model_parallel_group() or get_model_parallel_group(); None: as before. With one, a
         collective call.
     partition_activations: each tensor-parallel rank keeps its part of the inputs; changes nothing without such ranks.
-    contiguous_checkpointing: inputs lie in one buffer for `num_checkpoints` calls.
+    contiguous_checkpointing: inputs lie in one buffer for `num_checkpoints` calls; without that number every input is stored by itself.
     checkpoint_in_cpu: inputs wait in main memory. Works, as contiguous does, without partition_activations, too.
     synchronize, profile: wait for the GPU at every boundary; log milliseconds.
 
-    Raises ValueError for options that do not fit together, DeepSpeedConfigError for a section with faults.
+    Options that change nothing are logged. Raises DeepSpeedConfigError for a section with faults.
     """
     if mpu_ is not None:
         _checkpointing.comm = _tensor_parallel_comm(mpu_)
@@ -143,7 +140,10 @@ def configure(
         "profile": profile,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    _checkpointing.set(replace(_section_of(deepspeed_config), **given))
+    options = replace(_section_of(deepspeed_config), **given)
+    for note in options.notes():
+        logger.info("checkpointing: %s", note)
+    _checkpointing.set(options)
     _checkpointing.is_configured = True
 
 

@@ -29,7 +29,7 @@ _INSTEAD = {
     "activation_checkpointing": "choose recompute=full or another for run.py's models",
     "tensor_parallel": "choose a topology, such as topology=tp2",
     "pipeline": "choose a topology, such as topology=pp2",
-    "expert_parallel": "choose a topology, such as topology=ep2",
+    **dict.fromkeys(("expert_parallel", "moe", "moe_expert_parallel_size"), "choose a topology, such as topology=ep2"),
     "checkpoint": "choose checkpoint=periodic",
 }
 _SHIFT = "DeepSpeed makes one update before the first step of this schedule; run.py starts with the first step"

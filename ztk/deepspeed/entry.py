@@ -1,6 +1,7 @@
 """`initialize`: from a script's arguments to an engine."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ztk.deepspeed.autotp import check_asked_dtype, with_asked_degree
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.deepspeed.engine import DeepSpeedEngine
-from ztk.deepspeed.groups import TrainedGroups, groups_of_client, groups_of_config
+from ztk.deepspeed.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
 from ztk.deepspeed.log import logger, show_messages
 from ztk.deepspeed.mpu import arranged, parts_of
 from ztk.deepspeed.optimizer import ShardedOptimizer
@@ -69,6 +70,15 @@ def initialize(
     settings = parse_config(source, world_size=process.mesh.replicas)
     check_asked_dtype(model, settings=settings)
     show_messages(settings.log_level)
+    if model_parameters is not None:
+        # An empty list, of a script that only evaluates, is as good as none; an iterator that was used before is a mistake.
+        only_evaluates = (
+            optimizer is None and lr_scheduler is None and settings.optimizer is None and settings.schedule is None
+        )
+        model_parameters = None if only_evaluates and model_parameters in ([], ()) else list(model_parameters)
+    settings = _passed_first(
+        settings, optimizer=optimizer, lr_scheduler=lr_scheduler, model_parameters=model_parameters
+    )
     if process.rank == 0:
         for note in settings.notes:
             logger.info("config: %s", note)
@@ -78,7 +88,7 @@ def initialize(
         model,
         settings=settings,
         optimizer=optimizer,
-        model_parameters=None if model_parameters is None else list(model_parameters),
+        model_parameters=model_parameters,
         trains=bool(trainable) and (model_parameters is not None or has_schedule),
     )
     if trained and optimizer is None and settings.optimizer is None and process.rank == 0:
@@ -148,6 +158,29 @@ def _source(args: object, *, config: object, config_params: object) -> object:
     return next(iter(given.values()))
 
 
+def _passed_first(
+    settings: Settings, *, optimizer: object, lr_scheduler: object, model_parameters: list | None
+) -> Settings:
+    """The settings where an argument of `initialize` outranks the configuration, as in DeepSpeed, with a note on each."""
+    notes = []
+    if optimizer is not None and settings.optimizer is not None:
+        notes.append("optimizer: is passed to initialize, too; the passed one counts")
+    if lr_scheduler is not None and settings.schedule is not None:
+        notes.append("scheduler: is passed to initialize, too; the passed one counts")
+    if isinstance(optimizer, torch.optim.Optimizer) and model_parameters is not None:
+        beyond = count_beyond(optimizer, model_parameters=model_parameters)
+        if beyond:
+            notes.append(
+                f"model_parameters: the optimizer lacks {beyond} of them; its own are trained, the others are frozen"
+            )
+    return replace(
+        settings,
+        optimizer=None if optimizer is not None else settings.optimizer,
+        schedule=None if lr_scheduler is not None else settings.schedule,
+        notes=(*settings.notes, *notes),
+    )
+
+
 def _trained(
     model: nn.Module,
     *,
@@ -158,10 +191,6 @@ def _trained(
 ) -> TrainedGroups | None:
     """None if there is no optimizer. trains: without one, there is one all the same."""
     if optimizer is not None:
-        if settings.optimizer is not None:
-            raise ValueError(
-                "optimizer is passed to initialize and the configuration has a section optimizer; keep one of them"
-            )
         return groups_of_client(
             optimizer, model=model, model_parameters=model_parameters, clip=settings.gradient_clipping
         )
@@ -177,10 +206,6 @@ def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups
         return
     if trained is None:
         raise ValueError("a learning rate schedule needs something to train, and no parameter requires a gradient")
-    if given is not None and settings.schedule is not None:
-        raise ValueError(
-            "lr_scheduler is passed to initialize and the configuration has a section scheduler; keep one of them"
-        )
     if given is not None and not hasattr(given, "step") and not callable(given):
         raise ValueError(f"lr_scheduler={given!r:.80}: must have step(), or make something that has")
     if settings.schedule is not None:

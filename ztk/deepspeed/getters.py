@@ -91,7 +91,7 @@ class Getters:
             return None
         if self.optimizer.optimizer is not self.optimizer:
             return type(self.optimizer.optimizer).__name__
-        return self.settings.given.get("optimizer", {"type": "AdamW"})["type"].lower()
+        return (self.settings.given.get("optimizer") or {"type": "AdamW"})["type"].lower()
 
     def scheduler_name(self) -> str | None:
         return None if self.settings.schedule is None else self.settings.schedule.type

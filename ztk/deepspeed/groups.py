@@ -59,7 +59,7 @@ def groups_of_config(policy: OptimizerPolicy, *, model: nn.Module, model_paramet
 def groups_of_client(
     optimizer: torch.optim.Optimizer | Callable, *, model: nn.Module, model_parameters: Iterable | None, clip: float
 ) -> TrainedGroups:
-    """A torch optimizer, or a callable that makes one of the parameters.
+    """A torch optimizer, or a callable that makes one of `model_parameters`. An optimizer's own parameters count, as in DeepSpeed.
 
     Raises ValueError for an optimizer that ztk does not have, and for options that it does not have.
     """
@@ -67,13 +67,6 @@ def groups_of_client(
         if not callable(optimizer):
             raise ValueError(f"optimizer={optimizer!r:.80}: must be a torch optimizer, or a callable that makes one")
         optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
-    elif model_parameters is not None:
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        listed = [
-            p for entry in model_parameters for p in (_list(entry["params"]) if isinstance(entry, dict) else [entry])
-        ]
-        if any(id(parameter) not in ids for parameter in listed if parameter.requires_grad):
-            raise ValueError("model_parameters: holds parameters that `optimizer` does not; leave model_parameters out")
     name = _name_of(optimizer)
     if optimizer.state:
         raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
@@ -101,6 +94,13 @@ def groups_of_client(
     return _trained(
         policy, model=model, groups=optimizer.param_groups, client=optimizer, defaults=dict(optimizer.defaults)
     )
+
+
+def count_beyond(optimizer: torch.optim.Optimizer, *, model_parameters: Iterable) -> int:
+    """How many trainable ones of `model_parameters`, parameters or groups of them, the optimizer does not hold."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    listed = [p for entry in model_parameters for p in _list(entry["params"] if isinstance(entry, Mapping) else entry)]
+    return sum(parameter.requires_grad and id(parameter) not in held for parameter in listed)
 
 
 def freeze_others(model: nn.Module, *, names: set[str]) -> list[str]:
@@ -206,7 +206,7 @@ def _experts_apart(groups: list) -> list:
     ]
 
 
-def _list(params: object) -> list:
+def _list(params: object) -> list[torch.Tensor]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 

@@ -16,14 +16,28 @@ class ActivationCheckpointing:
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
 
-    def faults(self) -> list[str]:
-        """What does not fit together."""
+    @property
+    def buffer_size(self) -> int | None:
+        """For how many checkpointed calls of one forward the contiguous buffer has room; None: there is no such buffer."""
+        return self.number_checkpoints if self.contiguous_memory_optimization else None
+
+    def notes(self) -> list[str]:
+        """Which options change nothing without another."""
+        found = []
+        if self.partition_activations:
+            found.append(
+                "partition_activations=True: acts among tensor-parallel ranks; without them inputs are not cut"
+            )
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
-            return [
-                "number_checkpoints: is missing; contiguous_memory_optimization allocates one buffer for so many checkpointed calls "
-                "of one forward"
-            ]
-        return []
+            found.append(
+                "contiguous_memory_optimization=True: allocates no buffer without number_checkpoints, the number of checkpointed calls "
+                "of one forward; every input is stored by itself"
+            )
+        if self.number_checkpoints is not None and not self.contiguous_memory_optimization:
+            found.append(
+                f"number_checkpoints={self.number_checkpoints}: has no effect without contiguous_memory_optimization"
+            )
+        return found
 
 
 KEYS = {
@@ -44,14 +58,5 @@ def read_activation_checkpointing(given: object, *, findings: Findings) -> Activ
         return None
     values = read_section(given, path=_PATH, keys=KEYS, findings=findings, elsewhere=_ELSEWHERE)
     section = ActivationCheckpointing(**values)
-    findings.faults += [f"{_PATH}{fault}" for fault in section.faults()]
-    if section.partition_activations:
-        findings.notes.append(
-            f"{_PATH}partition_activations=True: acts among tensor-parallel ranks; without them inputs are not cut"
-        )
-    if section.number_checkpoints is not None and not section.contiguous_memory_optimization:
-        findings.faults.append(
-            f"{_PATH}number_checkpoints={section.number_checkpoints}: has no effect without contiguous_memory_optimization; leave it "
-            "out, or set contiguous_memory_optimization to true"
-        )
+    findings.notes += [f"{_PATH}{note}" for note in section.notes()]
     return section

@@ -11,6 +11,7 @@ from ztk.policies.ranges import INT64_MAX, Range
 
 _LARGEST = int(sys.float_info.max)
 Convert = Callable[[object], object]  # raises ValueError("must be ...")
+_NULL = "stands for the default, as if it were left out"
 
 
 class Effect(Enum):
@@ -30,6 +31,7 @@ class Key:
     usual: tuple[object, ...] = ()
     why: str = ""
     auto: bool = False  # "auto" means the default, as in DeepSpeed; elsewhere only the Hugging Face Trainer fills it in
+    null: str | None = _NULL  # the note on a null, which then stands for the default; None: the conversion decides
 
 
 @dataclass(kw_only=True)
@@ -40,8 +42,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def takes(convert: Convert, *, auto: bool = False) -> Key:
-    return Key(effect=Effect.takes, convert=convert, auto=auto)
+def takes(convert: Convert, *, auto: bool = False, null: str | None = _NULL) -> Key:
+    return Key(effect=Effect.takes, convert=convert, auto=auto, null=null)
 
 
 def hint(convert: Convert, why: str, *, usual: tuple[object, ...] = (), auto: bool = False) -> Key:
@@ -59,6 +61,9 @@ def read_section(
 
     path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> what to do instead.
     """
+    if given is None:
+        findings.notes.append(f"{path.rstrip('.')}=None: {_NULL}")
+        return {}
     if not isinstance(given, Mapping):
         findings.faults.append(f"{path.rstrip('.')}: must be an object {{...}}, not {given!r}")
         return {}
@@ -76,8 +81,16 @@ def read_section(
                     f"{path}{name}: 'auto' is for the Hugging Face Trainer, which fills it in; give a value"
                 )
             continue
-        if any(value is usual or (type(value) is type(usual) and value == usual) for usual in key.usual):
+        if _is_usual(value, key=key):
             continue
+        if value is None and key.null is not None and not _takes_null(key):
+            findings.notes.append(f"{path}{name}=None: {key.null}")
+            continue
+        if type(value) is int and value in (0, 1) and _is_boolean(key):
+            findings.notes.append(f"{path}{name}={value}: stands for {str(bool(value)).lower()}")
+            value = bool(value)
+            if _is_usual(value, key=key):
+                continue
         if key.effect is Effect.fixed:
             findings.faults.append(f"{path}{name}={shown(value)}: {key.why}")
             continue
@@ -91,6 +104,25 @@ def read_section(
         elif converted not in key.usual:
             findings.notes.append(f"{path}{name}={shown(value)}: {key.why}")
     return values
+
+
+def _is_usual(value: object, *, key: Key) -> bool:
+    return any(value is usual or (type(value) is type(usual) and value == usual) for usual in key.usual)
+
+
+def _is_boolean(key: Key) -> bool:
+    return key.convert is boolean or any(isinstance(usual, bool) for usual in key.usual)
+
+
+def _takes_null(key: Key) -> bool:
+    """null is a value of this key; elsewhere it stands for the default, as DeepSpeed reads it."""
+    if key.effect is Effect.fixed:
+        return False
+    try:
+        key.convert(None)
+    except ValueError:
+        return False
+    return True
 
 
 def did_you_mean(name: str, *, known: Iterable[str]) -> str:

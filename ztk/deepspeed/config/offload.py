@@ -8,6 +8,7 @@ from ztk.deepspeed.config.keys import (
     hint,
     one_of,
     read_section,
+    shown,
     takes,
     whole_number,
 )
@@ -47,7 +48,7 @@ AIO = {
     "overlap_events": hint(boolean, "requests always overlap", usual=(True,)),
     "use_gds": fixed(False, why="not offered: files go through main memory; leave it out"),
 }
-_RENAMED = {"thread_count": "is intra_op_parallelism since DeepSpeed 0.15; did you mean intra_op_parallelism?"}
+AIO["thread_count"] = AIO["intra_op_parallelism"]  # its name before DeepSpeed 0.15
 
 
 def read_offload(
@@ -59,19 +60,21 @@ def read_offload(
     """
     optim = _section(optimizer, name="offload_optimizer", keys=OPTIMIZER, findings=findings)
     param = _section(parameters, name="offload_param", keys=PARAMETERS, findings=findings)
-    places = {"offload_optimizer": optim.get("device", "none"), "offload_param": param.get("device", "none")}
-    if places["offload_param"] != "none" and stage < 3:
-        findings.faults.append(
-            f"zero_optimization.offload_param.device={places['offload_param']}: has no effect at stage {stage}, where "
-            "every rank keeps all parameters; use stage 3, or offload_optimizer"
+    if param.get("device", "none") != "none" and stage < 3:
+        findings.notes.append(
+            f"zero_optimization.offload_param.device={param['device']}: acts at stage 3; this is stage {stage}, where every rank "
+            "keeps all parameters"
         )
-        places["offload_param"] = "none"
+        param = {}
+    places = {"offload_optimizer": optim.get("device", "none"), "offload_param": param.get("device", "none")}
     paths = {values["nvme_path"] for values in (optim, param) if values.get("nvme_path")}
     if len(paths) > 1:
         findings.faults.append(f"nvme_path: ztk uses one folder for everything it offloads; have {sorted(paths)}")
     pins = {values["pin_memory"] for values in (optim, param) if "pin_memory" in values}
     if len(pins) > 1:
-        findings.faults.append("pin_memory: is true and false in the two offload sections; ztk pins all or nothing")
+        findings.notes.append(
+            "zero_optimization.pin_memory: is true in one offload section and false in the other; both are pinned"
+        )
     aio = _aio(given, uses_nvme="nvme" in places.values(), findings=findings)
     missing = "nvme" in places.values() and not paths
     if missing:
@@ -81,7 +84,8 @@ def read_offload(
             optimizer=places["offload_optimizer"],
             parameters=places["offload_param"],
             nvme_path=min(paths) if paths else None,
-            pin_memory=pins != {False},
+            pin_memory=pins
+            != {False},  # of two that differ, true: copies from pinned memory overlap, and nothing else changes
             **aio,
         )
     except ValueError as error:
@@ -104,18 +108,26 @@ def _section(given: object, *, name: str, keys: dict, findings: Findings) -> dic
     if device == "nvme" and "nvme_path" not in values:
         findings.faults.append(f"{path}nvme_path: is missing; device=nvme needs a folder on the disk to use")
     if device in ("cpu", "none") and "nvme_path" in values:
-        findings.faults.append(f"{path}nvme_path: has no effect with device={device}; leave it out, or use nvme")
-        del values["nvme_path"]
+        findings.notes.append(f"{path}nvme_path={shown(values.pop('nvme_path'))}: has no effect with device={device}")
     if device == "none":
         values.pop("pin_memory", None)
     return values
 
 
 def _aio(given: dict, *, uses_nvme: bool, findings: Findings) -> dict:
-    if "aio" not in given:
+    section = _aio_section(given, findings=findings)
+    if section is None:
         return {}
-    values = read_section(given["aio"], path="aio.", keys=AIO, findings=findings, elsewhere=_RENAMED)
-    if not uses_nvme and given["aio"]:
+    values = read_section(section, path="aio.", keys=AIO, findings=findings)
+    if (threads := values.pop("thread_count", None)) is not None:
+        if values.setdefault("intra_op_parallelism", threads) != threads:
+            findings.faults.append(
+                "aio.thread_count: is the old name of intra_op_parallelism, which is given too; keep one"
+            )
+        findings.notes.append(
+            f"aio.thread_count={threads}: is read as intra_op_parallelism, its name since DeepSpeed 0.15"
+        )
+    if not uses_nvme and section:
         findings.notes.append("aio: without effect while nothing is offloaded to nvme")
         return {}
     options = {}
@@ -124,3 +136,18 @@ def _aio(given: dict, *, uses_nvme: bool, findings: Findings) -> dict:
     if "intra_op_parallelism" in values:
         options["threads"] = values["intra_op_parallelism"]
     return options
+
+
+def _aio_section(given: dict, *, findings: Findings) -> object:
+    """The section `aio`, also where the documents put it: inside zero_optimization."""
+    zero = given.get("zero_optimization")
+    nested = zero.get("aio") if isinstance(zero, dict) else None
+    section = given.get("aio")
+    if nested is not None:
+        if section is not None and section != nested:
+            findings.faults.append(
+                "zero_optimization.aio: differs from aio at the top level; keep the one at the top level"
+            )
+        findings.notes.append("zero_optimization.aio: is read as aio, its place at the top level of the configuration")
+        section = nested if section is None else section
+    return section

@@ -103,6 +103,6 @@ def read_scheduler(given: object, *, findings: Findings) -> ScheduleChoice | Non
     params = section.get("params") or {}
     values = read_section(params, path="scheduler.params.", keys=TYPES[name], findings=findings)
     for key in _REQUIRED.get(name, ()):
-        if key not in params:
+        if params.get(key) is None:
             findings.faults.append(f"scheduler.params.{key}: is missing; {name} needs it")
     return ScheduleChoice(type=name, params=values)

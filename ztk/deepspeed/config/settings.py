@@ -9,6 +9,7 @@ from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.experts import ExpertParallel, read_expert_parallel
 from ztk.deepspeed.config.keys import Findings, read_section
 from ztk.deepspeed.config.leaf import LeafModules
+from ztk.deepspeed.config.moe import LayerOptions, join_sizes, read_moe
 from ztk.deepspeed.config.offload import read_offload
 from ztk.deepspeed.config.optimizer import read_optimizer
 from ztk.deepspeed.config.pipeline import read_pipeline
@@ -49,6 +50,7 @@ class Settings:
     activation_checkpointing: ActivationCheckpointing | None
     pipeline_recompute_interval: int
     experts: ExpertParallel
+    moe_layers: LayerOptions
     gradient_clipping: float
     communication_data_type: str | None
     steps_per_print: int | None
@@ -64,8 +66,8 @@ class Settings:
 
 def parse_config(config: object, *, world_size: int) -> Settings:
     """config: a dict, a path or base64, see `read_source`. Raises DeepSpeedConfigError with every fault."""
-    given = read_source(config)
     findings = Findings()
+    given = read_source(config, findings=findings)
     top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)
     tensor = read_tensor_parallel(given.get("tensor_parallel"), world_size=world_size, findings=findings)
     batch = solve_batch(top, world_size=world_size // tensor.degree, findings=findings)
@@ -79,7 +81,13 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     schedule = read_scheduler(given.get("scheduler"), findings=findings)
     activations = read_activation_checkpointing(given.get("activation_checkpointing"), findings=findings)
     pipeline_recompute_interval = read_pipeline(given.get("pipeline"), findings=findings)
-    experts = read_expert_parallel(given.get("expert_parallel"), findings=findings)
+    moe_layers = read_moe(given, top=top, findings=findings)
+    experts = join_sizes(
+        read_expert_parallel(given.get("expert_parallel"), findings=findings),
+        options=moe_layers,
+        ranks=world_size // tensor.degree,
+        findings=findings,
+    )
     watching = read_watching(given, findings=findings)
     tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
     check_absent(given, findings=findings)
@@ -102,6 +110,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         activation_checkpointing=activations,
         pipeline_recompute_interval=pipeline_recompute_interval,
         experts=experts,
+        moe_layers=moe_layers,
         gradient_clipping=clip,
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),

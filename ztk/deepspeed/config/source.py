@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a dict, a JSON file with or without comments, or base64 of one."""
+"""Where a configuration comes from: a dict, a file of JSON or Hjson, or base64 of one."""
 
 import base64
 import binascii
@@ -9,16 +9,18 @@ import re
 from collections.abc import Mapping
 
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
+from ztk.deepspeed.config.hjson import parse_hjson
+from ztk.deepspeed.config.keys import Findings
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
 
 
-def read_source(config: object) -> dict:
+def read_source(config: object, *, findings: Findings | None = None) -> dict:
     """The configuration as a dict of its own.
 
-    config: a dict, the path of a JSON file (comments //, # and /* */ and trailing commas are allowed), or urlsafe base64 of such a text.
-    Raises DeepSpeedConfigError if it is none of these.
+    config: a dict, the path of a file, or urlsafe base64 of its text: JSON with comments (//, # and /* */) and trailing commas, or Hjson,
+    of which `findings` gets a note. Raises DeepSpeedConfigError if it is none of these.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -26,17 +28,17 @@ def read_source(config: object) -> dict:
         raise DeepSpeedConfigError([f"config={config!r:.80}: must be a dict, a path, or base64 of JSON"])
     if os.path.isfile(config):
         with open(config, encoding="utf-8") as file:
-            return parse_json(file.read(), where=str(config))
+            return parse_json(file.read(), where=str(config), findings=findings)
     decoded = _base64(str(config))
     if decoded is None:
         raise DeepSpeedConfigError(
             [f"config={str(config)!r:.200}: there is no such file, and it is not base64 of JSON"]
         )
-    return parse_json(decoded, where="the base64 text")
+    return parse_json(decoded, where="the base64 text", findings=findings)
 
 
-def parse_json(source: str, *, where: str) -> dict:
-    """JSON with comments. Raises DeepSpeedConfigError with line and column, and for a key given twice."""
+def parse_json(source: str, *, where: str, findings: Findings | None = None) -> dict:
+    """JSON with comments, or Hjson. Raises DeepSpeedConfigError with line and column, and for a key given twice."""
     plain = _TOKEN.sub(lambda m: m[0] if m[0].startswith('"') else re.sub(r"[^\n]", " ", m[0]), source)
     plain = _TRAILING_COMMA.sub(lambda m: m[1] or " ", plain)
     doubled: list[str] = []
@@ -49,12 +51,41 @@ def parse_json(source: str, *, where: str) -> dict:
     try:
         value = json.loads(plain, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
-        raise DeepSpeedConfigError([f"{where}, line {error.lineno}, column {error.colno}: {error.msg}"]) from None
+        value = _hjson(source, where=where, error=error)
+        if findings is not None:
+            findings.notes.append(f"{where}: is read as Hjson; line {error.lineno}, column {error.colno} is not JSON")
     if doubled:
         raise DeepSpeedConfigError([f"{where}: {name} is given twice; keep one" for name in doubled])
     if not isinstance(value, dict):
         raise DeepSpeedConfigError([f"{where}: must hold an object {{...}}, not {type(value).__name__}"])
     return value
+
+
+def _hjson(source: str, *, where: str, error: json.JSONDecodeError) -> object:
+    """error: why `source` is not JSON."""
+    try:
+        return parse_hjson(source)
+    except ValueError as reason:
+        faults = [f"{where}, line {error.lineno}, column {error.colno}: {error.msg}"]
+        swallowed = _swallowed(source)
+        if swallowed:
+            faults = [
+                f"{where}, line {swallowed[0]}: the comment {swallowed[1]} runs to the end of its line, closing braces "
+                "included; begin a new line after its last word"
+            ]
+        elif (
+            "given twice" in str(reason) or error.doc[: error.pos].isspace() or error.pos == 0
+        ):  # no brace: Hjson was meant
+            faults = [f"{where}, {reason}"]
+        raise DeepSpeedConfigError(faults) from None
+
+
+def _swallowed(source: str) -> tuple[int, str] | None:
+    """Line and beginning of a comment that holds keys and closing braces, as of a file whose line ends were lost."""
+    for found in _TOKEN.finditer(source):
+        if found[0].startswith(("//", "#")) and "}" in found[0] and '"' in found[0]:
+            return source.count("\n", 0, found.start()) + 1, repr(found[0][:30])
+    return None
 
 
 def _base64(word: str) -> str | None:

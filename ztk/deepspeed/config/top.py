@@ -14,6 +14,7 @@ from ztk.deepspeed.config.keys import (
     one_of,
     optional,
     takes,
+    whole_number,
 )
 from ztk.deepspeed.config.precision import dtype_word
 
@@ -34,15 +35,16 @@ def _steps(value: object) -> int | None:
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
     *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline"),
-    *("tensor_parallel", "expert_parallel"),
+    *("tensor_parallel", "expert_parallel", "moe"),
     *absent.SECTIONS,
     *watching.SECTIONS,
 )
 KEYS: dict[str, Key] = {
     **{name: takes(anything) for name in _SECTIONS},
     **batch.KEYS,
+    "moe_expert_parallel_size": takes(whole_number(1)),
     "steps_per_print": takes(optional(_steps)),
-    "gradient_clipping": takes(at_least(0)),
+    "gradient_clipping": takes(at_least(0), null="stands for the default, which clips at 1.0; write 0 for no clipping"),
     "communication_data_type": takes(optional(dtype_word)),
     "wall_clock_breakdown": takes(boolean),
     "memory_breakdown": takes(boolean),
@@ -78,8 +80,6 @@ ELSEWHERE = {
     "stage": "belongs into the section zero_optimization; move it there",
     "train_micro_batch_size": "there is no such key; did you mean train_micro_batch_size_per_gpu?",
     "lr": "belongs into optimizer.params; move it there",
-    "moe": "is no section of DeepSpeed's; say it where the layer is made: MoE(..., num_experts=, ep_size=)",
-    "moe_expert_parallel_size": "is no key of DeepSpeed's; say it where the layer is made: MoE(..., ep_size=)",
     "offload_optimizer": "belongs into the section zero_optimization; move it there",
     "offload_param": "belongs into the section zero_optimization; move it there",
 }

@@ -1,6 +1,17 @@
 """zero_optimization, and where its shards are stored."""
 
-from ztk.deepspeed.config.keys import Findings, Key, anything, boolean, fixed, hint, read_section, takes, whole_number
+from ztk.deepspeed.config.keys import (
+    Effect,
+    Findings,
+    Key,
+    anything,
+    boolean,
+    fixed,
+    hint,
+    read_section,
+    takes,
+    whole_number,
+)
 from ztk.deepspeed.config.leaf import read_leaf_modules
 from ztk.zero import ZeroPolicy
 
@@ -35,7 +46,7 @@ KEYS = {
     "elastic_checkpoint": hint(boolean, "every checkpoint loads at every number of ranks and stage", usual=(False,)),
     "log_trace_cache_warnings": hint(boolean, "the order of use is followed whatever it is", usual=(False,)),
     "override_module_apply": hint(boolean, "Module.apply is not touched", usual=(True,)),
-    "load_from_fp32_weights": fixed(True, why="ztk always loads the fp32 weights a checkpoint has; leave it out"),
+    "load_from_fp32_weights": hint(boolean, "a checkpoint's fp32 weights are always loaded", usual=(True,)),
     "ignore_unused_parameters": fixed(
         True, why=f"{_NOT_YET}: an unused parameter has the gradient zero and is no error"
     ),
@@ -46,12 +57,13 @@ KEYS = {
     "stage3_module_granularity_threshold": fixed(0, why=_NOT_YET),
     "stage3_use_all_reduce_for_fetch_params": fixed(False, why=_NOT_YET),
     "stage3_allgather_sequential": fixed(False, why=_NOT_YET),
-    "legacy_stage1": fixed(False, why="ztk has one stage 1; leave it out"),
+    "legacy_stage1": hint(boolean, "there is one stage 1, which gives the same numbers", usual=(False,)),
     "parameter_alignment": fixed(False, why="ztk aligns every parameter to 64 bytes; leave it out"),
     "pipeline_loading_checkpoint": fixed(False, why=_NOT_YET),
     "enable_sanity_checks": fixed(False, why=_NOT_YET),
     "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
     "leaf_module": takes(anything),
+    "aio": takes(anything),  # see read_offload
     "zenflow": fixed(None, why=_NOT_YET),
     "zero_hpz_partition_size": takes(whole_number(1)),
     "zero_quantized_weights": takes(boolean),
@@ -63,7 +75,6 @@ _ELSEWHERE = {
     "mics_shard_size": _REMOVED,
     "mics_hierarchical_params_gather": _REMOVED,
     "zeropp_loco_param": _REMOVED,
-    "aio": "belongs beside zero_optimization, at the top level of the configuration; move it there",
     "gradient_clipping": "belongs to the top level of the configuration; move it there",
 }
 _STAGE3 = {
@@ -85,6 +96,7 @@ class Zero:
     """zero_optimization: the policy, and the sections of what is offloaded."""
 
     def __init__(self, given: object, *, findings: Findings) -> None:
+        given = _by_alias(given, findings=findings)
         keys = KEYS | _not_at_this_stage(given)
         values = read_section(given, path="zero_optimization.", keys=keys, findings=findings, elsewhere=_ELSEWHERE)
         self.stage = values.get("stage", 0)
@@ -120,15 +132,38 @@ class Zero:
         return ZeroPolicy(stage=self.stage, bucket_size=values.get("reduce_bucket_size", 500_000_000), **options)
 
 
+def _by_alias(given: object, *, findings: Findings) -> object:
+    """The section with `max_live_parameters` under its key stage3_max_live_parameters: DeepSpeed takes its fields' own names, too."""
+    if not isinstance(given, dict):
+        return given
+    fields = {alias.removeprefix("stage3_"): alias for alias in KEYS if alias.startswith("stage3_")}
+    renamed = dict(given)
+    for name in [name for name in given if name in fields]:
+        alias = fields[name]
+        value = renamed.pop(name)
+        if renamed.setdefault(alias, value) != value:
+            findings.faults.append(
+                f"zero_optimization.{name}: is another name of {alias}, which is given too; keep one"
+            )
+        findings.notes.append(f"zero_optimization.{name}: is read as {alias}")
+    return renamed
+
+
 def _not_at_this_stage(given: object) -> dict[str, Key]:
-    """ZeRO++ below stage 3 would do nothing."""
+    """Below stage 3: ZeRO++ would do nothing and is refused; stage3_ keys that are not offered say themselves where they act."""
     stage = given.get("stage", 0) if isinstance(given, dict) else 0
     if stage == 3:
         return {}
-    return {
+    refused = {
         name: fixed(usual, why=f"has no effect at stage {stage}; leave it out")
         for name, (_, usual) in _ZERO_PLUS_PLUS.items()
     }
+    noted = {
+        name: hint(anything, f"acts at stage 3; this is stage {stage}", usual=key.usual)
+        for name, key in KEYS.items()
+        if name.startswith("stage3_") and key.effect is Effect.fixed
+    }
+    return refused | noted
 
 
 def _section(values: dict, *, name: str, old: str, findings: Findings) -> object:

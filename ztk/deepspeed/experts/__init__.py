@@ -1,5 +1,7 @@
-"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.moe.MoE`, and its `ep_size` makes the mesh."""
+"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.moe.MoE`; its `ep_size`, or the configuration's, makes the
+mesh."""
 
 from ztk.deepspeed.experts.mesh import expert_topology
+from ztk.deepspeed.experts.options import give_layer_options
 
-__all__ = ["expert_topology"]
+__all__ = ["expert_topology", "give_layer_options"]

@@ -92,7 +92,7 @@ _QUANT |= {
 }
 KEYS: dict[str, Key] = {
     "replace_with_kernel_inject": takes(boolean),
-    "dtype": takes(dtype_of),
+    "dtype": takes(dtype_of, null=None),
     "tensor_parallel": takes(anything),
     "mp_size": takes(whole_number(1)),
     "mpu": takes(anything),

@@ -36,6 +36,10 @@ def settings_of(config: DeepSpeedInferenceConfig, *, replicas: int) -> Settings 
         faults.append(
             f"zero.stage={zero['stage']}: shards what an optimizer needs, and here is none; use stage 3, which shards parameters"
         )
+    place = zero.get("offload_param")
+    place = place.get("device", "none") if isinstance(place, Mapping) else "none"
+    if not zero.get("stage") and place not in (None, "none"):  # without it nothing here would be offloaded
+        faults.append(f"zero.offload_param.device={place}: has no effect at stage 0; use stage 3")
     try:
         settings = parse_config(given, world_size=replicas)
     except DeepSpeedConfigError as error:
