@@ -64,7 +64,7 @@ def test_without_a_complete_checkpoint_nothing_starts(ranks, copy, tmp_path):
         flip(copy / f"step-00000{step}" / "rank-00000.safetensors")
     texts = ranks(2).run(newest_error, folder=str(copy), setup=SETUP)
     assert texts[0] == texts[1]
-    assert all(f"step-00000{step}/rank-00000.safetensors" in texts[0] for step in (1, 2)) and "start anew" in texts[0]
+    assert all(f"step-00000{step}/rank-00000.safetensors" in texts[0] for step in (1, 2)) and "start again" in texts[0]
     assert ranks(2).run(newest_error, folder=str(tmp_path / "none"), setup=SETUP) == ["nothing"] * 2
 
 
