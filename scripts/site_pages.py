@@ -82,7 +82,7 @@ def library_page() -> str:
         home = ztk._HOMES[name]  # where `import ztk` finds it
         anchor = f"{home}.{name}" if home != "ztk.deepspeed" else f"{deepspeed_home(name)}.{name}"
         page = "library.md" if home == "ztk.parallel" else f"{home.partition('.')[2]}.md"
-        lines.append(f"| [`ztk.{name}`]({page}#{anchor}) | {_cell(_first_line(home, name))} |")
+        lines.append(f"| [`ztk.{name}`]({page}#{anchor}) | {_cell(_first_line(home, name=name))} |")
     return "\n".join([*lines, "", "::: ztk.parallel.parallelize", ""])
 
 
@@ -98,7 +98,7 @@ def package_page(package: str) -> str:
         "",
     ]
     for home, names in sorted(TOP.items()):
-        lines += [f"::: {home}.{name}\n" for name in names.split() if _definition(home, name)]
+        lines += [f"::: {home}.{name}\n" for name in names.split() if _definition(home, name=name)]
     lines += ["## Modules", "", "| module | names |", "| --- | --- |"]
     for module, row in sorted(MODULES.items()):
         names = f"as `{row}`" if isinstance(row, str) else ", ".join(f"`{name}`" for name in _listed(row))
@@ -116,15 +116,15 @@ def deepspeed_home(name: str) -> str:
     return next(home for home, names in TOP.items() if name in names.split())
 
 
-def _first_line(module: str, name: str) -> str:
+def _first_line(module: str, *, name: str) -> str:
     """Of a docstring, without importing the module: torch would take seconds."""
-    found = _definition(module, name)
+    found = _definition(module, name=name)
     if found is None:
         raise ValueError(f"{module}.{name}: no file of {module} defines it; correct ztk/__init__.py")
     return (ast.get_docstring(found) or "").partition("\n\n")[0]
 
 
-def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
+def _definition(module: str, *, name: str) -> ast.FunctionDef | ast.ClassDef | None:
     place = ROOT.joinpath(*module.split("."))
     for path in sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

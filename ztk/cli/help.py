@@ -32,12 +32,12 @@ def help_text(topic: GroupReference | KeyReference) -> str:
 
 
 def _group_lines(group: GroupReference, *, width: int) -> list[str]:
-    lines = _wrap(f"{group.name}: {group.meaning}", width)
+    lines = _wrap(f"{group.name}: {group.meaning}", width=width)
     if group.options:
         usual = f", {group.usual} unless chosen" if group.usual else ""
         lines += ["", f"Options ({group.name}=OPTION{usual})"]
         for option, meaning in group.options.items():
-            lines += _entry(option, meaning, indent=2, width=width)
+            lines += _entry(option, text=meaning, indent=2, width=width)
     if group.keys:
         lines += ["", f"Keys ({group.name}.KEY=VALUE)"]
         for key in group.keys:
@@ -46,17 +46,17 @@ def _group_lines(group: GroupReference, *, width: int) -> list[str]:
 
 
 def _key_lines(key: KeyReference, *, width: int) -> list[str]:
-    lines = [f"  {key.name}", *_wrap(key.meaning, width, initial_indent=" " * 4, subsequent_indent=" " * 4)]
+    lines = [f"  {key.name}", *_wrap(key.meaning, width=width, initial_indent=" " * 4, subsequent_indent=" " * 4)]
     for label, text in (("takes", key.takes), ("default", key.default), ("only with", key.only)):
-        lines += _entry(label, text, indent=6, width=width) if text else []
+        lines += _entry(label, text=text, indent=6, width=width) if text else []
     return lines
 
 
-def _entry(label: str, text: str, *, indent: int, width: int) -> list[str]:
+def _entry(label: str, *, text: str, indent: int, width: int) -> list[str]:
     start = f"{' ' * indent}{label:<{_COLUMN - 1}} "
-    return _wrap(start + text, width, subsequent_indent=" " * (indent + _COLUMN))
+    return _wrap(start + text, width=width, subsequent_indent=" " * (indent + _COLUMN))
 
 
-def _wrap(text: str, width: int, **indents: str) -> list[str]:
+def _wrap(text: str, *, width: int, **indents: str) -> list[str]:
     """Breaks between words alone: a name or a path stays in one piece, to be copied."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)

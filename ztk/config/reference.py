@@ -56,7 +56,7 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
     names = [field.name for field in fields(Config) if field.name != "output_dir"]
     found = {}
     for group in [*names, *_SETS]:
-        files = {option: _option_file(group, option, folders=folders) for option in options.get(group, [])}
+        files = {option: _option_file(group, option=option, folders=folders) for option in options.get(group, [])}
         values = {option: dict(flatten(_values(path), prefix=f"{group}.")) for option, path in files.items()}
         if not files and group in names:
             values = {"": dict(flatten(root[group], prefix=f"{group}."))}
@@ -118,7 +118,7 @@ def _written(value: Any) -> str:
     return f"as {reference['key']}" if reference else written(value)
 
 
-def _option_file(group: str, option: str, *, folders: Sequence[str]) -> Path:
+def _option_file(group: str, *, option: str, folders: Sequence[str]) -> Path:
     return next(path for folder in folders if (path := Path(folder, group, f"{option}.yaml")).is_file())
 
 
