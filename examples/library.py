@@ -1,6 +1,8 @@
 """Train a plain PyTorch model with sharded parameters (ZeRO stage 3) and optimizer states in main memory.
 
-torchrun --standalone --nproc-per-node=2 examples/library.py
+    torchrun --standalone --nproc-per-node=2 examples/library.py
+
+Without GPUs the two ranks run on the CPU.
 """
 
 import torch

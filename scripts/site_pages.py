@@ -125,11 +125,16 @@ def _first_line(module: str, *, name: str) -> str:
 
 
 def _definition(module: str, *, name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Where the module or a file of the package defines the name, or where it imports it from."""
     place = ROOT.joinpath(*module.split("."))
     for path in sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return node
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(module):
+                found = [alias.name for alias in node.names if name in (alias.name, alias.asname)]
+                if found and node.module.startswith("ztk."):
+                    return _definition(node.module, name=found[0])
     return None
 
 

@@ -16,13 +16,11 @@ START = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.d
 
 
 def commands_of(path: Path) -> list[list[str]]:
-    """The indented lines of its docstring, as arguments."""
-    lines = [
-        line
-        for line in ast.get_docstring(ast.parse(path.read_text()), clean=False).splitlines()
-        if line.startswith("    ")
-    ]
-    return [shlex.split(line, comments=True) for line in lines]
+    """The command lines in its docstring, as arguments."""
+    lines = [line.strip() for line in ast.get_docstring(ast.parse(path.read_text())).splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith(("python ", "torchrun "))]
+    assert commands, f"{path.name} does not say how it is started"
+    return commands
 
 
 def run_example(name: str, *, cwd: Path) -> list[str]:
