@@ -17,7 +17,7 @@ from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.precision import LossScalePolicy, PrecisionPolicy
-from ztk.runtime import Process, Topology
+from ztk.runtime import Process, Tier, Topology
 from ztk.runtime.seed import generator
 from ztk.zero import ZeroPolicy
 
@@ -170,7 +170,7 @@ def train(
         calls=calls,
         module_metrics=module_metrics,
         skipped=engine.read_metrics().skipped_total,
-        memory={tier: engine.memory.by_category(tier) for tier in ("device", "host")},
+        memory={tier.label: engine.memory.by_category(tier) for tier in (Tier.device, Tier.host)},
     )
     engine.close()
     process.comm.barrier()

@@ -185,7 +185,7 @@ class Watcher:
         if self._settings.memory_breakdown:
             for tier in Tier:
                 for category, nbytes in sorted(self._engine.memory.by_category(tier).items()):
-                    logger.info("memory: %s, %s: %.1f MiB", tier, category, nbytes / 2**20)
+                    logger.info("memory: %s, %s: %.1f MiB", tier.label, category, nbytes / 2**20)
 
     def _see(self, moment: str) -> None:
         """Memory at this moment of the steps that report."""
