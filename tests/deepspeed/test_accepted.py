@@ -208,6 +208,11 @@ def test_accepted_with_a_note(case):
         ({"bf16": {"enabled": 1.0}}, "must be true or false"),
         ({"prescale_gradients": 1}, "prescale_gradients=True: not offered"),
         ({"aio": {"thread_count": 2, "intra_op_parallelism": 3}}, "is the old name of intra_op_parallelism"),
+        ({"aio": {"thread_count": 10**7}}, "aio.thread_count=10000000: must be a whole number, 1 or more and at most 1024"),
+        ({"steps_per_print": 1e308}, "steps_per_print=1e+308: must be a whole number, 1 or more and at most 9223372036854775807; or null"),
+        ({"steps_per_print": -1}, "or null for never"),
+        ({"flops_profiler": {"module_depth": 1e308}}, "at most 9223372036854775807; -1 is for the innermost modules"),
+        ({"train_batch_size": "\u0664"}, "must be a number"),
         ({"aio": {"thread_count": 0}}, "aio.thread_count=0: must be a whole number, 1 or more"),
         ({**zero(stage=3, aio={"block_size": 1}), "aio": {"block_size": 2}}, "differs from aio at the top level"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}}, "total_num_steps: is missing"),
@@ -222,7 +227,7 @@ def test_accepted_with_a_note(case):
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
-def test_contradictions_stay_refused(config, part):
+def test_contradictions_and_numbers_without_sense_stay_refused(config, part):
     with pytest.raises(DeepSpeedConfigError) as caught:
         parse(**config)
     assert any(part in fault for fault in caught.value.faults), caught.value.faults
