@@ -1,11 +1,14 @@
 """ds_config: what DeepSpeed's users write and ztk accepts with a note; each has the effect that its author expects."""
 
 import base64
+import json
 import re
+from random import Random
 
 import pytest
 
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
+from ztk.deepspeed.config.hjson import parse_hjson
 
 
 def parse(**config) -> Settings:
@@ -306,3 +309,29 @@ def test_a_misspelt_word_of_hjson_is_refused_by_its_key(tmp_path):
         parse_config(path, world_size=2)
     assert len(caught.value.faults) == 2
     assert any("bf16.enabled='ture': must be true or false" in fault for fault in caught.value.faults)
+
+
+def drawn(random: Random, *, depth: int = 0) -> object:
+    """A value of JSON, with texts that look like its punctuation."""
+    kinds = ("text", "number", "word") if depth == 4 else ("text", "number", "word", "list", "object", "object")
+    match random.choice(kinds):
+        case "text":
+            return "".join(random.choices("ab \"'\\{}[],:#/*\n\té1", k=random.randrange(8)))
+        case "number":
+            return random.choice([0, -1, 7, 10**20, 0.5, -2e-7, 3e8])
+        case "word":
+            return random.choice([True, False, None])
+        case "list":
+            return [drawn(random, depth=depth + 1) for _ in range(random.randrange(4))]
+    keys = ("".join(random.choices("ab_ \"':{}#", k=3)) for _ in range(random.randrange(4)))
+    return {key: drawn(random, depth=depth + 1) for key in keys}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_json_is_hjson(seed):
+    """Every JSON text has the same value under both readers, on one line and on many."""
+    random = Random(seed)
+    for indent in (None, 0, 2) * 20:
+        value = {"a": drawn(random)}
+        text = json.dumps(value, indent=indent, ensure_ascii=random.random() < 0.5)
+        assert parse_hjson(text) == value
