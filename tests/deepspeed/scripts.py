@@ -374,6 +374,36 @@ def surface(process: Process) -> dict:
     return {**found, "errors": errors}
 
 
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def last_layer(model: SimpleModel) -> list[Tensor]:
+    return [model.fc2.weight, model.fc2.bias]
+
+
+def passed(process: Process) -> dict:
+    """Optimizer and schedule passed and configured, and more model_parameters than the optimizer has; then Lightning's evaluation."""
+    model = build()
+    given = config(stage=1, gradient_clipping=0.0, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 5.0}})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(last_layer(model), lr=0.1),
+        model_parameters=model.parameters(),
+        lr_scheduler=halving,
+        config=given,
+    )
+    found = {"losses": loop(process, engine), "weights": weights(engine), "notes": engine.settings.notes}
+    found["names"] = engine.optimizer_name(), engine.scheduler_name()
+    engine.destroy()
+    only_reads = {"train_micro_batch_size_per_gpu": 1}
+    engine, optimizer, *_ = deepspeed.initialize(model=build(), model_parameters=[], config=only_reads)
+    with torch.no_grad():
+        found["evaluated"] = optimizer is None and torch.equal(engine(data(0)[0]), build()(data(0)[0]))
+    engine.destroy()
+    return found
+
+
 def refusals(process: Process) -> dict[str, str]:
     """What `initialize` refuses, in words."""
     model, foreign = build(), build()
@@ -390,7 +420,6 @@ def refusals(process: Process) -> dict[str, str]:
         "no config": {"model": model},
         "two configs": {"model": model, "config": good, "args": argparse.Namespace(deepspeed_config="x.json")},
         "mpu": {"model": model, "config": good, "mpu": object()},
-        "two optimizers": {"model": model, "config": good, "optimizer": torch.optim.AdamW(model.parameters())},
         "foreign": {"model": model, "config": bare, "optimizer": torch.optim.AdamW(foreign.parameters())},
         "unknown": {"model": model, "config": bare, "optimizer": torch.optim.Adagrad(model.parameters())},
         "amsgrad": {"model": model, "config": bare, "optimizer": torch.optim.AdamW(model.parameters(), amsgrad=True)},

@@ -1,14 +1,14 @@
 """ds_config: what DeepSpeed's users write and ztk accepts with a note; each has the effect that its author expects."""
 
 import base64
+import json
 import re
-from pathlib import Path
+from random import Random
 
 import pytest
 
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
-
-SEED_003 = Path(__file__).parents[1] / "documents" / "blocks" / "003_ds_config.json"
+from ztk.deepspeed.config.hjson import parse_hjson
 
 
 def parse(**config) -> Settings:
@@ -211,6 +211,11 @@ def test_accepted_with_a_note(case):
         ({"bf16": {"enabled": 1.0}}, "must be true or false"),
         ({"prescale_gradients": 1}, "prescale_gradients=True: not offered"),
         ({"aio": {"thread_count": 2, "intra_op_parallelism": 3}}, "is the old name of intra_op_parallelism"),
+        ({"aio": {"thread_count": 10**7}}, "aio.thread_count=10000000: must be a whole number, 1 or more and at most 1024"),
+        ({"steps_per_print": 1e308}, "steps_per_print=1e+308: must be a whole number, 1 or more and at most 9223372036854775807; or null"),
+        ({"steps_per_print": -1}, "or null for never"),
+        ({"flops_profiler": {"module_depth": 1e308}}, "at most 9223372036854775807; -1 is for the innermost modules"),
+        ({"train_batch_size": "\u0664"}, "must be a number"),
         ({"aio": {"thread_count": 0}}, "aio.thread_count=0: must be a whole number, 1 or more"),
         ({**zero(stage=3, aio={"block_size": 1}), "aio": {"block_size": 2}}, "differs from aio at the top level"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}}, "total_num_steps: is missing"),
@@ -225,7 +230,7 @@ def test_accepted_with_a_note(case):
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
-def test_contradictions_stay_refused(config, part):
+def test_contradictions_and_numbers_without_sense_stay_refused(config, part):
     with pytest.raises(DeepSpeedConfigError) as caught:
         parse(**config)
     assert any(part in fault for fault in caught.value.faults), caught.value.faults
@@ -306,11 +311,27 @@ def test_a_misspelt_word_of_hjson_is_refused_by_its_key(tmp_path):
     assert any("bf16.enabled='ture': must be true or false" in fault for fault in caught.value.faults)
 
 
-def test_a_comment_that_swallows_the_rest_of_its_line_is_named(tmp_path):
-    """Document 003 as its page shows it: the line ends are lost, so everything behind the first // is a comment."""
-    path = tmp_path / "ds_config.json"
-    path.write_text(" ".join(line.strip() for line in SEED_003.read_text().splitlines()))
-    with pytest.raises(DeepSpeedConfigError, match=r"line 1: the comment '//.* runs to the end of its line") as caught:
-        read_source(path)
-    assert "begin a new line" in str(caught.value)
-    assert read_source(SEED_003)["zero_optimization"]["stage"] == 2
+def drawn(random: Random, *, depth: int = 0) -> object:
+    """A value of JSON, with texts that look like its punctuation."""
+    kinds = ("text", "number", "word") if depth == 4 else ("text", "number", "word", "list", "object", "object")
+    match random.choice(kinds):
+        case "text":
+            return "".join(random.choices("ab \"'\\{}[],:#/*\n\té1", k=random.randrange(8)))
+        case "number":
+            return random.choice([0, -1, 7, 10**20, 0.5, -2e-7, 3e8])
+        case "word":
+            return random.choice([True, False, None])
+        case "list":
+            return [drawn(random, depth=depth + 1) for _ in range(random.randrange(4))]
+    keys = ("".join(random.choices("ab_ \"':{}#", k=3)) for _ in range(random.randrange(4)))
+    return {key: drawn(random, depth=depth + 1) for key in keys}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_json_is_hjson(seed):
+    """Every JSON text has the same value under both readers, on one line and on many."""
+    random = Random(seed)
+    for indent in (None, 0, 2) * 20:
+        value = {"a": drawn(random)}
+        text = json.dumps(value, indent=indent, ensure_ascii=random.random() < 0.5)
+        assert parse_hjson(text) == value

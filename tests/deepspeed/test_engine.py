@@ -55,7 +55,6 @@ WORDS = {
     "no config": "config is missing",
     "two configs": "given twice",
     "mpu": "get_model_parallel_world_size",
-    "two optimizers": "keep one of them",
     "foreign": "not the model's",
     "unknown": "knows torch.optim.AdamW",
     "amsgrad": "amsgrad",
@@ -71,6 +70,25 @@ def test_what_initialize_refuses(ranks):
     errors = ranks(2).run(scripts.refusals)[0]
     for name, part in WORDS.items():
         assert part in errors.get(name, "nothing was refused"), name
+
+
+def test_what_is_passed_outranks_the_configuration(ranks):
+    """As in DeepSpeed: with both the passed optimizer and schedule count, and of model_parameters those that the optimizer has."""
+    found = ranks(2).run(scripts.passed)[0]
+    expected = plain(
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        scheduler=scripts.halving,
+        groups=scripts.last_layer,
+        clip=0,
+    )
+    close(found, expected)
+    for note in (
+        "optimizer: is passed to initialize, too; the passed one counts",
+        "scheduler: is passed to initialize, too; the passed one counts",
+        "model_parameters: the optimizer lacks 2 of them; its own are trained, the others are frozen",
+    ):
+        assert note in found["notes"]
+    assert found["names"] == ("SGD", None) and found["evaluated"]
 
 
 def test_progress_and_breakdowns_are_printed_by_rank_0(ranks):

@@ -70,8 +70,10 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return x, x[..., :8].argmax(-1)
 
 
-def train(process, *, ep_size: int, stage: int, groups: str, dtype: str = "fp32") -> tuple[list[float], list[str], int]:
-    """(mean losses over ranks, this rank's names of experts, how many groups the optimizer has)."""
+def train(
+    process, *, ep_size: int, stage: int, groups: str, dtype: str = "fp32", more: dict | None = None
+) -> tuple[list[float], list[str], int]:
+    """(mean losses over ranks, this rank's names of experts, how many groups the optimizer has). more: of the configuration."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.block = MoETransformerBlock(WIDTH, 4, top_k=2, ep_size=ep_size)
@@ -85,6 +87,7 @@ def train(process, *, ep_size: int, stage: int, groups: str, dtype: str = "fp32"
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "bf16": {"enabled": dtype == "bf16"},
+        **(more or {}),
     }
     engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     losses = []

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.documents.harness import config_of
 from tests.moe.deepspeed_scripts import built_sharded, train, train_hub
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.deepspeed.experts import expert_topology
+from ztk.deepspeed.experts import expert_topology, give_layer_options
 from ztk.deepspeed.experts.sharded_moe import top1gating, top2gating, topkgating
 from ztk.deepspeed.names import lookup
 from ztk.moe import (
@@ -32,6 +33,56 @@ def test_the_documents_script_trains_with_experts_spread(ranks, stage, groups):
     for losses, _, number in runs:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
         assert number == (1 if groups == "none" else 2)
+
+
+def test_the_documents_configuration_spreads_the_layer_that_leaves_it_open(ranks):
+    """002, 9.2: moe and moe_expert_parallel_size as written, with 9.1's layer of ep_size=1, on the four ranks that they ask for."""
+    alone, *_ = ranks(1).run(train, ep_size=1, stage=0, groups="none")[0]
+    runs = ranks(4).run(train, ep_size=1, stage=2, groups="seed", more=config_of("002_9_2.json"))
+    assert [names for _, names, _ in runs] == [["0"], ["1"], ["2"], ["3"]]
+    for losses, _, number in runs:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
+        assert number == 2
+
+
+def given_to(model: nn.Module, **section) -> nn.Module:
+    settings = parse_config({"train_batch_size": 8, "moe": section}, world_size=4)
+    give_layer_options(model, options=settings.moe_layers)
+    return model
+
+
+def test_the_section_moe_gives_what_layers_leave_at_their_defaults():
+    layer = MoE(4, nn.Linear(4, 4), num_experts=4, capacity_factor=2.0)
+    given = {"k": 2, "capacity_factor": 2.0, "min_capacity": 1, "noisy_gate_policy": "Jitter", "use_rts": False}
+    given_to(nn.Sequential(layer), enabled=True, ep_size=2, num_experts=4, drop_tokens=True, **given)
+    policy = layer.policy
+    assert (policy.k, policy.capacity_factor, policy.min_capacity, policy.noise) == (2, 2.0, 1, "Jitter")
+    assert not policy.random_selection and policy.drop_tokens and policy.eval_capacity_factor == 1.0
+    assert layer.ep_size == 2 and {p.group_name for p in layer.experts.parameters()} == {"ep_size_2"}
+    assert expert_topology(layer).expert == 2
+    off = MoE(4, nn.Linear(4, 4), num_experts=4)
+    given_to(off, enabled=False, ep_size=2, k=2)
+    assert off.ep_size == 1 and off.policy.k == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "section", "message"),
+    [
+        ({"ep_size": 2}, {"ep_size": 4}, r"moe.ep_size=4: 0 is made with MoE\(ep_size=2\)"),
+        ({"k": 2}, {"k": 4}, r"moe.k=4: 0 is made with MoE\(k=2\)"),
+        ({"drop_tokens": False}, {"drop_tokens": True}, r"drop_tokens=True: 0 is made with MoE\(drop_tokens=False\)"),
+        ({}, {"num_experts": 8}, r"moe.num_experts=8: 0 is made with MoE\(num_experts=4\)"),
+        ({}, {"use_residual": True}, r"make the layer with MoE\(use_residual=True\)"),
+        ({"num_experts": 6}, {"ep_size": 4}, "does not fit 0, which has 6 experts"),
+        ({}, {"k": 5}, "does not fit 0, which has 4 experts"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_says_another_than_the_section_is_refused(layer, section, message):
+    made = nn.Sequential(MoE(4, nn.Linear(4, 4), **{"num_experts": 4, **layer}))
+    with pytest.raises(ValueError, match=message):
+        given_to(made, min_capacity=1, **section)
+    assert made[0].policy.min_capacity == 4, "nothing is changed where something is refused"
 
 
 def model() -> nn.Module:

@@ -43,12 +43,13 @@ def initialize(
     """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
 
     args: may hold `deepspeed_config`, the path of the configuration.
-    optimizer: a fresh torch.optim.AdamW, Adam or SGD, or a callable that makes one of the parameters; None: the configuration's.
+    optimizer: a fresh torch.optim.AdamW, Adam or SGD, or a callable that makes one of the parameters; None: the configuration's, which
+        a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
         With neither, AdamW at DeepSpeed's defaults; where model_parameters and a schedule are missing too, its states are made when the
         first forward runs with gradients on, so that a model that only evaluates takes no memory for them.
     model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
     training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
-    lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer.
+    lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer; it outranks the configuration's.
     mpu: says which ranks share a model that the script has cut itself, see `ztk.deepspeed.mpu`.
     mesh_param: (data-parallel ranks, ranks per sequence); the second must be 1.
     config, config_params: dict, path, or base64 of JSON.

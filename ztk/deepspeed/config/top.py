@@ -24,12 +24,12 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 def _steps(value: object) -> int | None:
     """Accelerate writes infinity for "never"."""
-    steps = number(value)
-    if math.isinf(steps):
-        return None
-    if not steps.is_integer() or steps < 1:
-        raise ValueError("must be a whole number, 1 or more, or null for never")
-    return int(steps)
+    try:
+        if number(value) == math.inf:
+            return None
+        return whole_number(1)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or null for never") from None
 
 
 _SECTIONS = (

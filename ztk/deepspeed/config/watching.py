@@ -9,7 +9,6 @@ from ztk.deepspeed.config.keys import (
     anything,
     at_least,
     boolean,
-    number,
     one_of,
     optional,
     read_section,
@@ -26,10 +25,10 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _depth(value: object) -> int:
-    plain = number(value)
-    if not plain.is_integer() or plain < -1:
-        raise ValueError("must be a whole number, or -1 for the innermost modules")
-    return int(plain)
+    try:
+        return whole_number(-1)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; -1 is for the innermost modules") from None
 
 
 _ON = {"enabled": takes(boolean)}
