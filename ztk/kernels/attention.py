@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
+from ztk.kernels._attention_launch import Part, aot_cases, float32_aot_cases, tiles_for
 from ztk.kernels._attention_tiles import (
     batch_view,
     cpu_mask,
@@ -35,9 +35,9 @@ from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, compute_dtype
+from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, Reach, compute_dtype
 from ztk.kernels.attention_backward import AOT as BACKWARD_AOT
-from ztk.kernels.attention_backward import backward
+from ztk.kernels.attention_backward import VARLEN_AOT, backward
 
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
@@ -85,12 +85,12 @@ def _attention_fwd(
             p_v = v_ptr + i_key * v_stride + i_kv * D
             m_dn = (o_d < D)[:, None] & m_n[None, :]
             b_k = tl.load(p_k + (o_block[None, :] * k_step + o_d[:, None]), mask=m_dn, other=0.0)
-            b_s = dot(b_q, b_k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)) * scale_log2  # [BLOCK_M, BLOCK_N]
+            b_s = dot(b_q, b_k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))  # [BLOCK_M, BLOCK_N], not scaled yet
             if (i_n < first_whole) | (i_n >= last_whole):
                 m_mn = visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW)
                 b_s = tl.where(m_mn, b_s, float("-inf"))
-            b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
-            b_p = tl.exp2(b_s - b_new[:, None])
+            b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale_log2)
+            b_p = tl.exp2(b_s * scale_log2 - b_new[:, None])  # one multiply-add per score
             b_shrink = tl.exp2(b_max - b_new)
             b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
             m_nd = m_n[:, None] & (o_d < D)[None, :]
@@ -113,7 +113,9 @@ def _launch_fwd(
     lse = torch.empty(H, tokens, dtype=torch.float32, device=q.device)
     num_sequences = tokens // max(T, 1) if cu_seqlens is None else cu_seqlens.numel() - 1
     if tokens:
-        tiles = tiles_for(Part.forward, head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
+        tiles = tiles_for(
+            Part.forward, head_dim=D, itemsize=q.element_size(), architecture=machine(q.device).architecture
+        )
         _attention_fwd[(triton.cdiv(T, tiles.held) * num_sequences * H,)](
             q, k, v, out, lse, cu_seqlens, q.stride(0), k.stride(0), v.stride(0), tokens, T, window, scale,
             H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
@@ -324,6 +326,15 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("q", "k", "v"),
     small_shapes=((2, 17, 2, 16), (1, 35, 2, 24)),
+    reach=(
+        # every edge of a window against blocks of 32 keys and 16 or 32 queries, before and behind the diagonal
+        *(Reach(shape=(1, 100, 1, 16), inputs={"window": w}) for w in (2, 15, 16, 17, 18, 31, 32, 33, 34, 66)),
+        Reach(shape=(1, 300, 2, 64), dtype=torch.float16, inputs={"group": 2}),
+        Reach(shape=(1, 300, 1, 64), dtype=torch.float16, inputs={"window": 66}),
+        Reach(shape=(1, 270, 1, 128), dtype=torch.float16, inputs={"window": 129}),
+        Reach(shape=(1, 140, 1, 256), dtype=torch.float16, inputs={"causal": False}),
+        *(Reach(shape=(1, 140, 1, 64), dtype=torch.float16, target=target) for target in ("sm_80", "gfx942")),
+    ),
     bench_shapes=((4, 8192, 32, 128), (16, 2048, 32, 128), (4, 8192, 32, 64)),
     variants=({}, {"group": 2}, {"window": 9, "group": 2}, {"causal": False}),
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,
@@ -332,6 +343,7 @@ SPEC = OpSpec(
     aot=(
         *(case for D in (64, 128, 256) for case in aot_cases(Part.forward, _attention_fwd, head_dim=D)),
         *aot_cases(Part.forward, _attention_fwd, head_dim=128, window=True),
+        *float32_aot_cases(_attention_fwd),
         *BACKWARD_AOT,
     ),
     tolerance_ulps=4.0,  # P is rounded to the input's dtype before P V
@@ -348,6 +360,6 @@ VARLEN_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * itemsize,
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * itemsize,
     num_flops=lambda shape: 4 * shape[1] * shape[2] * sum(n * (n + 1) // 2 for n in _varlen_lengths(shape[0])),
-    aot=aot_cases(Part.forward, _attention_fwd, head_dim=128, varlen=True),
+    aot=(*aot_cases(Part.forward, _attention_fwd, head_dim=128, varlen=True), *VARLEN_AOT),
     tolerance_ulps=4.0,
 )

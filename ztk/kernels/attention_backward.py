@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
+from ztk.kernels._attention_launch import Part, aot_cases, float32_aot_cases, tiles_for
 from ztk.kernels._attention_tiles import (
     batch_view,
     cpu_mask,
@@ -181,7 +181,7 @@ def _launch_bwd(
     _attention_delta[(triton.cdiv(tokens, DELTA_ROWS), H)](
         out, d_out, delta, tokens, **sizes, BLOCK_M=DELTA_ROWS, num_warps=4, enable_fp_fusion=True
     )
-    chosen = {"head_dim": D, "itemsize": q.element_size(), "machine": machine(q.device)}
+    chosen = {"head_dim": D, "itemsize": q.element_size(), "architecture": machine(q.device).architecture}
     tiles = tiles_for(Part.keys, **chosen)
     _attention_bwd_keys[(triton.cdiv(T, tiles.held) * num_sequences * H_kv,)](
         q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens, *strides, tokens, T, window, scale, **options,
@@ -232,20 +232,23 @@ backward = register(
 AOT = (
     AotCase(
         kernel=_attention_delta,
-        variant="D=128",
-        signature={"out_ptr": "*bf16", "d_out_ptr": "*bf16", "delta_ptr": "*fp32", "num_tokens": "i64"},
-        constexprs={"H": 32, "D": 128, "BLOCK_D": 128, "BLOCK_M": DELTA_ROWS},
-        divisible_by_16=("out_ptr", "d_out_ptr", "delta_ptr"),
-        max_registers=64,
+        shape=(2, 4096, 8, 128),
+        min_programs=8,
         vector_store_bytes=0,
         vector_reason="writes one number per row of 128 that it reads",
     ),
     *(
         case
-        for head_dim, window, varlen in (
-            (64, False, False), (128, False, False), (256, False, False), (128, True, False), (128, False, True),
-        )
         for part, kernel in ((Part.keys, _attention_bwd_keys), (Part.queries, _attention_bwd_queries))
-        for case in aot_cases(part, kernel, head_dim=head_dim, window=window, varlen=varlen)
+        for cases in (
+            *(aot_cases(part, kernel, head_dim=D) for D in (64, 128, 256)),
+            aot_cases(part, kernel, head_dim=128, window=True),
+            float32_aot_cases(kernel),
+        )
+        for case in cases
     ),
-)  # fmt: skip
+)
+VARLEN_AOT = (
+    *aot_cases(Part.keys, _attention_bwd_keys, head_dim=128, varlen=True),
+    *aot_cases(Part.queries, _attention_bwd_queries, head_dim=128, varlen=True),
+)

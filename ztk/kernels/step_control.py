@@ -284,19 +284,7 @@ SPEC = OpSpec(
     aot=(
         AotCase(
             kernel=_step_control,
-            signature={
-                "state_ptr": "*fp32",
-                "sumsq_ptr": "*fp32",
-                "hyper_ptr": "*fp32",
-                "lr_table_ptr": "*fp32",
-                "control_ptr": "*fp32",
-                "settings_ptr": "*fp32",
-                "G": "i32",
-                "table_size": "i32",
-            },  # fmt: skip
-            constexprs={"BLOCK_G": 2},
-            divisible_by_16=("state_ptr", "hyper_ptr", "control_ptr", "settings_ptr"),
-            num_warps=1,
+            shape=(2,),
             max_registers=96,
             max_barriers=0,
             vector_load_bytes=0,
