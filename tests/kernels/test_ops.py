@@ -176,9 +176,7 @@ def accuracy_cases(backend: str):
             yield pytest.param(*case.values, backend, id=f"{case.id}-{backend}")
 
 
-@pytest.mark.parametrize(
-    "spec, shape, variant, dtype, backend", [*accuracy_cases("auto"), *accuracy_cases("triton")]
-)
+@pytest.mark.parametrize("spec, shape, variant, dtype, backend", [*accuracy_cases("auto"), *accuracy_cases("triton")])
 def test_as_accurate_as_eager(spec, shape, variant, dtype, backend):
     set_backend(backend)
     check_error_ratio(spec, shape, variant, dtype)

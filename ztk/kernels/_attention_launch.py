@@ -12,7 +12,7 @@ from enum import StrEnum
 import torch
 
 from ztk.kernels._machine import MACHINES, Architecture
-from ztk.kernels._spec import AotCase
+from ztk.kernels._spec import TARGETS, AotCase
 
 LIMITS = (64, 128, 256)  # head dimensions up to which the columns of the tables reach
 
@@ -56,14 +56,32 @@ _TABLE = {
         Architecture.cdna: ((128, 32, 8, 2), (64, 32, 4, 1), (64, 32, 4, 1)),
     },
 }
-_FLOAT32 = Tiles(held=32, step=32, num_warps=4, num_stages=1)
+# float32, whose products run without matrix instructions of full rate, on every machine; (held, step, warps)
+_FLOAT32 = {
+    Part.forward: ((32, 32, 4), (32, 32, 8), (32, 32, 8)),
+    Part.keys: ((32, 32, 8), (32, 32, 4), (16, 16, 8)),
+    Part.queries: ((32, 32, 4), (32, 32, 4), (16, 16, 8)),
+}
+# Registers of one thread on Hopper, at most: there the accumulators leave room for one program, and more would spill.
+_MAX_REGISTERS = {
+    Part.forward: (224, 240, 255),
+    Part.keys: (232, 248, 255),
+    Part.queries: (160, 232, 248),
+}
+# Shared memory on Hopper, at least: the tiles that the pipeline holds ahead.
+_MIN_SHARED_BYTES = {
+    Part.forward: (114688, 131072, 131072),
+    Part.keys: (65536, 98304, 131072),
+    Part.queries: (65536, 131072, 163840),
+}
 
 
 def tiles_for(part: Part, *, head_dim: int, itemsize: int, architecture: Architecture) -> Tiles:
-    """The tiles of one kernel; float32, whose products run without matrix instructions of full rate, takes small ones."""
-    if itemsize == 4:
-        return _FLOAT32
+    """The tiles of one kernel for heads of `head_dim` elements of `itemsize` bytes."""
     column = next(i for i, limit in enumerate(LIMITS) if head_dim <= limit)
+    if itemsize == 4:
+        held, step, num_warps = _FLOAT32[part][column]
+        return Tiles(held=held, step=step, num_warps=num_warps, num_stages=1)
     held, step, num_warps, num_stages = _TABLE[part][architecture][column]
     return Tiles(held=held, step=step, num_warps=num_warps, num_stages=num_stages)
 
@@ -79,9 +97,12 @@ def aot_cases(
 ) -> tuple[AotCase, ...]:
     """One case per machine: bfloat16, causal, 8 query heads over 2 key heads."""
     shape = (8192, 8, head_dim) if varlen else (2, 4096, 8, head_dim)
+    targets = ("sm_90", "gfx942") if window or varlen else TARGETS  # their tiles are those of the plain kernel
     inputs = ({} if varlen else {"group": 4}) | ({"window": 1024} if window else {})
+    column = LIMITS.index(head_dim)
     cases = []
-    for target, chip in MACHINES.items():
+    for target in targets:
+        chip = MACHINES[target]
         cdna = chip.architecture is Architecture.cdna
         spills = part is Part.keys and head_dim > 128 and target == "sm_90"
         case = AotCase(
@@ -95,6 +116,8 @@ def aot_cases(
             vector_store_bytes=8 if cdna else 16,
             vector_reason="mfma leaves four neighbours to a lane" if cdna else "",
             matrix_instructions=True,
+            max_registers=_MAX_REGISTERS[part][column],
+            min_shared_bytes=_MIN_SHARED_BYTES[part][column],
         )
         cases.append(case)
     return tuple(cases)
@@ -103,6 +126,6 @@ def aot_cases(
 def float32_aot_cases(kernel: object) -> tuple[AotCase, ...]:
     """The products of float32, which run without matrix instructions."""
     return tuple(
-        AotCase(kernel=kernel, shape=(1, 2048, 8, head_dim), dtype=torch.float32, variant="fp32", min_programs=2)
+        AotCase(kernel=kernel, shape=(1, 2048, 8, head_dim), dtype=torch.float32, variant="fp32", targets=("sm_90",))
         for head_dim in (64, 128, 256)
     )

@@ -72,7 +72,7 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
 def launch_of(spec: OpSpec, *, case: AotCase, target: str) -> Launch:
     """The one launch that the case is about. Raises ValueError where there is none, or two that differ."""
     found = [launch for launch in launches(spec, case=case, target=target) if launch.kernel is case.kernel]
-    values = [{**launch.constexprs, **launch.signature} for launch in found]
+    values = [{**launch.signature, **launch.constexprs} for launch in found]
     chosen = [
         launch
         for launch, value in zip(found, values, strict=True)

@@ -13,7 +13,7 @@ from ztk.kernels._math import cast
 TILE = 4096  # elements in flight per program before a row alone is larger
 ELEMENTS_PER_THREAD = 16  # two 16-byte loads of a 16-bit type
 MAX_THREADS = 512
-RESIDENT_THREADS = 1024  # per processor: of a loop over rows, whose threads take up to 64 registers
+REGISTERS = 65536  # of a processor
 COLUMNS = 128  # columns one program of `column_sums` adds up
 ROWS_AT_ONCE = 32
 
@@ -37,10 +37,14 @@ def row_launch(N: int, *, device: torch.device, max_threads: int = MAX_THREADS) 
     return RowLaunch(block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
-def programs_for_rows(num_tiles: int, *, device: torch.device, num_warps: int) -> int:
-    """Programs of a loop over row tiles: as many as stay on the machine together, so that none waits for a round of its own."""
+def programs_for_rows(num_tiles: int, *, device: torch.device, num_warps: int, registers: int = 64) -> int:
+    """Programs of a loop over row tiles: as many as stay on the machine together, so that none waits for a round of its own.
+
+    registers: a thread's, at most; the ahead-of-time budgets hold the kernel to it (`AotCase.resident`).
+    """
     chip = machine(device)
-    return min(num_tiles, chip.processors * max(1, RESIDENT_THREADS // (num_warps * chip.warp_size)))
+    fitting = REGISTERS // (registers * num_warps * chip.warp_size)
+    return min(num_tiles, chip.processors * max(1, fitting))
 
 
 @triton.jit

@@ -28,9 +28,9 @@ class AotCase:
     where: Mapping[str, object] = field(default_factory=dict)
     variant: str = ""  # tells two cases of one kernel apart in the report
     targets: tuple[str, ...] = TARGETS
-    min_programs: int = 1  # that fit on a processor at once: registers, threads and shared memory together (NVIDIA)
-    resident: bool = False  # a grid of programs that stay: all of them must fit on the machine at once (NVIDIA)
-    max_registers: int | None = None  # per thread, where `min_programs` cannot say it: a kernel that fits once
+    min_programs: int = 1  # that fit on a processor at once: registers, threads and shared memory together (Hopper)
+    resident: bool = False  # a grid of programs that stay: all of them must fit on the machine at once (Hopper)
+    max_registers: int | None = None  # per thread, where `min_programs` cannot say it: a kernel that fits once (Hopper)
     max_stack_bytes: int = 0  # any spill is a failure unless `stack_reason` says why it is wanted
     stack_reason: str = ""
     vector_load_bytes: int = 16  # at least one global load of this width
@@ -38,11 +38,11 @@ class AotCase:
     vector_reason: str = ""  # why either width is below 16
     max_barriers: int | None = None  # 0 for elementwise kernels: no shared memory round trip
     matrix_instructions: bool = False  # the target's own: HMMA, HGMMA, UTCxMMA, v_mfma
-    min_shared_bytes: int = 0  # what the pipeline's stages take (NVIDIA): fewer stages or smaller tiles hold less
+    min_shared_bytes: int = 0  # what the pipeline's stages take (Hopper): fewer stages or smaller tiles hold less
     elements: int | None = None  # of the whole launch; turns instructions into a figure per element
     max_instructions_per_element: float | None = None
     loop_bytes: float | None = None  # that an element loads in a loop; turns the loops' instructions into such a figure
-    max_loop_instructions: float | None = None  # per element, summed over the loops (NVIDIA)
+    max_loop_instructions: float | None = None  # per element, summed over the loops (Hopper)
 
     def __post_init__(self):
         if self.max_stack_bytes > 0 and not self.stack_reason:

@@ -222,7 +222,6 @@ def _aot_case(kernel: object, variant: str, **options: object) -> AotCase:
         kernel=kernel,
         shape=AOT_SIZES,
         variant=variant,
-        min_programs=12,
         max_barriers=0,
         elements=sum(AOT_SIZES),
         max_instructions_per_element=20,
@@ -245,12 +244,13 @@ SPEC_FLATTEN = OpSpec(
     num_bytes=lambda shape, itemsize: 2 * sum(shape) * itemsize,
     num_flops=lambda shape: 0,
     aot=(
-        _aot_case(_gather, "bf16 to bf16"),
+        _aot_case(_gather, "bf16 to bf16", min_programs=12),
         _aot_case(
             _gather,
             "bf16 to fp32",
             inputs={"scaled": True, "flat_dtype": torch.float32},
             vector_load_bytes=8,
+            min_programs=4,
             vector_reason=_MIXED,
         ),
     ),  # fmt: skip
@@ -268,9 +268,14 @@ SPEC_UNFLATTEN = OpSpec(
     num_bytes=lambda shape, itemsize: 2 * sum(shape) * itemsize,
     num_flops=lambda shape: 0,
     aot=(
-        _aot_case(_scatter, "bf16 to bf16"),
+        _aot_case(_scatter, "bf16 to bf16", min_programs=12),
         _aot_case(
-            _scatter, "fp32 to bf16", inputs={"flat_dtype": torch.float32}, vector_store_bytes=8, vector_reason=_MIXED
+            _scatter,
+            "fp32 to bf16",
+            inputs={"flat_dtype": torch.float32},
+            vector_store_bytes=8,
+            min_programs=4,
+            vector_reason=_MIXED,
         ),
     ),
 )

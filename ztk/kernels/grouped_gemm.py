@@ -54,16 +54,34 @@ class LaunchConfig:
 
 
 @triton.jit
-def _accumulate(b_acc, p_x, p_w, m_s, m_n, D, stride_d, BLOCK_K: tl.constexpr):
-    """b_acc + x @ weight over D columns; p_x, p_w: pointers of the first BLOCK_K of them"""
+def _sum_of_products(x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n, D, stride_d, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """x @ weight over D columns, plus x2 @ weight2; o_x, o_w: offsets of the first BLOCK_K of them
+
+    Of a pair one loop walks both: a loop each would keep the addresses of both in registers.
+    """
     o_k = tl.arange(0, BLOCK_K)
-    for i_k in range(0, D, BLOCK_K):
-        m_k = i_k + o_k < D
-        b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
-        b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
-        b_acc = dot(b_x, b_w, b_acc)
-        p_x += BLOCK_K
-        p_w += BLOCK_K * stride_d
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if x2_ptr is not None:
+        num_k = tl.cdiv(D, BLOCK_K)
+        for i in range(0, 2 * num_k):
+            i_k = (i % num_k) * BLOCK_K
+            p_x = tl.where(i < num_k, x_ptr, x2_ptr) + i_k
+            p_w = tl.where(i < num_k, weight_ptr, weight2_ptr) + tl.cast(i_k, tl.int64) * stride_d
+            m_k = i_k + o_k < D
+            b_x = tl.load(p_x + o_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w + o_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_acc = dot(b_x, b_w, b_acc)
+    else:
+        p_x = x_ptr + o_x
+        p_w = weight_ptr + o_w
+        for i_k in range(0, D, BLOCK_K):
+            m_k = i_k + o_k < D
+            b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_acc = dot(b_x, b_w, b_acc)
+            p_x += BLOCK_K
+            p_w += BLOCK_K * stride_d
     return b_acc
 
 
@@ -102,10 +120,9 @@ def _grouped_fwd(
             b_row = tl.load(order_ptr + o_s, mask=m_s, other=0) // TOP_K
         o_x = b_row.to(tl.int64)[:, None] * stride_x + o_k[None, :]
         o_w = i_e.to(tl.int64) * stride_e + o_k[:, None] * stride_d + o_n[None, :] * stride_n
-        b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        b_acc = _accumulate(b_acc, x_ptr + o_x, weight_ptr + o_w, m_s, m_n, D, stride_d, BLOCK_K=BLOCK_K)
-        if x2_ptr is not None:
-            b_acc = _accumulate(b_acc, x2_ptr + o_x, weight2_ptr + o_w, m_s, m_n, D, stride_d, BLOCK_K=BLOCK_K)
+        b_acc = _sum_of_products(
+            x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n, D, stride_d, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_out, cast(b_acc, out_ptr.dtype.element_ty), mask=m_s[:, None] & m_n[None, :])
 
@@ -373,7 +390,14 @@ def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
         cases += (
             AotCase(**forward, variant="x @ w", where={"TOP_K": 2}, min_programs=2),
             AotCase(**forward, variant="d_out @ w^T", where={"TOP_K": 1}, min_programs=2),
-            AotCase(**options, kernel=_grouped_bwd_weight, variant="x^T @ d_out", min_programs=2),
+            AotCase(
+                **(
+                    options | {"min_shared_bytes": _PIPELINE_BYTES * 2 // 3}
+                ),  # gathered: the last stage is in registers
+                kernel=_grouped_bwd_weight,
+                variant="x^T @ d_out",
+                min_programs=2,
+            ),
         )
     return tuple(cases)
 
