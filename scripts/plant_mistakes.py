@@ -142,7 +142,8 @@ def main() -> int:
             alive = survives(mistake, folder=Path(name))
             print(f"{'SURVIVES' if alive else 'caught  '} {time.perf_counter() - start:5.1f} s  {mistake}", flush=True)
             wrong += [f"survives: {mistake}"] if alive else []
-    print("\n".join(wrong + [f"{len(chosen) - sum(w.startswith('survives') for w in wrong)} of {len(chosen)} caught"]))
+    alive = sum(line.startswith("survives") for line in wrong)
+    print("\n".join([*wrong, f"{len(chosen) - alive} of {len(chosen)} caught"]))
     return 1 if wrong else 0
 
 

@@ -18,8 +18,10 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def planted(folder: Path, *, file: str, old: str, new: str, nth: int = 0) -> Iterator[ModuleType]:
-    """The package with the nth `old` in `file` replaced by `new`, kernels on the interpreter. Raises AssertionError where the
+def planted(
+    folder: Path, *, file: str, old: str, new: str, nth: int = 0, backend: str = "triton"
+) -> Iterator[ModuleType]:
+    """The package with the nth `old` in `file` replaced by `new`, `backend` chosen. Raises AssertionError where the
     source does not say `old`."""
     name = f"planted_{next(_numbers)}"
     package = folder / name
@@ -35,7 +37,7 @@ def planted(folder: Path, *, file: str, old: str, new: str, nth: int = 0) -> Ite
     sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(name)
-        module.set_backend("triton")
+        module.set_backend(backend)
         yield module
     finally:
         sys.path.remove(str(folder))

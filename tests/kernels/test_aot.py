@@ -39,7 +39,7 @@ def test_every_case_is_reported(rows):
 
 
 def test_fused_adamw_stays_small(rows):
-    """The budget that makes it memory-bound: written here too, so that loosening the spec does not go unseen."""
+    """The budget that makes it memory-bound: written here too, so that loosening the spec does not go unnoticed."""
     adamw = [row for row in rows if row["kernel"].startswith("_adamw[") and row["arch"].startswith("sm_")]
     assert len(adamw) == 6
     for row in adamw:
@@ -50,6 +50,24 @@ def test_fused_adamw_stays_small(rows):
 
 def test_spills_have_a_reason(rows):
     assert all(row["reason"] for row in rows if row["spills"] or row["stack_bytes"])
+
+
+def test_slower_launches_break_their_budgets():
+    """Budgets are those of the launchers: what a launcher chooses badly breaks them, for the reason meant."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.kernels.budget_mistakes"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-2000:]
+    reasons = json.loads(done.stdout)
+    expected = {
+        "32 elements per thread": "barriers >",
+        "attention with one stage": "B of shared memory <",
+        "grouped 128x64x32, one stage": "B of shared memory <",
+        "two more exponentials per logit": "instructions per element in loops >",
+    }
+    assert reasons.keys() == expected.keys()
+    for mistake, reason in expected.items():
+        assert reason in reasons[mistake], f"{mistake}: {reasons[mistake] or 'within budget'}"
 
 
 def test_interpreter_is_refused():
@@ -108,6 +126,6 @@ def test_loops_are_found_in_sass():
     ],
 )
 def test_occupancy_is_nvidias(registers, shared, warps, fitting):
-    """Figures of NVIDIA's occupancy calculator for compute capability 9.0."""
+    """From NVIDIA's occupancy calculator for compute capability 9.0."""
     found = programs_per_processor(registers=registers, shared_bytes=shared, num_warps=warps, arch="sm_90")
     assert found == fitting

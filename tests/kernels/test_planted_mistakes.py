@@ -37,7 +37,7 @@ MISTAKES = [
         cross_entropy, "b_sum * tl.exp2(b_shift - b_new)", "b_sum", (4, 9001), id="cross entropy: sum not rescaled"
     ),
     pytest.param(
-        attention, "i_n >= last_whole", "i_n > last_whole", (1, 35, 2, 24), id="attention: diagonal block not masked"
+        attention, "i_n >= last_full", "i_n > last_full", (1, 35, 2, 24), id="attention: diagonal block not masked"
     ),
     pytest.param(
         grouped_matmul_pair, "x_ptr, x2_ptr)", "x_ptr, x_ptr)", (21, 3, 17, 33), id="grouped pair: one gradient twice"

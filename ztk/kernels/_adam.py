@@ -46,7 +46,7 @@ def update_cpu(
 ) -> None:
     """p, m, v (float32 [n]) after one step, in place, and p rounded into `out`; grad as stored.
 
-    torch's fused kernel works in 16-element units, so on partitions of whole units it is a function of the element alone.
+    torch's fused kernel works in 16-element units, so on partitions of full units it is a function of the element alone.
     Its bias corrections are folded into lr, eps and weight_decay instead of a step count.
     """
     c = control

@@ -1,7 +1,7 @@
 """What the optimizer ops on flat partitions share: checks, launches, dispatch, the skipped step, inputs and specs.
 
 [Note: Four per thread]
-A thread holds four elements where float32 and 16-bit tensors meet: more make Triton convert layouts between them through
+A thread holds four elements where float32 and 16-bit tensors are combined: more make Triton convert layouts between them through
 shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow.
 """
 
@@ -17,7 +17,7 @@ from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._spec import AotCase, OpSpec
 
-ALIGNMENT = 16  # elements: a partition is whole 64-byte units of float32
+ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
 NUM_WARPS = 4
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)

@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """In the whole grid."""
+        """In the full grid."""
         return math.prod(self.grid)
 
 

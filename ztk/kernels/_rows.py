@@ -20,7 +20,7 @@ ROWS_AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLaunch:
-    """How a kernel that holds whole rows in registers is launched."""
+    """How a kernel that holds full rows in registers is launched."""
 
     block_m: int  # rows per program
     block_n: int  # columns, the next power of two

@@ -39,7 +39,7 @@ class AotCase:
     max_barriers: int | None = None  # 0 for elementwise kernels: no shared memory round trip
     matrix_instructions: bool = False  # the target's own: HMMA, HGMMA, UTCxMMA, v_mfma
     min_shared_bytes: int = 0  # what the pipeline's stages take (Hopper): fewer stages or smaller tiles hold less
-    elements: int | None = None  # of the whole launch; turns instructions into a figure per element
+    elements: int | None = None  # of the full launch; turns instructions into a figure per element
     max_instructions_per_element: float | None = None
     loop_bytes: float | None = None  # that an element loads in a loop; turns the loops' instructions into such a figure
     max_loop_instructions: float | None = None  # per element, summed over the loops (Hopper)

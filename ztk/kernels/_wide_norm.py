@@ -1,12 +1,12 @@
-"""Rows of more than 16384 elements for `layer_norm` and `rms_norm`: walked in pieces, because whole they do not fit in registers.
+"""Rows of more than 16384 elements for `layer_norm` and `rms_norm`: walked in pieces, because full they do not fit in registers.
 
 Forward walks a row twice, the second time from cache: 4 bytes per bf16 element from memory, 8 with a residual. Mean and
 variance come from one walk: every lane keeps the running mean and sum of squared deviations of its elements (Welford), and
-the lanes meet once, so large means cancel nothing and no piece waits at a barrier.
+the lanes are joined once, so large means cancel nothing and no piece waits at a barrier.
 
 Backward takes two kernels and 10 bytes per bf16 element, where the kernels for shorter rows take 6: one finds a row's two
 sums, one walks the rows of a stripe of columns, writes d_s and keeps the stripe's d_weight and d_bias in registers. Kept for
-whole rows, those sums alone would fill a multiprocessor's registers at 32768 elements.
+full rows, those sums alone would fill a multiprocessor's registers at 32768 elements.
 """
 
 import torch
@@ -19,7 +19,7 @@ from ztk.kernels._math import cast
 from ztk.kernels._rows import column_sums, programs_for_rows
 from ztk.kernels._spec import AotCase
 
-WIDE = 16384  # elements of a row up to which the kernels that hold whole rows are used
+WIDE = 16384  # elements of a row up to which the kernels that hold full rows are used
 NUM_WARPS = 8
 STRIPE_WARPS = 8
 

@@ -106,10 +106,13 @@ def adamw(
     gives the same bits as the full buffer. With control.skip nothing is written.
 
     Args:
-        master, exp_avg, exp_avg_sq: float32 [n], n a multiple of 16.
+        master: float32 [n], n a multiple of 16.
+        exp_avg: as `master`.
+        exp_avg_sq: as `master`.
         grad: float32, bfloat16 or float16 [n], left as it is.
         control: one row float32 [16] written by `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
+        decoupled: weight decay on the master (AdamW), not added to the gradient (Adam).
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.

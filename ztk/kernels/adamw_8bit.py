@@ -215,7 +215,8 @@ def adamw_8bit(
         grad: bfloat16, float16 or float32 [n].
         code_m: int8 [n].
         code_v: uint8 [n].
-        scale_m, scale_v: bfloat16 [ceil(n / 32)].
+        scale_m: bfloat16 [ceil(n / 32)].
+        scale_v: as `scale_m`.
         control: one row float32 [16] of `step_control`.
         seed: of the random bits.
         start: a multiple of 32, the index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not
@@ -308,7 +309,7 @@ SPEC = flat_spec(
     # A last-bit difference before rounding may turn one code in 250 by one step, 2/127 of its value.
     tolerance_ulps=2 / 127 * 250**-0.5 / torch.finfo(torch.float32).eps,
     aot=(
-        # The scales of a group meet in shared memory: two maxima over 32 elements of four threads.
+        # The scales of a group go through shared memory: two maxima over 32 elements of four threads.
         flat_case(_adamw_8bit, min_programs=6, max_barriers=None, max_instructions_per_element=104),
     ),
 )

@@ -113,7 +113,8 @@ def adamw_bf16(
 
     Args:
         master: float32 [n], n a multiple of 16.
-        exp_avg, exp_avg_sq: bfloat16 [n].
+        exp_avg: bfloat16 [n].
+        exp_avg_sq: as `exp_avg`.
         grad: float32, bfloat16 or float16 [n].
         control: one row float32 [16] of `step_control`.
         out: optional 16-bit [n] that receives the rounded master.

@@ -99,7 +99,9 @@ def adamw_stochastic(
     """One AdamW step in place on bfloat16 parameters without a master copy. With control.skip nothing is written.
 
     Args:
-        param, exp_avg, exp_avg_sq: bfloat16 [n], n a multiple of 16.
+        param: bfloat16 [n], n a multiple of 16.
+        exp_avg: as `param`.
+        exp_avg_sq: as `param`.
         grad: bfloat16, float16 or float32 [n].
         control: one row float32 [16] of `step_control`.
         seed: of the random bits.

@@ -77,7 +77,7 @@ def compile_case(case: AotCase, *, spec: OpSpec, arch: str) -> AotRow:
         fitting = programs_per_processor(
             registers=anatomy.registers, shared_bytes=anatomy.shared_bytes, num_warps=num_warps, arch=arch
         )
-    figures = {
+    numbers = {
         "registers": anatomy.registers,
         "programs_per_processor": fitting,
         "programs": launch.programs,
@@ -101,7 +101,7 @@ def compile_case(case: AotCase, *, spec: OpSpec, arch: str) -> AotRow:
         arch=arch,
         ok=True,
         reason="; ".join(_accepted(case, anatomy=anatomy)),
-        **figures,
+        **numbers,
     )
     broken = "; ".join(_broken_budgets(case, row=row))
     return AotRow(**(asdict(row) | {"ok": False, "reason": broken})) if broken else row
@@ -151,8 +151,13 @@ def _broken_budgets(case: AotCase, *, row: AotRow) -> Iterable[str]:
     limit = case.max_instructions_per_element
     if row.arch.startswith("sm_") and limit is not None and (row.instructions_per_element or math.inf) > limit:
         yield f"{row.instructions_per_element} instructions per element > {limit}"
-    if row.arch != CALIBRATED:
-        return
+    if row.arch == CALIBRATED:
+        yield from _broken_on_calibrated(case, row=row)
+
+
+def _broken_on_calibrated(case: AotCase, *, row: AotRow) -> Iterable[str]:
+    """Budgets of what depends on one target's registers and shared memory."""
+    machine = MACHINES[row.arch]
     fitting = row.programs_per_processor
     if fitting < case.min_programs:
         yield f"{fitting} programs fit on a processor ({row.registers} registers, {row.shared_bytes} B shared) < {case.min_programs}"
@@ -192,7 +197,7 @@ def _cuobjdump(flag: str, path: str) -> str:
 
 
 def _compile_index(job: tuple[int, int, str]) -> AotRow:
-    """A job by its place in ALL_OPS: kernels and lambdas do not travel between processes, positions do."""
+    """A job by its place in ALL_OPS: kernels and lambdas cannot be sent between processes, positions can."""
     i_op, i_case, arch = job
     spec = ALL_OPS[i_op]
     return compile_case(spec.aot[i_case], spec=spec, arch=arch)
@@ -216,15 +221,15 @@ def table(rows: list[AotRow]) -> str:
     """The report as text for people."""
     header = (
         "kernel", "arch", "regs", "fit", "programs", "stack", "spills", "shared", "ld16", "st16", "bar", "mma", "instr",
-        "/elem", "loops/elem", "verdict",
+        "/elem", "loops/elem", "result",
     )  # fmt: skip
     lines = [header]
     for r in rows:
         ratios = ("" if x is None else f"{x:g}" for x in (r.instructions_per_element, r.loop_instructions))
-        verdict = ("ok" if r.ok else "BROKEN") + (f": {r.reason}" if r.reason else "")
+        result = ("ok" if r.ok else "BROKEN") + (f": {r.reason}" if r.reason else "")
         lines.append(
             (r.kernel, r.arch, r.registers, r.programs_per_processor, r.programs, r.stack_bytes, r.spills, r.shared_bytes,
-             r.vector_loads, r.vector_stores, r.barriers, r.matrix_instructions, r.instructions, *ratios, verdict)
+             r.vector_loads, r.vector_stores, r.barriers, r.matrix_instructions, r.instructions, *ratios, result)
         )  # fmt: skip
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(header) - 1)]
     return "\n".join(

@@ -4,7 +4,7 @@
 
 Key j is visible to query i of the same sequence when j <= i (causal) and j > i - window (window). Query head h reads key
 head h // (H / H_kv). Forward walks the visible key blocks once with an online softmax and keeps only lse for backward; blocks
-that every row of the tile sees whole skip the mask, and invisible blocks are never loaded. Backward recomputes P: see
+that every row of the tile sees entirely skip the mask, and invisible blocks are never loaded. Backward recomputes P: see
 `attention_backward`. FLOPs: forward 4 D per visible (query, key) pair and head, backward 10 D.
 
 Sequences are packed as [tokens, heads, D] inside; a batch [B, T, H, D] is B sequences of T tokens. Offsets are int64 per
@@ -74,7 +74,7 @@ def _attention_fwd(
         o_block = tl.arange(0, BLOCK_N)
         k_step = tl.cast(k_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
         v_step = tl.cast(v_stride, tl.int32)
-        first, first_whole, last_whole, last = key_range(
+        first, first_full, last_full, last = key_range(
             i_row, length, window, CAUSAL, HAS_WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
         for i_n in range(first, last, BLOCK_N):
@@ -86,7 +86,7 @@ def _attention_fwd(
             m_dn = (o_d < D)[:, None] & m_n[None, :]
             b_k = tl.load(p_k + (o_block[None, :] * k_step + o_d[:, None]), mask=m_dn, other=0.0)
             b_s = dot(b_q, b_k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))  # [BLOCK_M, BLOCK_N], not scaled yet
-            if (i_n < first_whole) | (i_n >= last_whole):
+            if (i_n < first_full) | (i_n >= last_full):
                 m_mn = visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW)
                 b_s = tl.where(m_mn, b_s, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale_log2)
@@ -168,7 +168,7 @@ class _Attention(torch.autograd.Function):
         return d_q, d_k, d_v, None, None, None, None, None
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int) -> None:
+def _validate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int, scale: float | None) -> None:
     H, D = q.shape[-2:]
     if k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or k.shape[-1] != D or k.shape[-2] == 0 or H % k.shape[-2]:
         raise ValueError(
@@ -179,6 +179,8 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int) -> 
         raise ValueError(f"attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one of float32, float16, bfloat16")
     if D > MAX_HEAD_DIM:
         raise ValueError(f"attention: head dimension {D} is above {MAX_HEAD_DIM}; use set_backend('reference')")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"attention: scale={scale} must be positive; negate q instead")
     if window < 0 or (window and not causal):
         raise ValueError(f"attention: window={window} must be 0 (off) or positive with causal=True")
 
@@ -197,7 +199,7 @@ def attention(
     q: [B, T, H, D]; k, v: [B, T, H_kv, D], H a multiple of H_kv; float32, float16 or bfloat16, D at most 256. `window` w > 0
     lets a token see itself and the w - 1 before it. `scale` defaults to D ** -0.5. Returns [B, T, H, D].
     """
-    _validate(q, k, v, causal=causal, window=window)
+    _validate(q, k, v, causal=causal, window=window, scale=scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if use_reference():
         return attention_reference(q, k, v, causal=causal, window=window, scale=scale)
@@ -221,7 +223,7 @@ def attention_varlen(
     q: [tokens, H, D]; k, v: [tokens, H_kv, D]; cu_seqlens: int32 [sequences + 1] on the same device, 0 first and `tokens`
     last; max_seqlen: at least the longest length, known to the host. Returns [tokens, H, D].
     """
-    _validate(q, k, v, causal=causal, window=window)
+    _validate(q, k, v, causal=causal, window=window, scale=scale)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != q.device:
         raise ValueError(
             f"attention_varlen: cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype} on {cu_seqlens.device} must be "
@@ -250,7 +252,7 @@ def _probabilities(q: Tensor, k: Tensor, *, causal: bool, window: int, scale: fl
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int = 0, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v in float32 with the whole score matrix, rounded once."""
+    """softmax(scale * q k^T) v in float32 with the full score matrix, rounded once."""
     dtype, group = compute_dtype(q), q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k_c, v_c = (x.to(dtype).repeat_interleave(group, dim=2) for x in (k, v))

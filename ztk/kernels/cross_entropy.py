@@ -72,7 +72,7 @@ def _cross_entropy_fwd(
     index = tl.where(is_target, target, 0)
     x_target = tl.load(p_x + index).to(tl.float32)
 
-    # Phase 1: each lane keeps its own maximum and sum; they meet once at the end
+    # Phase 1: each lane keeps its own maximum and sum; joined once at the end
     b_shift = tl.full([LANES], _LOWEST, dtype=tl.float32)
     b_sum = tl.zeros([LANES], dtype=tl.float32)
     b_total = tl.zeros([LANES], dtype=tl.float32)

@@ -98,7 +98,8 @@ def lion(master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out:
     Skipping and the independence of an element from its place are those of `adamw`.
 
     Args:
-        master, exp_avg: float32 [n], n a multiple of 16.
+        master: float32 [n], n a multiple of 16.
+        exp_avg: as `master`.
         grad: float32, bfloat16 or float16 [n].
         control: one row float32 [16] of `step_control`.
         out: optional 16-bit [n] that receives the rounded master.

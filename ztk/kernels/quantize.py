@@ -153,7 +153,7 @@ def _code_bytes(numel: int, *, bits: int, group: int) -> int:
 
 
 def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
-    """Bytes of one quantised row of `numel` elements: codes of whole groups, float32 scales, padded to 16."""
+    """Bytes of one quantised row of `numel` elements: codes of full groups, float32 scales, padded to 16."""
     size = _code_bytes(numel, bits=bits, group=group) + 4 * triton.cdiv(numel, group)
     return triton.cdiv(size, ALIGN) * ALIGN
 

@@ -69,7 +69,7 @@ def _launch(
 def _cpu(
     master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: list, out: Tensor | None, nesterov: bool
 ) -> None:
-    # Whole 16-element units through torch's fused kernel: a function of the element alone, as in adamw.
+    # Full 16-element units through torch's fused kernel: a function of the element alone, as in adamw.
     c = control
     for start in range(0, master.numel(), UPDATE_PIECE):
         cut = slice(start, start + UPDATE_PIECE)

@@ -9,7 +9,7 @@
 A step with found_inf advances neither step nor lr. The loss scale follows DeepSpeed's DynamicLossScaler and apex's
 update_scale_hysteresis.cu: an overflow uses up one unit of hysteresis, and when none is left multiplies the scale by
 `backoff_factor`, not below `min_scale`; `growth_interval` good steps in a row multiply it by `growth_factor`, not above
-`max_scale`. Nothing is read by the host, so a whole training step can be captured in a CUDA graph.
+`max_scale`. Nothing is read by the host, so a full training step can be captured in a CUDA graph.
 """
 
 import math

@@ -63,17 +63,17 @@ def _cpu(grad: Tensor) -> Tensor:
     # torch splits a reduction to one value between threads, but gives each row of a row reduction to one thread: rows of
     # fixed length make the result a function of the content alone.
     n = grad.numel()
-    whole = n - n % ROW
-    norms = torch.empty(whole // ROW, dtype=torch.float32, device="cpu")
-    step = max(whole, 1) if grad.dtype == torch.float32 else UPDATE_PIECE
-    for start in range(0, whole, step):
-        piece = scaled_float32(grad[start : min(start + step, whole)], scale=1.0).view(-1, ROW)
+    in_rows = n - n % ROW
+    norms = torch.empty(in_rows // ROW, dtype=torch.float32, device="cpu")
+    step = max(in_rows, 1) if grad.dtype == torch.float32 else UPDATE_PIECE
+    for start in range(0, in_rows, step):
+        piece = scaled_float32(grad[start : min(start + step, in_rows)], scale=1.0).view(-1, ROW)
         torch.linalg.vector_norm(piece, dim=1, out=norms[start // ROW : start // ROW + piece.shape[0]])
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for start in range(0, norms.numel(), PIECE // 4):  # below torch's threshold for splitting
         total += norms[start : start + PIECE // 4].double().square_().sum()
-    if whole < n:
-        total += grad[whole:].double().square_().sum()
+    if in_rows < n:
+        total += grad[in_rows:].double().square_().sum()
     return total.float().reshape(1)
 
 
