@@ -3,13 +3,14 @@
 Run in a process that does not interpret. Prints one JSON object, mistake -> the broken budget, empty where none broke.
 """
 
+import importlib
 import json
 import tempfile
 from pathlib import Path
 from unittest import mock
 
 from tests.kernels.planting import planted, spec_of
-from ztk.kernels import ALL_OPS, _attention_launch, _flat, adamw_bf16, grouped_gemm
+from ztk.kernels import ALL_OPS, _attention_launch, _flat, grouped_gemm
 from ztk.kernels._attention_launch import Part
 from ztk.kernels._machine import Architecture
 from ztk.kernels.aot import compile_case
@@ -28,9 +29,9 @@ def broken(op: str, *, kernel: str, specs=ALL_OPS) -> str:
 def thirty_two_per_thread() -> str:
     """An elementwise kernel that converts layouts through shared memory."""
     launch = _flat.launch_flat
-    with mock.patch.object(
-        adamw_bf16, "launch_flat", lambda *args, **options: launch(*args, **(options | {"per_thread": 32}))
-    ):
+    module = importlib.import_module("ztk.kernels.adamw_bf16")
+    more = mock.patch.object(module, "launch_flat", lambda *args, **options: launch(*args, **options, per_thread=32))
+    with more:
         return broken("adamw_bf16", kernel="_adamw_bf16")
 
 

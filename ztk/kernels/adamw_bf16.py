@@ -163,6 +163,7 @@ _make_inputs = functools.partial(
     },
     with_out=True,
     seed=7,
+    start=0,
 )
 
 SPEC = flat_spec(

@@ -147,6 +147,7 @@ _make_inputs = functools.partial(
         "exp_avg_sq": lambda x: (x.square() * 0.01).bfloat16(),
     },
     seed=7,
+    start=0,
 )
 
 SPEC = flat_spec(
