@@ -68,10 +68,7 @@ PLACES = (
 )
 EXCLUDED = ("tests/documents/blocks/", "tests/test_words.py")
 # Not yet cleaned.
-PENDING: tuple[str, ...] = (
-    "tests/kernels/",
-    "ztk/kernels/",
-)
+PENDING: tuple[str, ...] = ()
 KINDS = {".py", ".md", ".yaml", ".yml", ".toml", ".json"}
 
 

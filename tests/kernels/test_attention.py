@@ -13,7 +13,7 @@ def relative(actual, expected):
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_many_blocks(window):
-    """133 tokens over tiles of 64 and 32: whole blocks, the diagonal, the window's edge and the tail."""
+    """133 tokens over tiles of 64 and 32: full blocks, the diagonal, the window's edge and the tail."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 133, heads, 16, requires_grad=True) for heads in (2, 1, 1))
     narrow = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
@@ -68,5 +68,7 @@ def test_refuses_what_it_cannot_do():
         attention(q, q, q, causal=False, window=4)
     with pytest.raises(ValueError, match="head dimension 512"):
         attention(*(torch.zeros(1, 2, 1, 512),) * 3)
+    with pytest.raises(ValueError, match="scale=-1"):
+        attention(q, q, q, scale=-1.0)
     with pytest.raises(ValueError, match="cu_seqlens"):
         attention_varlen(q[0], q[0], q[0], cu_seqlens=torch.tensor([0, 4]), max_seqlen=4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.far import BEYOND, behind, run_last_programs
+from tests.kernels.large import BEYOND, behind, run_last_programs
 from tests.kernels.test_planted_mistakes import load_copy
 from ztk.kernels import (
     adamw,
@@ -58,8 +58,8 @@ def check_flat(op, *, spec) -> None:
     out_far, out_near = op(**far), op(**near)
     compared = [(far[name], near[name]) for name in tensors_of(near)]
     compared += [(out_far, out_near)] if isinstance(out_near, Tensor) else []
-    for whole, alone in compared:
-        assert torch.equal(whole[whole.shape[0] - alone.shape[0] :], alone)
+    for full, alone in compared:
+        assert torch.equal(full[full.shape[0] - alone.shape[0] :], alone)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_cross_entropy(planted, last_programs):
 
     def check(module):
         far, near = run(module, behind(x, rows=BEYOND // COLUMNS + 5)), run(module, x.clone())
-        for whole, alone in zip(far, near, strict=True):
-            assert torch.equal(whole[-ROWS:], alone)
+        for full, alone in zip(far, near, strict=True):
+            assert torch.equal(full[-ROWS:], alone)
 
     check_planted(check, modules=planted(cross_entropy))

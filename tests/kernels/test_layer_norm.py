@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
+from ztk.kernels._rows import programs_for_rows
 from ztk.kernels.layer_norm import LaunchConfig, layer_norm, layer_norm_reference
 
 
@@ -33,7 +34,12 @@ def test_only_one_of_two_outputs_used(backend):
 
 def test_partial_sums_cover_every_row():
     """More rows than programs times rows per program, and a number that does not divide."""
-    rows = 2 * 3 * LaunchConfig.for_features(130).block_m + 1
+    rows = (
+        3
+        * programs_for_rows(1000, device=torch.device("cpu"), num_warps=4)
+        * LaunchConfig.for_features(130, warp_size=32).block_m
+        + 1
+    )
     x, d_out = torch.randn(rows, 130), torch.randn(rows, 130)
     weight = torch.randn(130, requires_grad=True)
     bias = torch.randn(130, requires_grad=True)

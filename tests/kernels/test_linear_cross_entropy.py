@@ -29,7 +29,7 @@ def inputs(T=200, H=16, V=97):
     return x, weight, torch.randint(0, V, (T,), generator=generator)
 
 
-def test_the_whole_logits_never_exist():
+def test_the_full_logits_never_exist():
     x, weight, target = inputs()
     with Largest(97) as seen:
         _run(x.detach(), weight.detach(), target, torch.ones(1), 40, -100, 0.0, 0.0, True)

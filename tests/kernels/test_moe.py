@@ -1,4 +1,4 @@
-"""Routing invariants, planted skews, and a whole mixture-of-experts layer against its dense form."""
+"""Routing invariants, planted skews, and a full mixture-of-experts layer against its dense form."""
 
 import pytest
 import torch

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ztk.kernels import ALL_OPS, set_backend
+from ztk.kernels._machine import MACHINES, assume
 
 WORST_OVER_RMS = 32  # the worst single element may be this many times the allowed root mean square error
 
@@ -123,6 +124,26 @@ def test_kernel_matches_reference(spec, shape, variant, dtype, poisoned):
     check_against_reference(spec, shape, variant, dtype)
 
 
+def check_reach(spec, reach, *, assume=assume) -> None:
+    """The op against its reference for one `Reach`, with the tiles of its target."""
+    with assume(MACHINES[reach.target]):
+        check_against_reference(spec, reach.shape, reach.inputs, reach.dtype)
+
+
+REACHES = [
+    pytest.param(spec, reach, id=case_id(spec, reach.shape, reach.inputs, reach.dtype) + f"-{reach.target}")
+    for spec in ALL_OPS
+    for reach in spec.reach
+]
+
+
+@pytest.mark.parametrize("spec, reach", REACHES)
+def test_kernel_past_every_tile_and_loop(spec, reach, poisoned):
+    """Shapes of a GPU's grid: more rows than resident programs, more partial sums than one step reads, every target's tiles."""
+    set_backend("triton")
+    check_reach(spec, reach)
+
+
 @pytest.mark.parametrize("spec, shape, variant, dtype", cases(lambda spec: spec.dtypes))
 def test_cpu_implementation_matches_reference(spec, shape, variant, dtype, poisoned):
     check_against_reference(spec, shape, variant, dtype)
@@ -146,16 +167,17 @@ def check_error_ratio(spec, shape, variant, dtype) -> None:
             )
 
 
-WITH_EAGER = [
-    c for c in cases(lambda s: tuple(d for d in s.dtypes if d != torch.float32)) if c.values[0].eager is not None
-]
+def accuracy_cases(backend: str):
+    """16-bit cases of the ops with an eager form. Of the kernels one shape each: all are held to the reference above."""
+    for case in cases(lambda spec: tuple(d for d in spec.dtypes if d != torch.float32)):
+        spec, shape, _, dtype = case.values
+        on_kernel = shape == spec.small_shapes[1] and dtype in spec.interpreted_dtypes
+        if spec.eager is not None and (backend == "auto" or on_kernel):
+            yield pytest.param(*case.values, backend, id=f"{case.id}-{backend}")
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("spec, shape, variant, dtype", WITH_EAGER)
+@pytest.mark.parametrize("spec, shape, variant, dtype, backend", [*accuracy_cases("auto"), *accuracy_cases("triton")])
 def test_as_accurate_as_eager(spec, shape, variant, dtype, backend):
-    if backend == "triton" and dtype not in spec.interpreted_dtypes:
-        pytest.skip("the interpreter cannot do this dtype's matrix products; the gpu tests do")
     set_backend(backend)
     check_error_ratio(spec, shape, variant, dtype)
 

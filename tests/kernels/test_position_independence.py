@@ -1,4 +1,4 @@
-"""An element's update depends on that element alone: any 16-aligned cut of a buffer gives the bits of the whole."""
+"""An element's update depends on that element alone: any 16-aligned cut of a buffer gives the bits of the full."""
 
 import pytest
 import torch
@@ -70,14 +70,14 @@ STEPS = [adamw_step, adam_step, sgd_step, lion_step]
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
 @pytest.mark.parametrize("dtype, coefficient", [(torch.float32, 1.0), (torch.float32, 0.3), (torch.bfloat16, 0.3)])
 @pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
-def test_cuts_equal_the_whole(step, dtype, coefficient, cuts, threads):
+def test_cuts_equal_the_full(step, dtype, coefficient, cuts, threads):
     control = control_row(grad_coefficient=coefficient)
-    whole, parts = make(dtype), make(dtype)
-    step(whole, control)
+    full, parts = make(dtype), make(dtype)
+    step(full, control)
     borders = (0, *cuts, N)
     for start, stop in zip(borders, borders[1:], strict=False):
         step({name: tensor[start:stop] for name, tensor in parts.items()}, control)
-    for name, tensor in whole.items():
+    for name, tensor in full.items():
         assert torch.equal(tensor, parts[name]), name
 
 

@@ -31,19 +31,19 @@ def sequence_bounds(cu_seqlens_ptr, i_b, T):
 def key_range(
     i_row, length, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """(first, first whole, after the last whole, after the last) key block starts visible to rows [i_row, i_row + BLOCK_M)"""
+    """(first, first full, after the last full, after the last) key block starts visible to rows [i_row, i_row + BLOCK_M)"""
     last = length
-    last_whole = length // BLOCK_N * BLOCK_N
+    last_full = length // BLOCK_N * BLOCK_N
     if CAUSAL:
         last = tl.minimum(length, i_row + BLOCK_M)
-        last_whole = (i_row + 1) // BLOCK_N * BLOCK_N
+        last_full = (i_row + 1) // BLOCK_N * BLOCK_N
     first = 0
-    first_whole = 0
+    first_full = 0
     if HAS_WINDOW:
         first = tl.maximum(0, i_row - window + 1) // BLOCK_N * BLOCK_N
-        first_whole = tl.cdiv(tl.maximum(0, i_row + BLOCK_M - window), BLOCK_N) * BLOCK_N
-        first_whole = tl.minimum(first_whole, tl.cdiv(last, BLOCK_N) * BLOCK_N)
-    return first, first_whole, tl.maximum(last_whole, first_whole), last
+        first_full = tl.cdiv(tl.maximum(0, i_row + BLOCK_M - window), BLOCK_N) * BLOCK_N
+        first_full = tl.minimum(first_full, tl.cdiv(last, BLOCK_N) * BLOCK_N)
+    return first, first_full, tl.maximum(last_full, first_full), last
 
 
 @triton.jit

@@ -1,44 +1,95 @@
-"""What the optimizer ops on flat partitions share: their checks, and a control row for tests and benchmarks."""
+"""What the optimizer ops on flat partitions share: checks, launches, dispatch, the skipped step, inputs and specs.
+
+[Note: Four per thread]
+A thread holds four elements where float32 and 16-bit tensors are combined: more make Triton convert layouts between them through
+shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow.
+"""
+
+import inspect
+from collections.abc import Callable
 
 import torch
+import triton
 from torch import Tensor
 
 from ztk.kernels._control import CONTROL_COLUMNS, Control
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
+from ztk.kernels._spec import AotCase, OpSpec
 
-ALIGNMENT = 16  # elements: a partition is whole 64-byte units of float32
+ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
+NUM_WARPS = 4
+FLOAT32 = (torch.float32,)
+BFLOAT16 = (torch.bfloat16,)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AOT_ELEMENTS = 1 << 22
+
+Expected = dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]
 
 
-def check_flat(
-    op: str,
-    master: Tensor,
-    *,
-    grad: Tensor,
-    states: dict[str, Tensor | None],
-    control: Tensor,
-    out: Tensor | None,
-    state_dtypes: tuple[torch.dtype, ...] = (torch.float32,),
-) -> None:
-    """Raise ValueError unless all tensors are contiguous [n] of the right dtypes on one device, n a multiple of 16."""
-    n = master.numel()
+def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected | None = None, group: int = 1) -> None:
+    """Raise ValueError unless all are contiguous, of their dtypes and on one device, with a control row float32 [16].
+
+    tensors: name -> (tensor [n] or None, its dtypes), the first being the parameters; n a multiple of 16. groups: the same
+    for tensors [ceil(n / group)].
+    """
+    first, (param, _) = next(iter(tensors.items()))
+    n = param.numel()
     if n % ALIGNMENT:
-        raise ValueError(f"{op}: master has {n} elements; pad the flat partition to a multiple of {ALIGNMENT}")
-    expected = {"master": (master, (torch.float32,)), "grad": (grad, GRAD_DTYPES)}
-    expected |= {name: (state, state_dtypes) for name, state in states.items() if state is not None}
-    if out is not None:
-        expected["out"] = (out, GRAD_DTYPES)
-    for name, (tensor, dtypes) in expected.items():
-        if tensor.shape != (n,) or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        raise ValueError(f"{op}: {first} has {n} elements; pad the flat partition to a multiple of {ALIGNMENT}")
+    sized = [(name, *entry, n) for name, entry in tensors.items()]
+    sized += [(name, *entry, triton.cdiv(n, group)) for name, entry in (groups or {}).items()]
+    for name, tensor, dtypes, size in sized:
+        if tensor is None:
+            continue
+        if tensor.shape != (size,) or tensor.dtype not in dtypes or not tensor.is_contiguous():
             raise ValueError(
-                f"{op}: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous [{n}] of "
+                f"{op}: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous [{size}] of "
                 f"{' or '.join(str(d)[6:] for d in dtypes)}"
             )
-        if tensor.device != master.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device} and master on {master.device}; move one of them")
+        if tensor.device != param.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} and {first} on {param.device}; move one of them")
     if control.shape != (CONTROL_COLUMNS,) or control.dtype != torch.float32:
         raise ValueError(
             f"{op}: control is {tuple(control.shape)} {control.dtype}; pass one row float32 [{CONTROL_COLUMNS}]"
         )
+
+
+def launch_flat(kernel: Callable, *args: object, of: Tensor, per_thread: int = 4, **constexprs: object) -> None:
+    """Launch `kernel` over the elements of the tensor `of`, in tiles of BLOCK elements."""
+    if numel := of.numel():
+        block = per_thread * machine(of.device).warp_size * NUM_WARPS
+        kernel[(triton.cdiv(numel, block),)](
+            *args, **constexprs, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
+        )
+
+
+def register_update(schema: str, *, launch: Callable, update: Callable) -> Callable:
+    """Register an optimizer op. `update` works on CPU tensors, with `control` as a list; a skipped step does not reach it."""
+    place = list(inspect.signature(update).parameters).index("control")
+
+    def cpu(*args):
+        control = args[place].tolist()
+        if not control[Control.skip]:
+            update(*args[:place], control, *args[place + 1 :])
+
+    return register(schema, triton=launch, cpu=cpu, fake=lambda *_: None)
+
+
+def dispatch(op: Callable, *, reference: Callable, **named: object) -> None:
+    """Call the op with the values in the order of its schema, or the reference by name."""
+    if use_reference():
+        reference(**named)
+    else:
+        op(*named.values())
+
+
+def write_unless_skipped(control: Tensor, *pairs: tuple[Tensor | None, Tensor]) -> None:
+    """Copy new into old, cast, for each (old, new) of a reference, unless the step is skipped; None takes nothing."""
+    keep = control[Control.skip] != 0
+    for old, new in pairs:
+        if old is not None:
+            old.copy_(torch.where(keep, old, new.to(old.dtype)))
 
 
 def control_row(
@@ -64,3 +115,49 @@ def control_row(
     row[Control.bias_correction2_sqrt] = (1 - betas[1] ** step) ** 0.5
     row[Control.step] = step
     return torch.tensor(row, dtype=torch.float32, device=device)
+
+
+def make_flat_inputs(
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    states: dict[str, Callable[[Tensor], Tensor]],
+    with_out: bool | None = None,
+    skip: bool = False,
+    eps: float = 1e-8,
+    **options: object,
+) -> dict[str, object]:
+    """Random inputs of an optimizer op: each state made from random normal [n], `grad` of dtype, a control row, and an `out`
+    [n] of a 16-bit dtype where `with_out` (None: the op has none)."""
+    (n,) = shape
+    inputs = {name: make(torch.randn(n, device=device)) for name, make in states.items()}
+    inputs |= {
+        "grad": torch.randn(n, device=device).to(dtype),
+        "control": control_row(skip=skip, eps=eps, device=device),
+    }
+    if with_out is not None:
+        half = torch.bfloat16 if dtype == torch.float32 else dtype
+        inputs["out"] = torch.zeros(n, dtype=half, device=device) if with_out else None
+    return inputs | options
+
+
+def flat_spec(
+    name: str, *, op: Callable, traffic: Callable[[int], float], flops: int, aot: tuple[AotCase, ...], **rest: object
+) -> OpSpec:
+    """The OpSpec of an optimizer op: `traffic(itemsize)` bytes and `flops` operations per element."""
+    defaults = {"small_shapes": ((16,), (528,), (2064,), (0,)), "bench_shapes": ((1 << 28,), (1_000_000_000,))}
+    return OpSpec(
+        name=name,
+        op=op,
+        num_bytes=lambda shape, itemsize: int(shape[0] * traffic(itemsize)),
+        num_flops=lambda shape: flops * shape[0],
+        aot=aot,
+        **(defaults | rest),
+    )
+
+
+def flat_case(kernel: Callable, **budget: object) -> AotCase:
+    """One elementwise launch: no barriers, and registers for twelve programs of 128 threads per processor at least."""
+    defaults = {"shape": (AOT_ELEMENTS,), "elements": AOT_ELEMENTS, "min_programs": 12, "max_barriers": 0}
+    return AotCase(kernel=kernel, **(defaults | budget))

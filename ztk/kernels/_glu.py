@@ -1,5 +1,6 @@
 """What `swiglu` and `geglu` share: both multiply an activation of one tensor with another, elementwise."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,11 +8,17 @@ import triton
 from torch import Tensor
 
 from ztk.kernels._cpu import pieces
-from ztk.kernels._library import WARP_SIZE, register
+from ztk.kernels._library import register
+from ztk.kernels._machine import machine
 from ztk.kernels._spec import AotCase
 
 NUM_WARPS = 4
-BLOCK = 8 * WARP_SIZE * NUM_WARPS  # eight 16-bit elements per thread: one 16-byte access per tensor
+PER_THREAD = 8  # 16-bit elements: one 16-byte access per tensor
+AOT_SHAPE = (1024, 4096)
+
+
+def _block(x: Tensor) -> int:
+    return PER_THREAD * machine(x.device).warp_size * NUM_WARPS
 
 
 def differentiable(
@@ -31,14 +38,16 @@ def differentiable(
     def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
         if N := gate.numel():
-            forward[(triton.cdiv(N, BLOCK),)](gate, up, out, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
+            block = _block(gate)
+            forward[(triton.cdiv(N, block),)](gate, up, out, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
         return out
 
     def launch_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         if N := gate.numel():
-            backward[(triton.cdiv(N, BLOCK),)](
-                d_out, gate, up, d_gate, d_up, N, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
+            block = _block(gate)
+            backward[(triton.cdiv(N, block),)](
+                d_out, gate, up, d_gate, d_up, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
             )
         return d_gate, d_up
 
@@ -97,17 +106,13 @@ def make_inputs(shape: tuple[int, ...], *, dtype: torch.dtype, device: str) -> d
     return {name: torch.randn(shape, dtype=dtype, device=device) for name in ("gate", "up")}
 
 
-def aot_case(kernel: Callable, *, max_registers: int, max_instructions_per_element: float) -> AotCase:
+def aot_case(kernel: Callable, *, min_programs: int, max_instructions_per_element: float) -> AotCase:
     """bfloat16 tensors of a padded length."""
-    pointers = tuple(name for name in kernel.arg_names if name.endswith("_ptr"))
     return AotCase(
         kernel=kernel,
-        signature=dict.fromkeys(pointers, "*bf16") | {"N": "i64"},
-        constexprs={"BLOCK": 8 * 32 * NUM_WARPS},
-        hip_constexprs={"BLOCK": 8 * 64 * NUM_WARPS},
-        divisible_by_16=(*pointers, "N"),
-        max_registers=max_registers,
+        shape=AOT_SHAPE,
+        min_programs=min_programs,
         max_barriers=0,
-        elements_per_program=8 * 32 * NUM_WARPS,
+        elements=math.prod(AOT_SHAPE),
         max_instructions_per_element=max_instructions_per_element,
     )

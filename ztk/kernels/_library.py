@@ -17,7 +17,7 @@ from torch import Tensor
 
 NAMESPACE = "ztk"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-WARP_SIZE = 64 if torch.version.hip else 32
+LAUNCHERS: dict[str, Callable] = {}  # by op name; ahead-of-time compilation calls them on tensors without memory
 
 
 class Backend(StrEnum):
@@ -70,6 +70,7 @@ def register(schema: str, *, triton: Callable, cpu: Callable, fake: Callable) ->
     returns empty outputs of the right shape. All three take the schema's arguments.
     """
     name = schema.split("(")[0]
+    LAUNCHERS[name] = triton
     LIBRARY.define(schema)
     LIBRARY.impl(name, _cpu_entry(name, triton=triton, cpu=cpu), "CPU")
     LIBRARY.impl(name, _cuda_entry(triton), "CUDA")

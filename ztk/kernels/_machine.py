@@ -1,13 +1,16 @@
-"""The kinds of machine that kernels with matrix products choose their tiles for."""
+"""The machines that launchers choose tiles, threads and grids for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
 import torch
 
 
-class Machine(StrEnum):
-    """What decides tile sizes: the matrix instructions, the register file and the shared memory they work from."""
+class Architecture(StrEnum):
+    """What decides the tiles of matrix products: the instructions, the register file and the shared memory they work from."""
 
     ampere = "ampere"  # mma.sync; consumer chips of every generation, with 99 KiB of shared memory
     hopper = "hopper"  # wgmma: accumulators in registers, 227 KiB of shared memory
@@ -15,18 +18,51 @@ class Machine(StrEnum):
     cdna = "cdna"  # mfma, 64-wide waves, 64 KiB of shared memory
 
 
-TARGET_OF = {
-    Machine.ampere: "sm_80",
-    Machine.hopper: "sm_90",
-    Machine.blackwell: "sm_100",
-    Machine.cdna: "gfx942",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a launcher may ask about the device that it launches on."""
+
+    architecture: Architecture
+    warp_size: int
+    processors: int  # multiprocessors or compute units
+
+
+# One machine per compilation target: an A100, an H100 or H200, a B200, an MI300X.
+MACHINES = {
+    "sm_80": Machine(architecture=Architecture.ampere, warp_size=32, processors=108),
+    "sm_90": Machine(architecture=Architecture.hopper, warp_size=32, processors=132),
+    "sm_100": Machine(architecture=Architecture.blackwell, warp_size=32, processors=148),
+    "gfx942": Machine(architecture=Architecture.cdna, warp_size=64, processors=304),
 }
+# The interpreter, unless a test assumes another: the smallest tiles, and programs that share rows out unevenly.
+INTERPRETER = Machine(architecture=Architecture.cdna, warp_size=32, processors=2)
+
+_assumed: Machine | None = None
+
+
+def machine(device: torch.device) -> Machine:
+    """The machine behind a device, or the one that `assume` put in its place."""
+    if _assumed is not None:
+        return _assumed
+    return INTERPRETER if device.type != "cuda" else _of_gpu(device.index)
+
+
+@contextmanager
+def assume(assumed: Machine) -> Iterator[None]:
+    """Launchers choose for this machine inside the context: ahead-of-time compilation, and the interpreter in tests."""
+    global _assumed
+    before, _assumed = _assumed, assumed
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 @lru_cache
-def machine(device: torch.device) -> Machine:
-    """The machine behind a device; the interpreter on CPU tensors plays the one with the smallest tiles."""
-    if torch.version.hip or device.type == "cpu":
-        return Machine.cdna
-    major = torch.cuda.get_device_capability(device)[0]
-    return {9: Machine.hopper, 10: Machine.blackwell}.get(major, Machine.ampere)
+def _of_gpu(index: int | None) -> Machine:
+    processors = torch.cuda.get_device_properties(index).multi_processor_count
+    if torch.version.hip:
+        return Machine(architecture=Architecture.cdna, warp_size=64, processors=processors)
+    major = torch.cuda.get_device_capability(index)[0]
+    architecture = {9: Architecture.hopper, 10: Architecture.blackwell}.get(major, Architecture.ampere)
+    return Machine(architecture=architecture, warp_size=32, processors=processors)

@@ -34,7 +34,7 @@ _cache: OrderedDict[tuple, PointerTable] = OrderedDict()
 def pointer_table(tensors: Sequence[Tensor], *, flat: Tensor, offsets: Sequence[int]) -> PointerTable:
     """The table for `tensors` at `offsets` of `flat`, from the cache while addresses, sizes and offsets are the same.
 
-    The key is the table's whole content, so a cached table is right even when memory was freed and handed out again.
+    The key is the table's full content, so a cached table is right even when memory was freed and handed out again.
     """
     key = (
         flat.device,

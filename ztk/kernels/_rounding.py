@@ -59,6 +59,11 @@ def random_bits_cpu(*, start: int, count: int, step: int, seed: int) -> Tensor:
     return _mix_cpu((((index & _MASK) + (index >> 32) * 0x85EBCA6B) & _MASK).bitwise_xor_(key))
 
 
+def random_bits_like(x: Tensor, *, start: int, step: int, seed: int) -> Tensor:
+    """`random_bits` of the elements of x [n], the first at index `start`: int64 [n] below 2^32 on x's device."""
+    return random_bits_cpu(start=start, count=x.numel(), step=step, seed=seed).to(x.device)
+
+
 def round_stochastic_bf16_cpu(x: Tensor, random: Tensor) -> Tensor:
     """float32 x rounded to bfloat16 by the low 16 bits of `random`."""
     bits = x.view(torch.int32)

@@ -7,28 +7,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 
 TILE = 4096  # elements in flight per program before a row alone is larger
 ELEMENTS_PER_THREAD = 16  # two 16-byte loads of a 16-bit type
 MAX_THREADS = 512
-PROGRAMS_PER_PROCESSOR = 4
+REGISTERS = 65536  # of a processor
 COLUMNS = 128  # columns one program of `column_sums` adds up
 ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLaunch:
-    """How a kernel that holds whole rows in registers is launched."""
+    """How a kernel that holds full rows in registers is launched."""
 
     block_m: int  # rows per program
     block_n: int  # columns, the next power of two
     num_warps: int
 
 
-def row_launch(N: int, *, max_threads: int = MAX_THREADS, warp_size: int = WARP_SIZE) -> RowLaunch:
+def row_launch(N: int, *, device: torch.device, max_threads: int = MAX_THREADS) -> RowLaunch:
     """Several short rows per program, one long row; threads follow the elements held."""
+    warp_size = machine(device).warp_size
     block_n = triton.next_power_of_2(N)
     block_m = max(1, min(16, TILE // block_n))
     threads = min(max_threads, block_m * block_n // ELEMENTS_PER_THREAD)
@@ -36,10 +37,14 @@ def row_launch(N: int, *, max_threads: int = MAX_THREADS, warp_size: int = WARP_
     return RowLaunch(block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
-def programs_for_rows(num_tiles: int, *, device: torch.device) -> int:
-    """Persistent programs for a loop over row tiles: a few per processor, so that loads of one hide sums of another."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return min(num_tiles, PROGRAMS_PER_PROCESSOR * processors)
+def programs_for_rows(num_tiles: int, *, device: torch.device, num_warps: int, registers: int = 64) -> int:
+    """Programs of a loop over row tiles: as many as stay on the machine together, so that none waits for a round of its own.
+
+    registers: a thread's, at most; the ahead-of-time budgets hold the kernel to it (`AotCase.resident`).
+    """
+    chip = machine(device)
+    fitting = REGISTERS // (registers * num_warps * chip.warp_size)
+    return min(num_tiles, chip.processors * max(1, fitting))
 
 
 @triton.jit

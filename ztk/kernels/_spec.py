@@ -1,4 +1,4 @@
-"""What a kernel file owes the rest of the house: one `OpSpec`, read by tests, the AOT report and benchmarks."""
+"""What a kernel file owes the rest of the library: one `OpSpec`, read by tests, the AOT report and benchmarks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,24 +13,24 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AotCase:
-    """One ahead-of-time compilation of one kernel, with the static budget it must keep on every target.
+    """One kernel as the op launches it for one shape, compiled for every target, with the budget that it must keep.
 
-    `signature` types every argument that is not in `constexprs` ("*fp32", "*bf16", "i32", "i64", "fp32"); the names in
-    `divisible_by_16` are compiled as the launcher would find them (aligned pointers, padded sizes). Registers are per
-    thread; a zero vector width (with a reason) or a None switches that budget off.
+    The op itself runs, forward and backward, on tensors without memory (`make_inputs(shape, dtype=, device="meta",
+    **inputs)`), assuming each target's machine; what it launches is recorded. So constexprs, argument types, divisibility,
+    warps, stages and the grid are those of the launcher. `where` picks one of several launches of the kernel by constexprs.
+    A zero vector width (with a reason) or a None switches that budget off. A program is a CTA, a processor an SM.
     """
 
     kernel: Callable
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, object] = field(default_factory=dict)
-    hip_constexprs: Mapping[str, object] = field(default_factory=dict)  # replace `constexprs` on gfx (64-wide waves)
-    divisible_by_16: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    inputs: Mapping[str, object] = field(default_factory=dict)
+    where: Mapping[str, object] = field(default_factory=dict)
     variant: str = ""  # tells two cases of one kernel apart in the report
     targets: tuple[str, ...] = TARGETS
-    num_warps: int = 4
-    num_stages: int = 3
-    num_ctas: int = 1
-    max_registers: int = 255
+    min_programs: int = 1  # that fit on a processor at once: registers, threads and shared memory together (Hopper)
+    resident: bool = False  # a grid of programs that stay: all of them must fit on the machine at once (Hopper)
+    max_registers: int | None = None  # per thread, where `min_programs` cannot say it: a kernel that fits once (Hopper)
     max_stack_bytes: int = 0  # any spill is a failure unless `stack_reason` says why it is wanted
     stack_reason: str = ""
     vector_load_bytes: int = 16  # at least one global load of this width
@@ -38,22 +38,37 @@ class AotCase:
     vector_reason: str = ""  # why either width is below 16
     max_barriers: int | None = None  # 0 for elementwise kernels: no shared memory round trip
     matrix_instructions: bool = False  # the target's own: HMMA, HGMMA, UTCxMMA, v_mfma
-    elements_per_program: int | None = None  # what one program handles; turns instructions into a figure per element
+    min_shared_bytes: int = 0  # what the pipeline's stages take (Hopper): fewer stages or smaller tiles hold less
+    elements: int | None = None  # of the full launch; turns instructions into a figure per element
     max_instructions_per_element: float | None = None
+    loop_bytes: float | None = None  # that an element loads in a loop; turns the loops' instructions into such a figure
+    max_loop_instructions: float | None = None  # per element, summed over the loops (Hopper)
 
     def __post_init__(self):
         if self.max_stack_bytes > 0 and not self.stack_reason:
             raise ValueError(f"AotCase {self.name}: max_stack_bytes={self.max_stack_bytes} needs a stack_reason")
         if min(self.vector_load_bytes, self.vector_store_bytes) < 16 and not self.vector_reason:
             raise ValueError(f"AotCase {self.name}: accesses below 16 bytes need a vector_reason")
-        if self.max_instructions_per_element is not None and self.elements_per_program is None:
-            raise ValueError(f"AotCase {self.name}: max_instructions_per_element needs elements_per_program")
+        if self.max_instructions_per_element is not None and self.elements is None:
+            raise ValueError(f"AotCase {self.name}: max_instructions_per_element needs elements")
+        if self.max_loop_instructions is not None and self.loop_bytes is None:
+            raise ValueError(f"AotCase {self.name}: max_loop_instructions needs loop_bytes")
 
     @property
     def name(self) -> str:
-        """`kernel` or `kernel[variant]`, as the report prints it."""
-        kernel = self.kernel.__name__
-        return f"{kernel}[{self.variant}]" if self.variant else kernel
+        """`kernel[shape]` or `kernel[shape, variant]`, as the report prints it."""
+        shape = "x".join(map(str, self.shape)) if len(set(self.shape)) > 1 or len(self.shape) < 5 else "many"
+        return f"{self.kernel.__name__}[{', '.join(filter(None, (shape, self.variant)))}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """A shape that reaches past the tiles and loops that a launcher chooses for one target."""
+
+    shape: tuple[int, ...]
+    target: str = "sm_90"
+    dtype: torch.dtype = torch.float32
+    inputs: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +90,7 @@ class OpSpec:
     differentiable: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()
     small_shapes: tuple[tuple[int, ...], ...]  # interpreter: few programs, odd edges
+    reach: tuple["Reach", ...] = ()  # past every loop and tile of the machines named, on the interpreter too
     bench_shapes: tuple[tuple[int, ...], ...]
     variants: tuple[Mapping[str, object], ...] = field(default_factory=lambda: ({},))  # keywords for make_inputs
     num_bytes: Callable[..., int]  # (shape, itemsize) -> bytes a perfect forward moves

@@ -1,12 +1,12 @@
-"""Rows of more than 16384 elements for `layer_norm` and `rms_norm`: walked in pieces, because whole they do not fit in registers.
+"""Rows of more than 16384 elements for `layer_norm` and `rms_norm`: walked in pieces, because full they do not fit in registers.
 
 Forward walks a row twice, the second time from cache: 4 bytes per bf16 element from memory, 8 with a residual. Mean and
 variance come from one walk: every lane keeps the running mean and sum of squared deviations of its elements (Welford), and
-the lanes meet once, so large means cancel nothing and no piece waits at a barrier.
+the lanes are joined once, so large means cancel nothing and no piece waits at a barrier.
 
 Backward takes two kernels and 10 bytes per bf16 element, where the kernels for shorter rows take 6: one finds a row's two
 sums, one walks the rows of a stripe of columns, writes d_s and keeps the stripe's d_weight and d_bias in registers. Kept for
-whole rows, those sums alone would fill a multiprocessor's registers at 32768 elements.
+full rows, those sums alone would fill a multiprocessor's registers at 32768 elements.
 """
 
 import torch
@@ -14,16 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._rows import column_sums, programs_for_rows
 from ztk.kernels._spec import AotCase
 
-WIDE = 16384  # elements of a row up to which the kernels that hold whole rows are used
+WIDE = 16384  # elements of a row up to which the kernels that hold full rows are used
 NUM_WARPS = 8
 STRIPE_WARPS = 8
-PIECE = 16 * WARP_SIZE * NUM_WARPS  # elements of a row in registers at a time: two 16-byte loads of 16 bits per thread
-STRIPE = 8 * WARP_SIZE * STRIPE_WARPS
+
+
+def _piece(x: Tensor) -> int:
+    """Elements of a row in registers at a time: two 16-byte loads of 16 bits per thread."""
+    return 16 * machine(x.device).warp_size * NUM_WARPS
+
+
+def _stripe(x: Tensor) -> int:
+    """Columns that a program of backward walks down."""
+    return 8 * machine(x.device).warp_size * STRIPE_WARPS
 
 
 @triton.jit
@@ -144,7 +152,7 @@ def wide_forward(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for rows in (M if centred else 0, M))
     if M:
         _wide_norm_fwd[(M,)](
-            x, residual, weight, bias, out, summed, mean if centred else None, rstd, N, eps, CENTRED=centred, BLOCK=PIECE,
+            x, residual, weight, bias, out, summed, mean if centred else None, rstd, N, eps, CENTRED=centred, BLOCK=_piece(x),
             num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return out, summed, mean, rstd
@@ -164,16 +172,17 @@ def wide_backward(
     (M, N), centred = s.shape, mean is not None
     mean_g, mean_gh = torch.empty(2, M, dtype=torch.float32, device=s.device)
     _wide_norm_sums[(M,)](
-        d_out, s, weight, mean, rstd, mean_g if centred else None, mean_gh, N, CENTRED=centred, BLOCK=PIECE, num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
+        d_out, s, weight, mean, rstd, mean_g if centred else None, mean_gh, N, CENTRED=centred, BLOCK=_piece(s),
+        num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
-    stripes = triton.cdiv(N, STRIPE)
-    programs = min(M, triton.cdiv(programs_for_rows(M * stripes, device=s.device), stripes))
+    stripe = _stripe(s)
+    stripes = triton.cdiv(N, stripe)
+    programs = max(1, programs_for_rows(M * stripes, device=s.device, num_warps=STRIPE_WARPS) // stripes)
     d_s = torch.empty_like(s)
     partials = torch.empty(2 if centred else 1, programs, N, dtype=torch.float32, device=s.device)
     _wide_norm_bwd[(stripes, programs)](
         d_out, d_summed, s, weight, mean, rstd, mean_g if centred else None, mean_gh, d_s, partials[0],
-        partials[1] if centred else None, M, N, CENTRED=centred, BLOCK=STRIPE, num_warps=STRIPE_WARPS, enable_fp_fusion=True,
+        partials[1] if centred else None, M, N, CENTRED=centred, BLOCK=stripe, num_warps=STRIPE_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     d_weight = column_sums(partials[0], dtype=weight.dtype)
     return d_s, d_weight, column_sums(partials[1], dtype=bias_dtype) if centred else None
@@ -181,43 +190,16 @@ def wide_backward(
 
 def aot_cases(*, centred: bool) -> tuple[AotCase, ...]:
     """bfloat16, with a residual; layer_norm's when `centred`."""
-    return tuple(
+    shape, variant = (4096, 32768), "layer_norm" if centred else "rms_norm"
+    options = {"shape": shape, "inputs": {"residual" if centred else "with_residual": True}, "variant": variant}
+    return (
+        AotCase(kernel=_wide_norm_fwd, min_programs=3, **options),
         AotCase(
-            kernel=kernel,
-            variant="layer_norm" if centred else "rms_norm",
-            signature=_signature(kernel, centred=centred),
-            constexprs={"CENTRED": centred, "BLOCK": per_thread * 32 * num_warps} | _absent(kernel, centred=centred),
-            hip_constexprs={"BLOCK": per_thread * 64 * num_warps},
-            divisible_by_16=tuple(name for name in _signature(kernel, centred=centred) if name.endswith("_ptr") or name == "N"),
-            num_warps=num_warps,
-            max_registers=128,
-            vector_store_bytes=0 if kernel is _wide_norm_sums else 16,
-            vector_reason="stores two numbers per row" if kernel is _wide_norm_sums else "",
-        )
-        for kernel, per_thread, num_warps in (
-            (_wide_norm_fwd, 16, NUM_WARPS), (_wide_norm_sums, 16, NUM_WARPS), (_wide_norm_bwd, 8, STRIPE_WARPS),
-        )
-    )  # fmt: skip
-
-
-def _absent(kernel, *, centred: bool) -> dict[str, None]:
-    names = () if centred else ("bias_ptr", "mean_ptr", "mean_g_ptr", "d_bias_ptr")
-    return {name: None for name in names if name in kernel.arg_names}
-
-
-def _signature(kernel, *, centred: bool) -> dict[str, str]:
-    narrow = (
-        "x_ptr",
-        "residual_ptr",
-        "weight_ptr",
-        "bias_ptr",
-        "out_ptr",
-        "summed_ptr",
-        "d_out_ptr",
-        "d_summed_ptr",
-        "s_ptr",
-        "d_s_ptr",
+            kernel=_wide_norm_sums,
+            min_programs=3,
+            vector_store_bytes=0,
+            vector_reason="stores two numbers per row",
+            **options,
+        ),
+        AotCase(kernel=_wide_norm_bwd, resident=True, **options),
     )
-    types = dict.fromkeys(narrow, "*bf16") | {"M": "i32", "N": "i32", "eps": "fp32"}
-    absent = ("CENTRED", "BLOCK", *_absent(kernel, centred=centred))
-    return {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in absent}

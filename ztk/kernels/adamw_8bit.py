@@ -24,16 +24,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._control import CONTROL_COLUMNS, SKIP, STEP, Control
-from ztk.kernels._flat import GRAD_DTYPES, control_row
-from ztk.kernels._library import WARP_SIZE, register, use_reference
-from ztk.kernels._rounding import random_bits, random_bits_cpu
-from ztk.kernels._spec import AotCase, OpSpec
-from ztk.kernels.adamw_bf16 import adamw_cpu, update_moments, updated
+from ztk.kernels._adam import update, update_cpu, updated
+from ztk.kernels._control import SKIP, STEP, Control
+from ztk.kernels._cpu import PIECE
+from ztk.kernels._flat import (
+    BFLOAT16,
+    GRAD_DTYPES,
+    check_flat,
+    control_row,
+    dispatch,
+    flat_case,
+    flat_spec,
+    launch_flat,
+    register_update,
+)
+from ztk.kernels._rounding import random_bits, random_bits_cpu, random_bits_like
 
 GROUP = 32
-NUM_WARPS = 4
-CPU_PIECE = 65536
 SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64, and make the kernel compute in it
 
 _GROUP = tl.constexpr(GROUP)
@@ -67,9 +74,10 @@ def _inverse(b_scale):
 @triton.jit(do_not_specialize=["seed", "start"])
 def _adamw_8bit(
     param_ptr, low_ptr, grad_ptr, code_m_ptr, code_v_ptr, scale_m_ptr, scale_v_ptr, control_ptr, N, seed, start,
-    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update between decoding and encoding of the state"""
+    BLOCK_G: tl.constexpr = BLOCK // _GROUP
     if tl.load(control_ptr + SKIP) == 0.0:
         o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
         m_g = o_g * _GROUP < N
@@ -83,7 +91,7 @@ def _adamw_8bit(
         b_v = tl.load(code_v_ptr + o_n, mask=m_n, other=0).to(tl.float32)
         b_v = b_v * (_load_scale(scale_v_ptr + o_g, m_g) * (1.0 / 255.0))[:, None]
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_p, b_m, b_v = update_moments(control_ptr, b_p, b_g, b_m, b_v * b_v)
+        b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v * b_v, True)
         b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed).to(tl.int32, bitcast=True)
 
         b_bits = (b_p.to(tl.int32, bitcast=True) + (b_random & 0xFF)) & -256
@@ -109,13 +117,10 @@ def _adamw_8bit(
 
 
 def _launch(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int) -> None:
-    N = param.numel()
-    block_g = 8 * WARP_SIZE * NUM_WARPS // GROUP
-    if N:
-        _adamw_8bit[(triton.cdiv(N, block_g * GROUP),)](
-            param.view(torch.int16), low, grad, code_m, code_v, scale_m.view(torch.int16), scale_v.view(torch.int16),
-            control, N, seed, start, BLOCK_G=block_g, num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    launch_flat(
+        _adamw_8bit, param.view(torch.int16), low, grad, code_m, code_v, scale_m.view(torch.int16),
+        scale_v.view(torch.int16), control, param.numel(), seed, start, of=param, per_thread=8,
+    )  # fmt: skip
 
 
 def _grouped(x: Tensor) -> Tensor:
@@ -166,28 +171,24 @@ def _write(param, low, code_m, code_v, scale_m, scale_v, *, p, m, v, random) -> 
     scale_v.copy_(scale)
 
 
-def _cpu(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int) -> None:
-    c = control.tolist()
-    if c[Control.skip]:
-        return
-    for first in range(0, param.numel(), CPU_PIECE):
-        cut = slice(first, first + CPU_PIECE)
-        groups = slice(first // GROUP, (first + CPU_PIECE) // GROUP)
+def _cpu(param, low, grad, code_m, code_v, scale_m, scale_v, control: list, seed: int, start: int) -> None:
+    for first in range(0, param.numel(), PIECE):
+        cut = slice(first, first + PIECE)
+        groups = slice(first // GROUP, (first + PIECE) // GROUP)
         state = (param[cut], low[cut], code_m[cut], code_v[cut], scale_m[groups], scale_v[groups])
         p = decode_master(state[0], low=state[1])
         m, v = decode_moments(code_m=state[2], code_v=state[3], scale_m=state[4], scale_v=state[5])
         m, v = m.contiguous(), v.contiguous()
-        adamw_cpu(p, grad[cut], m, v, control, None, True)
-        random = random_bits_cpu(start=start + first, count=p.numel(), step=int(c[Control.step]), seed=seed)
+        update_cpu(p, grad[cut], m, v, control=control)
+        random = random_bits_like(p, start=start + first, step=int(control[Control.step]), seed=seed)
         _write(*state, p=p, m=m, v=v, random=random)
 
 
-_op = register(
+_op = register_update(
     "adamw_8bit(Tensor(a!) param, Tensor(b!) low, Tensor grad, Tensor(c!) code_m, Tensor(d!) code_v, "
     "Tensor(e!) scale_m, Tensor(f!) scale_v, Tensor control, int seed, int start) -> ()",
-    triton=_launch,
-    cpu=_cpu,
-    fake=lambda param, low, grad, code_m, code_v, scale_m, scale_v, control, seed, start: None,
+    launch=_launch,
+    update=_cpu,
 )
 
 
@@ -206,36 +207,36 @@ def adamw_8bit(
 ) -> None:
     """One AdamW step in place on a split master and 8-bit moments; zero-filled state is that before the first step.
 
-    param: bfloat16 [n], the upper half of the master; low: int8 [n]; grad: bfloat16, float16 or float32 [n];
-    code_m: int8 [n]; code_v: uint8 [n]; scale_m, scale_v: bfloat16 [ceil(n / 32)]; control: one row of `step_control`.
-    n is a multiple of 16. `start`, a multiple of 32, is the index of element 0 in the unpartitioned buffer: with it and
-    `seed`, the result does not depend on how the buffer was cut. With control.skip nothing is written.
+    With control.skip nothing is written.
+
+    Args:
+        param: bfloat16 [n], the upper half of the master; n a multiple of 16.
+        low: int8 [n], the master's next 8 bits.
+        grad: bfloat16, float16 or float32 [n].
+        code_m: int8 [n].
+        code_v: uint8 [n].
+        scale_m: bfloat16 [ceil(n / 32)].
+        scale_v: as `scale_m`.
+        control: one row float32 [16] of `step_control`.
+        seed: of the random bits.
+        start: a multiple of 32, the index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not
+            depend on how the buffer was cut.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or device, or not contiguous; another `start`.
     """
-    n = param.numel()
-    groups = triton.cdiv(n, GROUP)
-    expected = {
-        "param": (param, n, (torch.bfloat16,)),
-        "low": (low, n, (torch.int8,)),
-        "grad": (grad, n, GRAD_DTYPES),
-        "code_m": (code_m, n, (torch.int8,)),
-        "code_v": (code_v, n, (torch.uint8,)),
-        "scale_m": (scale_m, groups, (torch.bfloat16,)),
-        "scale_v": (scale_v, groups, (torch.bfloat16,)),
-        "control": (control, CONTROL_COLUMNS, (torch.float32,)),
-    }
-    for name, (tensor, size, dtypes) in expected.items():
-        if tensor.shape != (size,) or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise ValueError(
-                f"adamw_8bit: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous [{size}] of "
-                f"{' or '.join(str(d)[6:] for d in dtypes)}"
-            )
-    if n % 16 or start % GROUP:
-        raise ValueError(f"adamw_8bit: n={n} must be a multiple of 16 and start={start} a multiple of {GROUP}")
-    state = {"low": low, "code_m": code_m, "code_v": code_v, "scale_m": scale_m, "scale_v": scale_v}
-    if use_reference():
-        adamw_8bit_reference(param, grad=grad, control=control, seed=seed, start=start, **state)
-    else:
-        _op(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed, start)
+    tensors = {
+        "param": (param, BFLOAT16), "low": (low, (torch.int8,)), "grad": (grad, GRAD_DTYPES),
+        "code_m": (code_m, (torch.int8,)), "code_v": (code_v, (torch.uint8,)),
+    }  # fmt: skip
+    groups = {"scale_m": (scale_m, BFLOAT16), "scale_v": (scale_v, BFLOAT16)}
+    check_flat("adamw_8bit", tensors=tensors, control=control, groups=groups, group=GROUP)
+    if start % GROUP:
+        raise ValueError(f"adamw_8bit: start={start} must be a multiple of {GROUP}; cut the buffer there")
+    dispatch(
+        _op, reference=adamw_8bit_reference, param=param, low=low, grad=grad, code_m=code_m, code_v=code_v,
+        scale_m=scale_m, scale_v=scale_v, control=control, seed=seed, start=start,
+    )  # fmt: skip
 
 
 def adamw_8bit_reference(
@@ -257,7 +258,7 @@ def adamw_8bit_reference(
     p = decode_master(param, low=low)
     m, v = decode_moments(code_m=code_m, code_v=code_v, scale_m=scale_m, scale_v=scale_v)
     p, m, v = updated(p, g=grad.float(), m=m, v=v, control=control)
-    random = random_bits_cpu(start=start, count=p.numel(), step=int(control[Control.step]), seed=seed).to(p.device)
+    random = random_bits_like(p, start=start, step=int(control[Control.step]), seed=seed)
     _write(param, low, code_m, code_v, scale_m, scale_v, p=p, m=m, v=v, random=random)
 
 
@@ -296,35 +297,19 @@ def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False) -> d
     return inputs | {"control": control_row(skip=skip, device=device), "seed": 7, "start": start}
 
 
-_SIGNATURE = {
-    "param_ptr": "*i16", "low_ptr": "*i8", "grad_ptr": "*bf16", "code_m_ptr": "*i8", "code_v_ptr": "*u8",
-    "scale_m_ptr": "*i16", "scale_v_ptr": "*i16", "control_ptr": "*fp32", "N": "i64", "seed": "i64", "start": "i64",
-}  # fmt: skip
-
-SPEC = OpSpec(
-    name="adamw_8bit",
+SPEC = flat_spec(
+    "adamw_8bit",
     op=_decoded,
     reference=functools.partial(_decoded, run=adamw_8bit_reference),
     make_inputs=_make_inputs,
     small_shapes=((16,), (528,), (4128,), (0,)),
-    bench_shapes=((1 << 28,), (1_000_000_000,)),
     variants=({}, {"start": (1 << 32) - 32}, {"skip": True}, {"fresh": True}),
-    num_bytes=lambda shape, itemsize: int(shape[0] * (10.25 + itemsize)),
-    num_flops=lambda shape: 40 * shape[0],
+    traffic=lambda itemsize: 10.25 + itemsize,
+    flops=40,
     # A last-bit difference before rounding may turn one code in 250 by one step, 2/127 of its value.
     tolerance_ulps=2 / 127 * 250**-0.5 / torch.finfo(torch.float32).eps,
     aot=(
-        AotCase(
-            kernel=_adamw_8bit,
-            variant="bf16 grad",
-            signature=_SIGNATURE,
-            constexprs={"BLOCK_G": 8 * 32 * NUM_WARPS // GROUP},
-            hip_constexprs={"BLOCK_G": 8 * 64 * NUM_WARPS // GROUP},
-            divisible_by_16=(*(name for name in _SIGNATURE if name.endswith("_ptr")), "N"),
-            num_warps=NUM_WARPS,
-            max_registers=80,
-            elements_per_program=8 * 32 * NUM_WARPS,
-            max_instructions_per_element=104,
-        ),
+        # The scales of a group go through shared memory: two maxima over 32 elements of four threads.
+        flat_case(_adamw_8bit, min_programs=6, max_barriers=None, max_instructions_per_element=104),
     ),
 )

@@ -1,12 +1,14 @@
 """`python -m ztk.kernels.aot`: compile every kernel for each target, without a GPU, and hold it to its budget.
 
-Reports what the assembler made of each `AotCase`: registers, stack and spills, shared memory, the widths of global loads
-and stores, barriers, matrix instructions, instructions per element. `--json` prints one list of objects instead of the
-table. The exit code is 1 when a budget is broken.
+Reports what the assembler made of each `AotCase`, as its op launches it: registers, programs that fit on a processor and
+programs launched, stack and spills, shared memory, the widths of global loads and stores, barriers, matrix instructions,
+instructions per element of the program and of its loops. `--json` prints one list of objects instead of the table. The exit
+code is 1 when a budget is broken.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -24,31 +26,14 @@ from triton.compiler import ASTSource
 
 from ztk.kernels import ALL_OPS
 from ztk.kernels._library import interpreting
-from ztk.kernels._spec import TARGETS, AotCase
+from ztk.kernels._machine import MACHINES
+from ztk.kernels._record import Launch, launch_of
+from ztk.kernels._sass import Anatomy, dissect_amdgcn, dissect_sass, programs_per_processor
+from ztk.kernels._spec import TARGETS, AotCase, OpSpec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MAX_THREADS = 1024  # of one program, on every target
-MATRIX_INSTRUCTION = {
-    "sm_80": r"\b[HIB]MMA\.",
-    "sm_90": r"\b[HQI]GMMA\.",
-    "sm_100": r"\bUTC\w*MMA",
-    "gfx942": r"\bv_mfma_",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Anatomy:
-    """What one compiled kernel consists of."""
-
-    registers: int
-    stack_bytes: int
-    spills: int  # spill stores and loads
-    shared_bytes: int
-    load_bytes: tuple[int, ...]  # width of each global load in the program text
-    store_bytes: tuple[int, ...]
-    barriers: int
-    matrix_instructions: int
-    instructions: int
+CALIBRATED = "sm_90"  # the target whose registers and shared memory the budgets are written for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,55 +43,83 @@ class AotRow:
     op: str
     kernel: str
     arch: str
-    registers: int
-    stack_bytes: int
-    spills: int
-    shared_bytes: int
-    vector_loads: int  # global loads of 16 bytes and more
-    vector_stores: int
-    widest_load: int
-    widest_store: int
-    barriers: int
-    matrix_instructions: int
-    instructions: int
-    instructions_per_element: float | None
+    registers: int = 0
+    programs_per_processor: int = 0  # that fit at once; 0 where it is not counted
+    programs: int = 0  # launched
+    num_warps: int = 0
+    stack_bytes: int = 0
+    spills: int = 0
+    shared_bytes: int = 0
+    vector_loads: int = 0  # global loads of 16 bytes and more
+    vector_stores: int = 0
+    widest_load: int = 0
+    widest_store: int = 0
+    barriers: int = 0
+    matrix_instructions: int = 0
+    instructions: int = 0
+    instructions_per_element: float | None = None
+    loop_instructions: float | None = None  # per element, summed over the loops
     ok: bool
     reason: str  # the broken budget, or why a spill or a narrow access is accepted
 
 
-def compile_case(case: AotCase, *, op: str, arch: str) -> AotRow:
+def compile_case(case: AotCase, *, spec: OpSpec, arch: str) -> AotRow:
     """Compile one case for one target and judge it; a compiler error is a row that is not ok."""
     try:
-        anatomy = _dissect(_compile(case, arch=arch), arch=arch)
+        launch = launch_of(spec, case=case, target=arch)
+        anatomy = _dissect(_compile(launch, arch=arch), arch=arch)
     except Exception as error:  # whatever the compiler raises belongs into the report
-        return _failed(case, op=op, arch=arch, error=error)
-    per_element = None
-    if case.elements_per_program is not None:
-        scale = 1.0  # a larger block on 64-wide waves handles that many times the elements
-        for name, value in case.hip_constexprs.items() if arch.startswith("gfx") else ():
-            scale *= value / case.constexprs[name]
-        threads = case.num_warps * (64 if arch.startswith("gfx") else 32)
-        per_element = round(anatomy.instructions / (case.elements_per_program * scale / threads), 1)
-    broken = list(_broken_budgets(case, anatomy=anatomy, arch=arch, per_element=per_element))
-    return AotRow(
-        op=op,
+        text = " ".join(line.strip() for line in f"{type(error).__name__}: {error}".strip().splitlines()[:4])
+        return AotRow(op=spec.name, kernel=case.name, arch=arch, ok=False, reason=text[:400])
+    num_warps = launch.options["num_warps"]
+    fitting = 0
+    if arch.startswith("sm_"):
+        fitting = programs_per_processor(
+            registers=anatomy.registers, shared_bytes=anatomy.shared_bytes, num_warps=num_warps, arch=arch
+        )
+    numbers = {
+        "registers": anatomy.registers,
+        "programs_per_processor": fitting,
+        "programs": launch.programs,
+        "num_warps": num_warps,
+        "stack_bytes": anatomy.stack_bytes,
+        "spills": anatomy.spills,
+        "shared_bytes": anatomy.shared_bytes,
+        "vector_loads": sum(width >= 16 for width in anatomy.load_bytes),
+        "vector_stores": sum(width >= 16 for width in anatomy.store_bytes),
+        "widest_load": max(anatomy.load_bytes, default=0),
+        "widest_store": max(anatomy.store_bytes, default=0),
+        "barriers": anatomy.barriers,
+        "matrix_instructions": anatomy.matrix_instructions,
+        "instructions": anatomy.instructions,
+        "instructions_per_element": _per_element(case, anatomy=anatomy, launch=launch, arch=arch),
+        "loop_instructions": _per_element_in_loops(case, anatomy=anatomy),
+    }
+    row = AotRow(
+        op=spec.name,
         kernel=case.name,
         arch=arch,
-        registers=anatomy.registers,
-        stack_bytes=anatomy.stack_bytes,
-        spills=anatomy.spills,
-        shared_bytes=anatomy.shared_bytes,
-        vector_loads=sum(width >= 16 for width in anatomy.load_bytes),
-        vector_stores=sum(width >= 16 for width in anatomy.store_bytes),
-        widest_load=max(anatomy.load_bytes, default=0),
-        widest_store=max(anatomy.store_bytes, default=0),
-        barriers=anatomy.barriers,
-        matrix_instructions=anatomy.matrix_instructions,
-        instructions=anatomy.instructions,
-        instructions_per_element=per_element,
-        ok=not broken,
-        reason="; ".join(broken) or "; ".join(_accepted(case, anatomy=anatomy)),
+        ok=True,
+        reason="; ".join(_accepted(case, anatomy=anatomy)),
+        **numbers,
     )
+    broken = "; ".join(_broken_budgets(case, row=row))
+    return AotRow(**(asdict(row) | {"ok": False, "reason": broken})) if broken else row
+
+
+def _per_element(case: AotCase, *, anatomy: Anatomy, launch: Launch, arch: str) -> float | None:
+    if case.elements is None:
+        return None
+    threads = launch.programs * launch.options["num_warps"] * MACHINES[arch].warp_size
+    return round(anatomy.instructions * threads / case.elements, 1)
+
+
+def _per_element_in_loops(case: AotCase, *, anatomy: Anatomy) -> float | None:
+    """The compiler may unroll: a round's elements are those whose bytes it loads."""
+    loops = [loop for loop in anatomy.loops if loop.vector_bytes]
+    if case.loop_bytes is None or not loops:
+        return None
+    return round(sum(loop.instructions * case.loop_bytes / loop.vector_bytes for loop in loops), 1)
 
 
 def _accepted(case: AotCase, *, anatomy: Anatomy) -> Iterable[str]:
@@ -117,53 +130,60 @@ def _accepted(case: AotCase, *, anatomy: Anatomy) -> Iterable[str]:
         yield case.vector_reason
 
 
-def _broken_budgets(case: AotCase, *, anatomy: Anatomy, arch: str, per_element: float | None) -> Iterable[str]:
-    """One phrase per broken budget. Register and instruction budgets are written for NVIDIA targets."""
-    nvidia = arch.startswith("sm_")
-    widest_load, widest_store = max(anatomy.load_bytes, default=0), max(anatomy.store_bytes, default=0)
-    threads = case.num_warps * (32 if nvidia else 64)
+def _broken_budgets(case: AotCase, *, row: AotRow) -> Iterable[str]:
+    """One phrase per broken budget. Programs, registers, shared memory and loops are budgeted on `CALIBRATED` only."""
+    machine = MACHINES[row.arch]
+    threads = row.num_warps * machine.warp_size
     if threads > MAX_THREADS:
         yield f"{threads} threads per program > {MAX_THREADS}"
-    if nvidia and anatomy.registers > case.max_registers:
-        yield f"{anatomy.registers} registers > {case.max_registers}"
-    if anatomy.stack_bytes > case.max_stack_bytes:
-        yield f"{anatomy.stack_bytes} stack bytes > {case.max_stack_bytes}"
-    if anatomy.spills and not case.max_stack_bytes:
-        yield f"{anatomy.spills} spills"
-    if widest_load < case.vector_load_bytes:
-        yield f"widest load {widest_load} < {case.vector_load_bytes} bytes"
-    if widest_store < case.vector_store_bytes:
-        yield f"widest store {widest_store} < {case.vector_store_bytes} bytes"
-    if case.max_barriers is not None and anatomy.barriers > case.max_barriers:
-        yield f"{anatomy.barriers} barriers > {case.max_barriers}"
-    if case.matrix_instructions and not anatomy.matrix_instructions:
+    if row.stack_bytes > case.max_stack_bytes:
+        yield f"{row.stack_bytes} stack bytes > {case.max_stack_bytes}"
+    if row.spills and not case.max_stack_bytes:
+        yield f"{row.spills} spills"
+    if row.widest_load < case.vector_load_bytes:
+        yield f"widest load {row.widest_load} < {case.vector_load_bytes} bytes"
+    if row.widest_store < case.vector_store_bytes:
+        yield f"widest store {row.widest_store} < {case.vector_store_bytes} bytes"
+    if case.max_barriers is not None and row.barriers > case.max_barriers:
+        yield f"{row.barriers} barriers > {case.max_barriers}"
+    if case.matrix_instructions and not row.matrix_instructions:
         yield "no matrix instructions"
     limit = case.max_instructions_per_element
-    if nvidia and limit is not None and per_element > limit:
-        yield f"{per_element} instructions per element > {limit}"
+    if row.arch.startswith("sm_") and limit is not None and (row.instructions_per_element or math.inf) > limit:
+        yield f"{row.instructions_per_element} instructions per element > {limit}"
+    if row.arch == CALIBRATED:
+        yield from _broken_on_calibrated(case, row=row)
 
 
-def _compile(case: AotCase, *, arch: str):
-    """The compiled kernel; arguments are specialised as the launcher's would be."""
-    names = list(case.kernel.arg_names)
-    constexprs = dict(case.constexprs) | (dict(case.hip_constexprs) if arch.startswith("gfx") else {})
-    unknown = [name for name in names if name not in case.signature and name not in constexprs]
-    unknown += [name for name in (*case.signature, *constexprs, *case.divisible_by_16) if name not in names]
-    if unknown:
-        raise ValueError(f"AotCase {case.name}: signature and constexprs disagree with the kernel on {unknown}")
-    signature = {name: case.signature.get(name, "constexpr") for name in names}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16}
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
-    if arch.startswith("gfx"):
-        return triton.compile(source, target=GPUTarget("hip", arch, 64), options=options)
-    options["num_ctas"] = case.num_ctas
-    return triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=options)
+def _broken_on_calibrated(case: AotCase, *, row: AotRow) -> Iterable[str]:
+    """Budgets of what depends on one target's registers and shared memory."""
+    machine = MACHINES[row.arch]
+    fitting = row.programs_per_processor
+    if fitting < case.min_programs:
+        yield f"{fitting} programs fit on a processor ({row.registers} registers, {row.shared_bytes} B shared) < {case.min_programs}"
+    if case.resident and row.programs > fitting * machine.processors:
+        yield f"{row.programs} programs launched, {fitting * machine.processors} fit: the rest waits for a round of its own"
+    if case.max_registers is not None and row.registers > case.max_registers:
+        yield f"{row.registers} registers > {case.max_registers}"
+    if row.shared_bytes < case.min_shared_bytes:
+        yield f"{row.shared_bytes} B of shared memory < {case.min_shared_bytes}: smaller tiles or fewer stages"
+    limit = case.max_loop_instructions
+    if limit is not None and (row.loop_instructions or math.inf) > limit:
+        yield f"{row.loop_instructions} instructions per element in loops > {limit}"
+
+
+def _compile(launch: Launch, *, arch: str):
+    names = list(launch.kernel.arg_names)
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
+    source = ASTSource(fn=launch.kernel, signature=launch.signature, constexprs=launch.constexprs, attrs=attrs)
+    kind, chip = ("hip", arch) if arch.startswith("gfx") else ("cuda", int(arch[3:]))
+    target = GPUTarget(kind, chip, MACHINES[arch].warp_size)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def _dissect(binary, *, arch: str) -> Anatomy:
     if arch.startswith("gfx"):
-        return _dissect_amdgcn(binary.asm["amdgcn"], shared_bytes=binary.metadata.shared)
+        return dissect_amdgcn(binary.asm["amdgcn"], shared_bytes=binary.metadata.shared)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -176,76 +196,11 @@ def _cuobjdump(flag: str, path: str) -> str:
     return subprocess.run([CUOBJDUMP, flag, path], capture_output=True, text=True, check=True).stdout
 
 
-def dissect_sass(sass: str, *, arch: str, registers: int, stack_bytes: int, shared_bytes: int) -> Anatomy:
-    """Count a disassembled NVIDIA kernel."""
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", sass)
-    instructions = [line for line in lines if not line.startswith("NOP")]
-    loads = [i.split()[0] for i in instructions if re.match(r"(LDG|LDGSTS)\.", i)]
-    stores = [i.split()[0] for i in instructions if re.match(r"STG\.", i)]
-    tma_loads = sum(i.startswith("UTMALDG") for i in instructions)
-    tma_stores = sum(i.startswith("UTMASTG") for i in instructions)
-    return Anatomy(
-        registers=registers,
-        stack_bytes=stack_bytes,
-        spills=sum(bool(re.match(r"(STL|LDL)\b", i)) for i in instructions),
-        shared_bytes=shared_bytes,
-        load_bytes=tuple(map(_sass_width, loads)) + (128,) * tma_loads,
-        store_bytes=tuple(map(_sass_width, stores)) + (128,) * tma_stores,
-        barriers=sum(bool(re.match(r"BAR\.(SYNC|RED|ARV)", i)) for i in instructions),
-        matrix_instructions=len(re.findall(MATRIX_INSTRUCTION[arch], "\n".join(instructions))),
-        instructions=len(instructions),
-    )
-
-
-SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-
-
-def _sass_width(opcode: str) -> int:
-    """Bytes of a global access from its opcode: LDG.E.128 is 16, LDG.E is 4, LDG.E.U16 is 2."""
-    return next((SASS_WIDTHS[part] for part in opcode.split(".") if part in SASS_WIDTHS), 4)
-
-
-def _dissect_amdgcn(text: str, *, shared_bytes: int) -> Anatomy:
-    """Count an AMD kernel from its assembly and metadata."""
-
-    def metadata(key: str) -> int:
-        found = re.search(rf"\.{key}:\s+(\d+)", text)
-        return int(found.group(1)) if found else 0
-
-    widths = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1}
-
-    def accesses(kind: str) -> tuple[int, ...]:
-        found = re.findall(rf"^\s+(?:global|buffer|flat)_{kind}_(\w+)", text, flags=re.MULTILINE)
-        return tuple(next((w for name, w in widths.items() if f.startswith(name)), 2) for f in found)
-
-    return Anatomy(
-        registers=metadata("vgpr_count"),
-        stack_bytes=metadata("private_segment_fixed_size"),
-        spills=metadata("vgpr_spill_count"),
-        shared_bytes=shared_bytes,
-        load_bytes=accesses("load"),
-        store_bytes=accesses("store"),
-        barriers=len(re.findall(r"^\s+s_barrier", text, flags=re.MULTILINE)),
-        matrix_instructions=len(re.findall(MATRIX_INSTRUCTION["gfx942"], text)),
-        instructions=len(re.findall(r"^\s+(?:v|s|global|buffer|flat|ds|scratch)_\w+", text, flags=re.MULTILINE)),
-    )
-
-
-def _failed(case: AotCase, *, op: str, arch: str, error: Exception) -> AotRow:
-    numbers = dict.fromkeys(
-        ("registers", "stack_bytes", "spills", "shared_bytes", "vector_loads", "vector_stores", "widest_load", "widest_store",
-         "barriers", "matrix_instructions", "instructions"), 0,
-    )  # fmt: skip
-    text = f"{type(error).__name__}: {error}".strip().splitlines()
-    reason = " ".join(line.strip() for line in text[:4])[:400]
-    return AotRow(op=op, kernel=case.name, arch=arch, **numbers, instructions_per_element=None, ok=False, reason=reason)
-
-
 def _compile_index(job: tuple[int, int, str]) -> AotRow:
-    """A job by its place in ALL_OPS: kernels and lambdas do not travel between processes, positions do."""
+    """A job by its place in ALL_OPS: kernels and lambdas cannot be sent between processes, positions can."""
     i_op, i_case, arch = job
     spec = ALL_OPS[i_op]
-    return compile_case(spec.aot[i_case], op=spec.name, arch=arch)
+    return compile_case(spec.aot[i_case], spec=spec, arch=arch)
 
 
 def report(*, ops: str = "", archs: tuple[str, ...] = TARGETS, jobs: int | None = None) -> list[AotRow]:
@@ -265,27 +220,16 @@ def report(*, ops: str = "", archs: tuple[str, ...] = TARGETS, jobs: int | None 
 def table(rows: list[AotRow]) -> str:
     """The report as text for people."""
     header = (
-        "kernel",
-        "arch",
-        "regs",
-        "stack",
-        "spills",
-        "shared",
-        "ld16",
-        "st16",
-        "bar",
-        "mma",
-        "instr",
-        "/elem",
-        "verdict",
-    )
+        "kernel", "arch", "regs", "fit", "programs", "stack", "spills", "shared", "ld16", "st16", "bar", "mma", "instr",
+        "/elem", "loops/elem", "result",
+    )  # fmt: skip
     lines = [header]
     for r in rows:
-        per_element = "" if r.instructions_per_element is None else f"{r.instructions_per_element:g}"
-        verdict = ("ok" if r.ok else "BROKEN") + (f": {r.reason}" if r.reason else "")
+        ratios = ("" if x is None else f"{x:g}" for x in (r.instructions_per_element, r.loop_instructions))
+        result = ("ok" if r.ok else "BROKEN") + (f": {r.reason}" if r.reason else "")
         lines.append(
-            (r.kernel, r.arch, r.registers, r.stack_bytes, r.spills, r.shared_bytes, r.vector_loads, r.vector_stores,
-             r.barriers, r.matrix_instructions, r.instructions, per_element, verdict)
+            (r.kernel, r.arch, r.registers, r.programs_per_processor, r.programs, r.stack_bytes, r.spills, r.shared_bytes,
+             r.vector_loads, r.vector_stores, r.barriers, r.matrix_instructions, r.instructions, *ratios, result)
         )  # fmt: skip
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(header) - 1)]
     return "\n".join(

@@ -4,7 +4,7 @@
 
 Key j is visible to query i of the same sequence when j <= i (causal) and j > i - window (window). Query head h reads key
 head h // (H / H_kv). Forward walks the visible key blocks once with an online softmax and keeps only lse for backward; blocks
-that every row of the tile sees whole skip the mask, and invisible blocks are never loaded. Backward recomputes P: see
+that every row of the tile sees entirely skip the mask, and invisible blocks are never loaded. Backward recomputes P: see
 `attention_backward`. FLOPs: forward 4 D per visible (query, key) pair and head, backward 10 D.
 
 Sequences are packed as [tokens, heads, D] inside; a batch [B, T, H, D] is B sequences of T tokens. Offsets are int64 per
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
+from ztk.kernels._attention_launch import Part, aot_cases, float32_aot_cases, tiles_for
 from ztk.kernels._attention_tiles import (
     batch_view,
     cpu_mask,
@@ -35,9 +35,9 @@ from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, compute_dtype
+from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, Reach, compute_dtype
 from ztk.kernels.attention_backward import AOT as BACKWARD_AOT
-from ztk.kernels.attention_backward import backward
+from ztk.kernels.attention_backward import VARLEN_AOT, backward
 
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
@@ -74,7 +74,7 @@ def _attention_fwd(
         o_block = tl.arange(0, BLOCK_N)
         k_step = tl.cast(k_stride, tl.int32)  # inside a tile 32 bits are enough and take half the registers
         v_step = tl.cast(v_stride, tl.int32)
-        first, first_whole, last_whole, last = key_range(
+        first, first_full, last_full, last = key_range(
             i_row, length, window, CAUSAL, HAS_WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
         for i_n in range(first, last, BLOCK_N):
@@ -85,12 +85,12 @@ def _attention_fwd(
             p_v = v_ptr + i_key * v_stride + i_kv * D
             m_dn = (o_d < D)[:, None] & m_n[None, :]
             b_k = tl.load(p_k + (o_block[None, :] * k_step + o_d[:, None]), mask=m_dn, other=0.0)
-            b_s = dot(b_q, b_k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)) * scale_log2  # [BLOCK_M, BLOCK_N]
-            if (i_n < first_whole) | (i_n >= last_whole):
+            b_s = dot(b_q, b_k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))  # [BLOCK_M, BLOCK_N], not scaled yet
+            if (i_n < first_full) | (i_n >= last_full):
                 m_mn = visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW)
                 b_s = tl.where(m_mn, b_s, float("-inf"))
-            b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
-            b_p = tl.exp2(b_s - b_new[:, None])
+            b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale_log2)
+            b_p = tl.exp2(b_s * scale_log2 - b_new[:, None])  # one multiply-add per score
             b_shrink = tl.exp2(b_max - b_new)
             b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
             m_nd = m_n[:, None] & (o_d < D)[None, :]
@@ -113,7 +113,9 @@ def _launch_fwd(
     lse = torch.empty(H, tokens, dtype=torch.float32, device=q.device)
     num_sequences = tokens // max(T, 1) if cu_seqlens is None else cu_seqlens.numel() - 1
     if tokens:
-        tiles = tiles_for(Part.forward, head_dim=D, itemsize=q.element_size(), machine=machine(q.device))
+        tiles = tiles_for(
+            Part.forward, head_dim=D, itemsize=q.element_size(), architecture=machine(q.device).architecture
+        )
         _attention_fwd[(triton.cdiv(T, tiles.held) * num_sequences * H,)](
             q, k, v, out, lse, cu_seqlens, q.stride(0), k.stride(0), v.stride(0), tokens, T, window, scale,
             H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
@@ -166,7 +168,7 @@ class _Attention(torch.autograd.Function):
         return d_q, d_k, d_v, None, None, None, None, None
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int) -> None:
+def _validate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int, scale: float | None) -> None:
     H, D = q.shape[-2:]
     if k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or k.shape[-1] != D or k.shape[-2] == 0 or H % k.shape[-2]:
         raise ValueError(
@@ -177,6 +179,8 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int) -> 
         raise ValueError(f"attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one of float32, float16, bfloat16")
     if D > MAX_HEAD_DIM:
         raise ValueError(f"attention: head dimension {D} is above {MAX_HEAD_DIM}; use set_backend('reference')")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"attention: scale={scale} must be positive; negate q instead")
     if window < 0 or (window and not causal):
         raise ValueError(f"attention: window={window} must be 0 (off) or positive with causal=True")
 
@@ -195,7 +199,7 @@ def attention(
     q: [B, T, H, D]; k, v: [B, T, H_kv, D], H a multiple of H_kv; float32, float16 or bfloat16, D at most 256. `window` w > 0
     lets a token see itself and the w - 1 before it. `scale` defaults to D ** -0.5. Returns [B, T, H, D].
     """
-    _validate(q, k, v, causal=causal, window=window)
+    _validate(q, k, v, causal=causal, window=window, scale=scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if use_reference():
         return attention_reference(q, k, v, causal=causal, window=window, scale=scale)
@@ -219,7 +223,7 @@ def attention_varlen(
     q: [tokens, H, D]; k, v: [tokens, H_kv, D]; cu_seqlens: int32 [sequences + 1] on the same device, 0 first and `tokens`
     last; max_seqlen: at least the longest length, known to the host. Returns [tokens, H, D].
     """
-    _validate(q, k, v, causal=causal, window=window)
+    _validate(q, k, v, causal=causal, window=window, scale=scale)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != q.device:
         raise ValueError(
             f"attention_varlen: cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype} on {cu_seqlens.device} must be "
@@ -248,7 +252,7 @@ def _probabilities(q: Tensor, k: Tensor, *, causal: bool, window: int, scale: fl
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int = 0, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v in float32 with the whole score matrix, rounded once."""
+    """softmax(scale * q k^T) v in float32 with the full score matrix, rounded once."""
     dtype, group = compute_dtype(q), q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k_c, v_c = (x.to(dtype).repeat_interleave(group, dim=2) for x in (k, v))
@@ -324,6 +328,15 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("q", "k", "v"),
     small_shapes=((2, 17, 2, 16), (1, 35, 2, 24)),
+    reach=(
+        # every edge of a window against blocks of 32 keys and 16 or 32 queries, before and behind the diagonal
+        *(Reach(shape=(1, 100, 1, 16), inputs={"window": w}) for w in (2, 15, 16, 17, 18, 31, 32, 33, 34, 66)),
+        Reach(shape=(1, 300, 2, 64), dtype=torch.float16, inputs={"group": 2}),
+        Reach(shape=(1, 300, 1, 64), dtype=torch.float16, inputs={"window": 66}),
+        Reach(shape=(1, 270, 1, 128), dtype=torch.float16, inputs={"window": 129}),
+        Reach(shape=(1, 140, 1, 256), dtype=torch.float16, inputs={"causal": False}),
+        *(Reach(shape=(1, 140, 1, 64), dtype=torch.float16, target=target) for target in ("sm_80", "gfx942")),
+    ),
     bench_shapes=((4, 8192, 32, 128), (16, 2048, 32, 128), (4, 8192, 32, 64)),
     variants=({}, {"group": 2}, {"window": 9, "group": 2}, {"causal": False}),
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,
@@ -332,6 +345,7 @@ SPEC = OpSpec(
     aot=(
         *(case for D in (64, 128, 256) for case in aot_cases(Part.forward, _attention_fwd, head_dim=D)),
         *aot_cases(Part.forward, _attention_fwd, head_dim=128, window=True),
+        *float32_aot_cases(_attention_fwd),
         *BACKWARD_AOT,
     ),
     tolerance_ulps=4.0,  # P is rounded to the input's dtype before P V
@@ -348,6 +362,6 @@ VARLEN_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * itemsize,
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * itemsize,
     num_flops=lambda shape: 4 * shape[1] * shape[2] * sum(n * (n + 1) // 2 for n in _varlen_lengths(shape[0])),
-    aot=aot_cases(Part.forward, _attention_fwd, head_dim=128, varlen=True),
+    aot=(*aot_cases(Part.forward, _attention_fwd, head_dim=128, varlen=True), *VARLEN_AOT),
     tolerance_ulps=4.0,
 )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._attention_launch import Part, aot_cases, tiles_for
+from ztk.kernels._attention_launch import Part, aot_cases, float32_aot_cases, tiles_for
 from ztk.kernels._attention_tiles import (
     batch_view,
     cpu_mask,
@@ -71,18 +71,18 @@ def _attention_bwd_keys(
         b_d_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         b_d_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
 
-        # Query blocks: those in [first_whole, last_whole) see every pair; before them the diagonal cuts, behind them the
+        # Query blocks: those in [first_full, last_full) see every pair; before them the diagonal cuts, behind them the
         # window or the end of the sequence.
         first = 0
-        first_whole = 0
+        first_full = 0
         last = length
-        last_whole = length // BLOCK_M * BLOCK_M
+        last_full = length // BLOCK_M * BLOCK_M
         if CAUSAL:
             first = i_key // BLOCK_M * BLOCK_M
-            first_whole = tl.cdiv(i_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+            first_full = tl.cdiv(i_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
         if HAS_WINDOW:
             last = tl.minimum(length, i_key + BLOCK_N + window - 1)
-            last_whole = tl.minimum(last_whole, (i_key + window) // BLOCK_M * BLOCK_M)
+            last_full = tl.minimum(last_full, (i_key + window) // BLOCK_M * BLOCK_M)
 
         # One loop over all query heads and blocks: a loop per kind of block, inside one over heads, keeps the invariants
         # of all of them in registers, 40 to 90 a thread.
@@ -105,7 +105,7 @@ def _attention_bwd_keys(
             b_delta = tl.load(delta_ptr + i_h * num_tokens + i_query + o_block, mask=m_m, other=0.0)
             b_zero = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             b_p = tl.exp2(dot(b_k, tl.trans(b_q), b_zero) * scale_log2 - b_lse[None, :])  # [BLOCK_N, BLOCK_M]
-            if (i_m < first_whole) | (i_m >= last_whole):
+            if (i_m < first_full) | (i_m >= last_full):
                 b_p = tl.where(visible(o_m[None, :], o_n[:, None], length, window, CAUSAL, HAS_WINDOW), b_p, 0.0)
             b_d_v = dot(cast(b_p, b_d_out.dtype), b_d_out, b_d_v)
             b_d_s = b_p * (dot(b_v, tl.trans(b_d_out), b_zero) - b_delta[None, :])
@@ -142,7 +142,7 @@ def _attention_bwd_queries(
         b_d_q = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         scale_log2 = scale * _LOG2E
         i_kv = i_h // GROUP
-        first, first_whole, last_whole, last = key_range(
+        first, first_full, last_full, last = key_range(
             i_row, length, window, CAUSAL, HAS_WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
         o_block = tl.arange(0, BLOCK_N)
@@ -158,7 +158,7 @@ def _attention_bwd_queries(
             b_v = tl.load(p_v + (o_block[:, None] * v_step + o_d[None, :]), mask=m_nd, other=0.0)
             b_zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
             b_p = tl.exp2(dot(b_q, tl.trans(b_k), b_zero) * scale_log2 - b_lse[:, None])  # [BLOCK_M, BLOCK_N]
-            if (i_n < first_whole) | (i_n >= last_whole):
+            if (i_n < first_full) | (i_n >= last_full):
                 b_p = tl.where(visible(o_m[:, None], o_n[None, :], length, window, CAUSAL, HAS_WINDOW), b_p, 0.0)
             b_d_s = b_p * (dot(b_d_out, tl.trans(b_v), b_zero) - b_delta[:, None])
             b_d_q = dot(cast(b_d_s, b_k.dtype), b_k, b_d_q)
@@ -181,7 +181,7 @@ def _launch_bwd(
     _attention_delta[(triton.cdiv(tokens, DELTA_ROWS), H)](
         out, d_out, delta, tokens, **sizes, BLOCK_M=DELTA_ROWS, num_warps=4, enable_fp_fusion=True
     )
-    chosen = {"head_dim": D, "itemsize": q.element_size(), "machine": machine(q.device)}
+    chosen = {"head_dim": D, "itemsize": q.element_size(), "architecture": machine(q.device).architecture}
     tiles = tiles_for(Part.keys, **chosen)
     _attention_bwd_keys[(triton.cdiv(T, tiles.held) * num_sequences * H_kv,)](
         q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens, *strides, tokens, T, window, scale, **options,
@@ -232,20 +232,23 @@ backward = register(
 AOT = (
     AotCase(
         kernel=_attention_delta,
-        variant="D=128",
-        signature={"out_ptr": "*bf16", "d_out_ptr": "*bf16", "delta_ptr": "*fp32", "num_tokens": "i64"},
-        constexprs={"H": 32, "D": 128, "BLOCK_D": 128, "BLOCK_M": DELTA_ROWS},
-        divisible_by_16=("out_ptr", "d_out_ptr", "delta_ptr"),
-        max_registers=64,
+        shape=(2, 4096, 8, 128),
+        min_programs=8,
         vector_store_bytes=0,
         vector_reason="writes one number per row of 128 that it reads",
     ),
     *(
         case
-        for head_dim, window, varlen in (
-            (64, False, False), (128, False, False), (256, False, False), (128, True, False), (128, False, True),
-        )
         for part, kernel in ((Part.keys, _attention_bwd_keys), (Part.queries, _attention_bwd_queries))
-        for case in aot_cases(part, kernel, head_dim=head_dim, window=window, varlen=varlen)
+        for cases in (
+            *(aot_cases(part, kernel, head_dim=D) for D in (64, 128, 256)),
+            aot_cases(part, kernel, head_dim=128, window=True),
+            float32_aot_cases(kernel),
+        )
+        for case in cases
     ),
-)  # fmt: skip
+)
+VARLEN_AOT = (
+    *aot_cases(Part.keys, _attention_bwd_keys, head_dim=128, varlen=True),
+    *aot_cases(Part.queries, _attention_bwd_queries, head_dim=128, varlen=True),
+)

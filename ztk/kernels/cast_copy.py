@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, scaled_float32
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
@@ -18,7 +19,7 @@ NUM_WARPS = 4
 
 def _block(*tensors: Tensor) -> int:
     """One 16-byte access of the wider dtype per thread; more would convert layouts through shared memory."""
-    return 16 // max(t.element_size() for t in tensors) * WARP_SIZE * NUM_WARPS
+    return 16 // max(t.element_size() for t in tensors) * machine(tensors[0].device).warp_size * NUM_WARPS
 
 
 @triton.jit
@@ -98,26 +99,10 @@ def _make_inputs(
     }
 
 
-def _aot_case(*, src: str, out: str, scale: bool) -> AotCase:
-    pointers = ("src_ptr", "out_ptr", "scale_ptr")
-    elements = 4 if "fp32" in (src, out) else 8  # per thread
-    return AotCase(
-        kernel=_cast_copy,
-        variant=f"{src} to {out}",
-        signature={"src_ptr": f"*{src}", "out_ptr": f"*{out}", "scale_ptr": "*fp32", "N": "i64"},
-        constexprs={"HAS_SCALE": scale, "BLOCK": elements * 32 * NUM_WARPS},
-        hip_constexprs={"BLOCK": elements * 64 * NUM_WARPS},
-        divisible_by_16=(*pointers, "N"),
-        num_warps=NUM_WARPS,
-        max_registers=40,
-        max_barriers=0,
-        vector_load_bytes=16 if src == out else 8,
-        vector_reason=""
-        if src == out
-        else "four 16-bit values beside 16 bytes of float32; eight would change layout through shared memory",
-        elements_per_program=elements * 32 * NUM_WARPS,
-        max_instructions_per_element=10,
-    )
+def _aot_case(variant: str, **options: object) -> AotCase:
+    n = 1 << 22
+    budget = {"min_programs": 12, "max_barriers": 0, "elements": n, "max_instructions_per_element": 10}
+    return AotCase(kernel=_cast_copy, shape=(n,), variant=variant, **budget, **options)
 
 
 SPEC = OpSpec(
@@ -131,5 +116,13 @@ SPEC = OpSpec(
     variants=({}, {"out_dtype": torch.float32, "scaled": True}, {"out_dtype": torch.bfloat16}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * itemsize,
     num_flops=lambda shape: 0,
-    aot=(_aot_case(src="bf16", out="bf16", scale=False), _aot_case(src="bf16", out="fp32", scale=True)),
+    aot=(
+        _aot_case("bf16 to bf16"),
+        _aot_case(
+            "bf16 to fp32",
+            inputs={"out_dtype": torch.float32, "scaled": True},
+            vector_load_bytes=8,
+            vector_reason="four 16-bit values beside 16 bytes of float32; eight would change layout through shared memory",
+        ),
+    ),
 )

@@ -12,6 +12,8 @@ before the loss scale has been multiplied in. No host synchronisation: the numbe
 z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311; label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -19,45 +21,73 @@ from torch import Tensor
 
 from ztk.kernels import _cross_entropy_cpu
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
-ELEMENTS_PER_WARP = 1024  # four 16-byte loads of a 16-bit type in flight per thread
+VECTOR_BYTES, CHUNKS = 16, 4  # four 16-byte loads in flight per thread
 LONG_ROW = 65536
 REDUCTIONS = ("mean", "sum", "none")
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit, yet finite: differences of maxima stay free of NaN
+_HIGHEST = tl.constexpr(3e38)  # an infinite maximum would turn the row's sum into NaN instead of infinity
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _tile(first, V, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """(offsets, mask) [CHUNKS, LANES, VECTOR] of a tile of a row: a thread holds one lane, CHUNKS vectors of 16 bytes"""
+    o_lane = tl.arange(0, CHUNKS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
+    o_n = first + o_lane * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    return o_n, o_n < V
+
+
+@triton.jit
+def _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING: tl.constexpr):
+    """Each lane's running (maximum in units of log2, sum of exp2 below it, sum of logits) with a tile of logits added
+
+    Maxima and sums of a lane stay inside its thread: per logit one maximum, one multiply-add, one exponential, one sum.
+    """
+    b_max = tl.minimum(tl.max(tl.max(b_x, axis=2), axis=0) * _LOG2E, _HIGHEST)
+    b_new = tl.maximum(b_shift, b_max)
+    b_p = tl.exp2(b_x * _LOG2E - b_new[None, :, None])
+    b_sum = b_sum * tl.exp2(b_shift - b_new) + tl.sum(tl.sum(b_p, axis=2), axis=0)
+    if HAS_SMOOTHING:
+        b_total += tl.sum(tl.sum(tl.where(b_x > float("-inf"), b_x, 0.0), axis=2), axis=0)
+    return b_new, b_sum, b_total
 
 
 @triton.jit
 def _cross_entropy_fwd(
     logits_ptr, target_ptr, weight_ptr, grad_ptr, loss_ptr, lse_ptr, V, ignore_index, z_loss, smoothing,
-    WRITE_GRAD: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """loss and lse of one row; with WRITE_GRAD also weight * d_x, which may overwrite the logits"""
+    """loss and lse of one row; with grad_ptr also weight * d_x, which may overwrite the logits"""
+    BLOCK: tl.constexpr = CHUNKS * LANES * VECTOR
     i_m = tl.program_id(0).to(tl.int64)
     p_x = logits_ptr + i_m * V
-    p_grad = grad_ptr + i_m * V
     target = tl.load(target_ptr + i_m)
     is_target = target != ignore_index
     index = tl.where(is_target, target, 0)
     x_target = tl.load(p_x + index).to(tl.float32)
 
-    # Phase 1: each lane keeps its own maximum and sum, one exponential per logit; they meet once at the end
-    b_max = tl.full([BLOCK], _LOWEST, dtype=tl.float32)
-    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
-    b_total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, V, BLOCK):
-        o_n = start + tl.arange(0, BLOCK)
-        m_n = o_n < V
+    # Phase 1: each lane keeps its own maximum and sum; joined once at the end
+    b_shift = tl.full([LANES], _LOWEST, dtype=tl.float32)
+    b_sum = tl.zeros([LANES], dtype=tl.float32)
+    b_total = tl.zeros([LANES], dtype=tl.float32)
+    tail = V // BLOCK * BLOCK  # the full tiles before it need no mask
+    for first in range(0, tail, BLOCK):
+        o_n, _ = _tile(first, V, CHUNKS, LANES, VECTOR)
+        b_x = tl.load(p_x + o_n, eviction_policy="evict_last").to(tl.float32)
+        b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING)
+    if tail < V:
+        o_n, m_n = _tile(tail, V, CHUNKS, LANES, VECTOR)
         b_x = tl.load(p_x + o_n, mask=m_n, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        b_decay = tl.exp(-tl.abs(b_x - b_max))
-        b_sum = tl.where(b_x > b_max, b_sum * b_decay + 1.0, b_sum + b_decay)
-        b_max = tl.maximum(b_max, b_x)
-        if HAS_SMOOTHING:
-            b_total += tl.where(m_n, b_x, 0.0)
-    x_max = tl.max(b_max, axis=0)
-    lse = x_max + tl.log(tl.sum(b_sum * tl.exp(b_max - x_max), axis=0))
+        b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING)
+    shift = tl.max(b_shift, axis=0)
+    lse_log2 = shift + tl.log2(tl.sum(b_sum * tl.exp2(b_shift - shift), axis=0))
+    lse = lse_log2 * _LN2
 
     # Phase 2: the loss of the row
     loss = lse - (1.0 - smoothing) * x_target + z_loss * lse * lse
@@ -66,20 +96,31 @@ def _cross_entropy_fwd(
     tl.store(loss_ptr + i_m, tl.where(is_target, loss, 0.0))
     tl.store(lse_ptr + i_m, lse)
 
-    # Phase 3: the gradient, from a second read that the cache serves
-    if WRITE_GRAD:
-        weight = tl.where(is_target, tl.load(weight_ptr), 0.0)
+    # Phase 3: the gradient, from a second read that the cache serves: last tile first, because it was read last
+    if grad_ptr is not None:
+        dtype: tl.constexpr = grad_ptr.dtype.element_ty
+        p_grad = grad_ptr + i_m * V
+        weight = tl.load(weight_ptr)
         scale = weight * (1.0 + 2.0 * z_loss * lse)
-        shift = weight * smoothing / V
-        hit = weight * (1.0 - smoothing)
-        for start in range(0, V, BLOCK):
-            o_n = start + tl.arange(0, BLOCK)
-            m_n = o_n < V
-            b_x = tl.load(p_x + o_n, mask=m_n, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            b_grad = tl.exp(b_x - lse) * scale - shift
-            b_grad = tl.where(o_n == index, b_grad - hit, b_grad)
-            b_grad = tl.where(is_target, b_grad, 0.0)
-            tl.store(p_grad + o_n, cast(b_grad, grad_ptr.dtype.element_ty), mask=m_n)
+        low = weight * smoothing / V
+        if is_target:
+            if tail < V:
+                o_n, m_n = _tile(tail, V, CHUNKS, LANES, VECTOR)
+                b_x = tl.load(p_x + o_n, mask=m_n, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                b_grad = tl.exp2(b_x * _LOG2E - lse_log2) * scale - low
+                tl.store(p_grad + o_n, cast(b_grad, dtype), mask=m_n)
+            for first in range(0, tail, BLOCK):
+                o_n, _ = _tile(tail - BLOCK - first, V, CHUNKS, LANES, VECTOR)
+                b_x = tl.load(p_x + o_n, eviction_policy="evict_first").to(tl.float32)
+                b_grad = tl.exp2(b_x * _LOG2E - lse_log2) * scale - low
+                tl.store(p_grad + o_n, cast(b_grad, dtype))
+            tl.debug_barrier()  # the target's element is written again: after its tile, by whichever thread
+            grad_target = tl.exp2(x_target * _LOG2E - lse_log2) * scale - low - weight * (1.0 - smoothing)
+            tl.store(p_grad + index, cast(grad_target, dtype))
+        else:
+            for first in range(0, V, BLOCK):
+                o_n, m_n = _tile(first, V, CHUNKS, LANES, VECTOR)
+                tl.store(p_grad + o_n, tl.zeros([CHUNKS, LANES, VECTOR], dtype=dtype), mask=m_n)
 
 
 @triton.jit
@@ -88,18 +129,30 @@ def _cross_entropy_bwd(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """d_x of one tile of one row from its lse"""
+    dtype: tl.constexpr = grad_ptr.dtype.element_ty
     i_m = tl.program_id(0).to(tl.int64)
-    o_n = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1).to(tl.int64) * BLOCK
+    o_n = first + tl.arange(0, BLOCK)
     m_n = o_n < V
+    p_x = logits_ptr + i_m * V
+    p_grad = grad_ptr + i_m * V
     target = tl.load(target_ptr + i_m)
-    is_target = target != ignore_index
-    lse = tl.load(lse_ptr + i_m)
-    weight = tl.load(d_loss_ptr + i_m * stride_d)
-    b_x = tl.load(logits_ptr + i_m * V + o_n, mask=m_n, other=0.0).to(tl.float32)
-    b_grad = tl.exp(b_x - lse) * (weight * (1.0 + 2.0 * z_loss * lse)) - weight * smoothing / V
-    b_grad = tl.where(o_n == target, b_grad - weight * (1.0 - smoothing), b_grad)
-    b_grad = tl.where(is_target, b_grad, 0.0)
-    tl.store(grad_ptr + i_m * V + o_n, cast(b_grad, grad_ptr.dtype.element_ty), mask=m_n)
+    if target != ignore_index:
+        lse = tl.load(lse_ptr + i_m)
+        weight = tl.load(d_loss_ptr + i_m * stride_d)
+        scale = weight * (1.0 + 2.0 * z_loss * lse)
+        low = weight * smoothing / V
+        lse_log2 = lse * _LOG2E
+        b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_grad = tl.exp2(b_x * _LOG2E - lse_log2) * scale - low
+        tl.store(p_grad + o_n, cast(b_grad, dtype), mask=m_n)
+        tl.debug_barrier()
+        is_here = (target >= first) & (target < first + BLOCK)
+        x_target = tl.load(p_x + target, mask=is_here, other=0.0).to(tl.float32)
+        grad_target = tl.exp2(x_target * _LOG2E - lse_log2) * scale - low - weight * (1.0 - smoothing)
+        tl.store(p_grad + target, cast(grad_target, dtype), mask=is_here)
+    else:
+        tl.store(p_grad + o_n, tl.zeros([BLOCK], dtype=dtype), mask=m_n)
 
 
 @triton.jit
@@ -114,23 +167,39 @@ def _scale_rows(x_ptr, scale_ptr, V, stride_s, BLOCK: tl.constexpr):
         tl.store(x_ptr + i_m * V + o_n, cast(b_x, x_ptr.dtype.element_ty), mask=m_n)
 
 
-def _block(V: int, *, smoothing: bool = False) -> tuple[int, int]:
-    """Block size and warps for rows of V logits.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """Tile of a row: `chunks` vectors of 16 bytes, `vector` elements each, in each of `lanes` threads."""
 
-    A long row takes 16 warps: one program then fills a multiprocessor, and the rows in flight (132 of 256 KiB) stay in the
-    second-level cache for their second read. Smoothing keeps a third accumulator, so it holds half the logits per thread.
-    """
-    per_warp = ELEMENTS_PER_WARP // 2 if smoothing else ELEMENTS_PER_WARP
-    warps = 16 if V >= LONG_ROW else 8
-    block = min(per_warp * warps, triton.next_power_of_2(V))
-    return block, max(1, min(warps, block // per_warp))
+    chunks: int
+    lanes: int
+    vector: int
+    num_warps: int
+
+    @staticmethod
+    def for_row(x: Tensor, *, smoothing: bool = False) -> "LaunchConfig":
+        """For rows of x [M, V]: the longer the row, the more warps, so that the rows in flight stay in the second-level
+        cache for their second read: one row of 131072 16-bit logits per processor is 34 MB, of at least 50. Smoothing keeps
+        a third number per lane, and half the logits, so that 1024 threads do not spill.
+        """
+        V, warp_size = x.shape[1], machine(x.device).warp_size
+        vector = VECTOR_BYTES // x.element_size()
+        threads = 1024 if V >= LONG_ROW else 512 if V >= LONG_ROW // 4 else 256
+        lanes = max(warp_size, min(threads, triton.next_power_of_2(V) // vector))
+        chunks = max(1, min(CHUNKS // 2 if smoothing else CHUNKS, triton.next_power_of_2(V) // (vector * lanes)))
+        return LaunchConfig(chunks=chunks, lanes=lanes, vector=vector, num_warps=lanes // warp_size)
+
+    @property
+    def block(self) -> int:
+        """Elements of the tile."""
+        return self.chunks * self.lanes * self.vector
 
 
 def _launch_fwd_into(
     grad: Tensor | None,
     logits: Tensor,
     target: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     ignore_index: int,
     z_loss: float,
     smoothing: float,
@@ -138,10 +207,10 @@ def _launch_fwd_into(
     M, V = logits.shape
     loss, lse = (torch.empty(M, dtype=torch.float32, device=logits.device) for _ in range(2))
     if M:
-        block, num_warps = _block(V, smoothing=smoothing != 0.0)
+        config = LaunchConfig.for_row(logits, smoothing=smoothing != 0.0)
         _cross_entropy_fwd[(M,)](
-            logits, target, weight, logits if grad is None else grad, loss, lse, V, ignore_index, z_loss, smoothing,
-            WRITE_GRAD=grad is not None, HAS_SMOOTHING=smoothing != 0.0, BLOCK=block, num_warps=num_warps,
+            logits, target, weight, grad, loss, lse, V, ignore_index, z_loss, smoothing, HAS_SMOOTHING=smoothing != 0.0,
+            CHUNKS=config.chunks, LANES=config.lanes, VECTOR=config.vector, num_warps=config.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
     return loss, lse
@@ -150,7 +219,7 @@ def _launch_fwd_into(
 def _launch_fwd(
     logits: Tensor, target: Tensor, ignore_index: int, z_loss: float, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    return _launch_fwd_into(None, logits, target, logits, ignore_index, z_loss, smoothing)
+    return _launch_fwd_into(None, logits, target, None, ignore_index, z_loss, smoothing)
 
 
 def _launch_fwd_in_place(
@@ -165,10 +234,10 @@ def _launch_bwd(
     M, V = logits.shape
     grad = torch.empty_like(logits)
     if M:
-        block, num_warps = _block(V)
-        _cross_entropy_bwd[(M, triton.cdiv(V, block))](
+        config = LaunchConfig.for_row(logits)
+        _cross_entropy_bwd[(M, triton.cdiv(V, config.block))](
             logits, target, lse, d_loss, grad, V, int(d_loss.numel() > 1), ignore_index, z_loss, smoothing,
-            BLOCK=block, num_warps=num_warps, enable_fp_fusion=True,
+            BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return grad
 
@@ -176,9 +245,9 @@ def _launch_bwd(
 def _launch_scale(x: Tensor, scale: Tensor) -> None:
     M, V = x.shape
     if M:
-        block, num_warps = _block(V)
-        _scale_rows[(M, triton.cdiv(V, block))](
-            x, scale, V, int(scale.numel() > 1), BLOCK=block, num_warps=num_warps, enable_fp_fusion=True
+        config = LaunchConfig.for_row(x)
+        _scale_rows[(M, triton.cdiv(V, config.block))](
+            x, scale, V, int(scale.numel() > 1), BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True
         )
 
 
@@ -348,24 +417,11 @@ def _make_inputs(
     return {"logits": (2 * torch.randn(shape, device=device)).to(dtype), "target": target} | options
 
 
-def _aot_case(kernel: object, *, V: int, **flags: bool) -> AotCase:
-    types = dict.fromkeys(("weight_ptr", "loss_ptr", "lse_ptr", "d_loss_ptr", "scale_ptr"), "*fp32")
-    types |= dict.fromkeys(("logits_ptr", "grad_ptr", "x_ptr"), "*bf16") | {"target_ptr": "*i64", "V": "i32"}
-    types |= {"stride_d": "i32", "stride_s": "i32", "ignore_index": "i32", "z_loss": "fp32", "smoothing": "fp32"}
-    block, num_warps = _block(V, smoothing=flags.get("HAS_SMOOTHING", False))
-    signature = {name: types[name] for name in kernel.arg_names if name in types}
-    return AotCase(
-        kernel=kernel,
-        variant=f"V={V}" + "".join(f", {name.lower()}" for name, on in flags.items() if on),
-        signature=signature,
-        constexprs=flags | {"BLOCK": block},
-        divisible_by_16=tuple(name for name in signature if name.endswith("_ptr") or name == "V"),
-        num_warps=num_warps,
-        max_registers=128,
-        max_barriers=None if "WRITE_GRAD" in flags else 0,
-        vector_store_bytes=0 if flags.get("WRITE_GRAD") is False else 16,
-        vector_reason="stores two numbers per row" if flags.get("WRITE_GRAD") is False else "",
-    )
+_NO_GRADIENT = "stores two numbers per row"
+
+
+def _aot_case(kernel: object, *, V: int, variant: str = "", **options: object) -> AotCase:
+    return AotCase(kernel=kernel, shape=(4096, V), variant=variant, **options)
 
 
 SPEC = OpSpec(
@@ -376,6 +432,11 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("logits",),
     small_shapes=((1, 2), (3, 41), (2, 5, 130), (4, 9001)),
+    reach=(
+        Reach(shape=(3, 65537), inputs={"inplace": True}),  # four full tiles of 1024 threads and a tail
+        Reach(shape=(3, 65537), inputs={"label_smoothing": 0.1, "z_loss": 1e-2}, target="gfx942"),
+        Reach(shape=(2, 32768), inputs={"inplace": True}, dtype=torch.bfloat16),  # no tail
+    ),
     bench_shapes=((8192, 32768), (8192, 131072)),
     variants=(
         {},
@@ -387,10 +448,19 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: 0,  # in place the gradient is there already
     num_flops=lambda shape: 8 * shape[0] * shape[1],
     aot=(
-        _aot_case(_cross_entropy_fwd, V=131072, WRITE_GRAD=True, HAS_SMOOTHING=False),
-        _aot_case(_cross_entropy_fwd, V=131072, WRITE_GRAD=True, HAS_SMOOTHING=True),
-        _aot_case(_cross_entropy_fwd, V=32768, WRITE_GRAD=False, HAS_SMOOTHING=False),
-        _aot_case(_cross_entropy_bwd, V=131072),
-        _aot_case(_scale_rows, V=131072),
+        _aot_case(
+            _cross_entropy_fwd, V=131072, variant="in place", inputs={"inplace": True},
+            loop_bytes=2, max_loop_instructions=15,
+        ),
+        _aot_case(
+            _cross_entropy_fwd, V=131072, variant="in place, smoothing", inputs={"inplace": True, "label_smoothing": 0.1},
+            loop_bytes=2, max_loop_instructions=17,
+        ),
+        _aot_case(
+            _cross_entropy_fwd, V=32768, variant="out of place", min_programs=2, loop_bytes=2, max_loop_instructions=8,
+            vector_store_bytes=0, vector_reason=_NO_GRADIENT,
+        ),
+        _aot_case(_cross_entropy_bwd, V=131072, max_barriers=1),
+        _aot_case(_scale_rows, V=131072, inputs={"inplace": True}, max_barriers=0),
     ),
-)
+)  # fmt: skip

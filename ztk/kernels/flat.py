@@ -14,17 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._pointers import MAX_VECTOR, TILE, pointer_table, triton_dtype
-from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec
+from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels.cast_copy import cast_copy_reference, copy_scaled
 
 
 def _num_warps(*tensors: Tensor) -> int:
     """Warps for which a thread copies one 16-byte access of the wider dtype, twice where the dtypes are the same."""
     narrow = tensors[0].dtype == tensors[1].dtype
-    return TILE // ((16 if narrow else 4) * WARP_SIZE)
+    return TILE // ((16 if narrow else 4) * machine(tensors[1].device).warp_size)
 
 
 @triton.jit
@@ -213,30 +214,22 @@ def _scatter_inputs(
     }
 
 
-def _aot_cases(kernel: object, *, flat: str, **constexprs: object) -> tuple[AotCase, ...]:
-    is_gather, mixed = kernel is _gather, flat != "bf16"
-    pointers = {"table_ptr": "*i64", "tile_tensor_ptr": "*i32", "flat_ptr": f"*{flat}"}
-    return tuple(
-        AotCase(
-            kernel=kernel,
-            variant=f"bf16 to {flat}" if is_gather else f"{flat} to bf16",
-            signature=pointers | ({"scale_ptr": "*fp32"} if is_gather else {}) | {"num_tensors": "i32"},
-            constexprs={"DTYPE": tl.bfloat16, "ALIGNED": True, "VECTOR": MAX_VECTOR, "TILE": TILE} | constexprs,
-            divisible_by_16=tuple(pointers),
-            targets=targets,
-            num_warps=TILE // ((4 if mixed else 16) * warp_size),
-            max_registers=40,
-            max_barriers=0,
-            vector_load_bytes=8 if mixed and is_gather else 16,
-            vector_store_bytes=8 if mixed and not is_gather else 16,
-            vector_reason="four 16-bit values beside 16 bytes of float32" if mixed else "",
-            elements_per_program=TILE,
-            max_instructions_per_element=20,
-        )
-        for targets, warp_size in ((NVIDIA_TARGETS, 32), (("gfx942",), 64))
+AOT_SIZES = (TILE * 64,) * 8
+
+
+def _aot_case(kernel: object, variant: str, **options: object) -> AotCase:
+    return AotCase(
+        kernel=kernel,
+        shape=AOT_SIZES,
+        variant=variant,
+        max_barriers=0,
+        elements=sum(AOT_SIZES),
+        max_instructions_per_element=20,
+        **options,
     )
 
 
+_MIXED = "four 16-bit values beside 16 bytes of float32"
 _SMALL = ((1,), (5, 2049, 0, 16), (64, 4096, 8))
 
 SPEC_FLATTEN = OpSpec(
@@ -250,7 +243,17 @@ SPEC_FLATTEN = OpSpec(
     variants=({}, {"scaled": True, "flat_dtype": torch.float32}),
     num_bytes=lambda shape, itemsize: 2 * sum(shape) * itemsize,
     num_flops=lambda shape: 0,
-    aot=(*_aot_cases(_gather, flat="bf16", HAS_SCALE=False), *_aot_cases(_gather, flat="fp32", HAS_SCALE=True)),
+    aot=(
+        _aot_case(_gather, "bf16 to bf16", min_programs=12),
+        _aot_case(
+            _gather,
+            "bf16 to fp32",
+            inputs={"scaled": True, "flat_dtype": torch.float32},
+            vector_load_bytes=8,
+            min_programs=4,
+            vector_reason=_MIXED,
+        ),
+    ),  # fmt: skip
 )
 
 SPEC_UNFLATTEN = OpSpec(
@@ -264,5 +267,15 @@ SPEC_UNFLATTEN = OpSpec(
     variants=({}, {"flat_dtype": torch.float32}),
     num_bytes=lambda shape, itemsize: 2 * sum(shape) * itemsize,
     num_flops=lambda shape: 0,
-    aot=(*_aot_cases(_scatter, flat="bf16"), *_aot_cases(_scatter, flat="fp32")),
+    aot=(
+        _aot_case(_scatter, "bf16 to bf16", min_programs=12),
+        _aot_case(
+            _scatter,
+            "fp32 to bf16",
+            inputs={"flat_dtype": torch.float32},
+            vector_store_bytes=8,
+            min_programs=4,
+            vector_reason=_MIXED,
+        ),
+    ),
 )

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import TARGET_OF, Machine, machine
+from ztk.kernels._machine import MACHINES, Architecture, machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, compute_dtype
+from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels.moe_combine import combine, random_routing
 
 
@@ -44,26 +44,44 @@ class LaunchConfig:
     num_stages: int
 
     @staticmethod
-    def for_product(*, itemsize: int, machine: Machine) -> "LaunchConfig":
+    def for_product(*, itemsize: int, architecture: Architecture) -> "LaunchConfig":
         """16-bit: 64 accumulators per thread, and as many stages as shared memory holds (64 KiB on CDNA)."""
         if itemsize == 4:
             return LaunchConfig(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=1)
-        if machine is Machine.cdna:
+        if architecture is Architecture.cdna:
             return LaunchConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2)
         return LaunchConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
 @triton.jit
-def _accumulate(b_acc, p_x, p_w, m_s, m_n, D, stride_d, BLOCK_K: tl.constexpr):
-    """b_acc + x @ weight over D columns; p_x, p_w: pointers of the first BLOCK_K of them"""
+def _sum_of_products(x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n, D, stride_d, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """x @ weight over D columns, plus x2 @ weight2; o_x, o_w: offsets of the first BLOCK_K of them
+
+    Of a pair one loop walks both: a loop each would keep the addresses of both in registers.
+    """
     o_k = tl.arange(0, BLOCK_K)
-    for i_k in range(0, D, BLOCK_K):
-        m_k = i_k + o_k < D
-        b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
-        b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
-        b_acc = dot(b_x, b_w, b_acc)
-        p_x += BLOCK_K
-        p_w += BLOCK_K * stride_d
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if x2_ptr is not None:
+        num_k = tl.cdiv(D, BLOCK_K)
+        for i in range(0, 2 * num_k):
+            i_k = (i % num_k) * BLOCK_K
+            p_x = tl.where(i < num_k, x_ptr, x2_ptr) + i_k
+            p_w = tl.where(i < num_k, weight_ptr, weight2_ptr) + tl.cast(i_k, tl.int64) * stride_d
+            m_k = i_k + o_k < D
+            b_x = tl.load(p_x + o_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w + o_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_acc = dot(b_x, b_w, b_acc)
+    else:
+        p_x = x_ptr + o_x
+        p_w = weight_ptr + o_w
+        for i_k in range(0, D, BLOCK_K):
+            m_k = i_k + o_k < D
+            b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_acc = dot(b_x, b_w, b_acc)
+            p_x += BLOCK_K
+            p_w += BLOCK_K * stride_d
     return b_acc
 
 
@@ -102,10 +120,9 @@ def _grouped_fwd(
             b_row = tl.load(order_ptr + o_s, mask=m_s, other=0) // TOP_K
         o_x = b_row.to(tl.int64)[:, None] * stride_x + o_k[None, :]
         o_w = i_e.to(tl.int64) * stride_e + o_k[:, None] * stride_d + o_n[None, :] * stride_n
-        b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        b_acc = _accumulate(b_acc, x_ptr + o_x, weight_ptr + o_w, m_s, m_n, D, stride_d, BLOCK_K=BLOCK_K)
-        if x2_ptr is not None:
-            b_acc = _accumulate(b_acc, x2_ptr + o_x, weight2_ptr + o_w, m_s, m_n, D, stride_d, BLOCK_K=BLOCK_K)
+        b_acc = _sum_of_products(
+            x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n, D, stride_d, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_out, cast(b_acc, out_ptr.dtype.element_ty), mask=m_s[:, None] & m_n[None, :])
 
@@ -153,7 +170,7 @@ def _launch_fwd(
     stride_e, *rest = weight.stride()
     stride_d, stride_n = rest[::-1] if transposed else rest
     if out.numel():
-        config = LaunchConfig.for_product(itemsize=x.element_size(), machine=machine(x.device))
+        config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=machine(x.device).architecture)
         tiles = triton.cdiv(S, config.block_m) + E
         _grouped_fwd[(tiles * triton.cdiv(N, config.block_n),)](
             x, weight, x2, weight2, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
@@ -169,7 +186,7 @@ def _launch_bwd_weight(
     E, D, N = offsets.numel() - 1, x.shape[1], d_out.shape[1]
     d_weight = torch.empty(E, D, N, dtype=dtype, device=x.device)
     if d_weight.numel():
-        config = LaunchConfig.for_product(itemsize=x.element_size(), machine=machine(x.device))
+        config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=machine(x.device).architecture)
         tiles = triton.cdiv(D, config.block_m) * triton.cdiv(N, config.block_n)
         _grouped_bwd_weight[(tiles, E)](
             x, d_out, d_weight, order, offsets, N, D, x.stride(0), TOP_K=top_k, BLOCK_M=config.block_m,
@@ -351,44 +368,36 @@ def _make_pair_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]
     return inputs | {"weight2": torch.randn_like(inputs["weight"].float()).mul_(shape[2] ** -0.5).to(dtype)}
 
 
-_TYPES = {
-    "order_ptr": "*i32", "offsets_ptr": "*i32",
-    "S": "i32", "N": "i32", "D": "i32", "stride_x": "i64", "stride_e": "i64", "stride_d": "i64", "stride_n": "i64",
-}  # fmt: skip
-
-
-def _case(kernel, *, variant: str, constexprs: dict[str, object], **options) -> AotCase:
-    names = [name for name in kernel.arg_names if name not in constexprs]
-    return AotCase(
-        kernel=kernel,
-        variant=variant,
-        signature={name: _TYPES.get(name, "*bf16") for name in names},
-        constexprs=constexprs,
-        divisible_by_16=tuple(names),
-        **options,
-    )
+# What three stages of 128 x 64 and 64 x 128 tiles of 16 bits take; on CDNA two of half as much.
+_PIPELINE_BYTES = 3 * 2 * 128 * 64 * 2
 
 
 def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
-    """One product and the gradient of its weight; of a pair, the gradient that both weights have in common."""
+    """The product, and the gradients of its x and its weight; of a pair, the gradient that both weights have in common."""
     cases = []
-    for kind, target in TARGET_OF.items():
-        config = LaunchConfig.for_product(itemsize=2, machine=kind)
-        blocks = {"TOP_K": 8, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    for target, chip in MACHINES.items():
+        cdna = chip.architecture is Architecture.cdna
         options = {
-            "targets": (target,), "num_warps": config.num_warps, "num_stages": config.num_stages,
-            "matrix_instructions": True, "vector_store_bytes": 8 if kind is Machine.cdna else 16,
-            "vector_reason": "mfma leaves four neighbours to a lane" if kind is Machine.cdna else "",
+            "shape": (4096, 128, 2048, 768), "targets": (target,), "matrix_instructions": True,
+            "min_shared_bytes": _PIPELINE_BYTES, "vector_store_bytes": 8 if cdna else 16,
+            "vector_reason": "mfma leaves four neighbours to a lane" if cdna else "",
         }  # fmt: skip
-        product = blocks | {"E": 128, "BLOCK_E": 128}
+        forward = options | {"kernel": _grouped_fwd}
         if pair:
-            both = product | {"TOP_K": 1, "order_ptr": None, "stride_d": 1}
-            cases.append(_case(_grouped_fwd, variant="d_out @ w^T, twice", constexprs=both, **options))
+            both = {"variant": "d_out @ w^T, twice", "where": {"order_ptr": None}, "min_programs": 2}
+            cases.append(AotCase(**forward, **both))
             continue
-        one = product | {"x2_ptr": None, "weight2_ptr": None, "stride_n": 1}
         cases += (
-            _case(_grouped_fwd, variant="x @ w", constexprs=one, **options),
-            _case(_grouped_bwd_weight, variant="x^T @ d_out", constexprs=blocks, **options),
+            AotCase(**forward, variant="x @ w", where={"TOP_K": 2}, min_programs=2),
+            AotCase(**forward, variant="d_out @ w^T", where={"TOP_K": 1}, min_programs=2),
+            AotCase(
+                **(
+                    options | {"min_shared_bytes": _PIPELINE_BYTES * 2 // 3}
+                ),  # gathered: the last stage is in registers
+                kernel=_grouped_bwd_weight,
+                variant="x^T @ d_out",
+                min_programs=2,
+            ),
         )
     return tuple(cases)
 
@@ -401,6 +410,10 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "weight"),
     small_shapes=((1, 1, 16, 8), (21, 3, 17, 33), (70, 5, 40, 24)),
+    reach=(  # past tiles of 128 x 128 x 64 in slots, columns, and steps of either sum
+        Reach(shape=(200, 3, 150, 200), dtype=torch.float16),
+        Reach(shape=(200, 3, 150, 200), dtype=torch.float16, target="gfx942", inputs={"gather": False}),
+    ),
     bench_shapes=((32768, 128, 2048, 768), (16384, 32, 6144, 2048)),
     variants=({}, {"gather": False}),
     num_bytes=lambda shape, itemsize: (

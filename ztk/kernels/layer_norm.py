@@ -18,20 +18,20 @@ Ba et al., Layer normalization, https://arxiv.org/abs/1607.06450
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec, compute_dtype
+from ztk.kernels._rows import programs_for_rows
+from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
 from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
 
-INTERPRETER_PROGRAMS = 3  # enough that rows are shared out unevenly
 REDUCE_ROWS, REDUCE_COLUMNS = 32, 128
 
 
@@ -45,13 +45,13 @@ class LaunchConfig:
     prefetch: bool  # off where two more rows would not fit in registers
 
     @staticmethod
-    def for_features(N: int, *, warp_size: int = WARP_SIZE) -> "LaunchConfig":
+    def for_features(N: int, *, warp_size: int) -> "LaunchConfig":
         """Eight elements per thread or more (16 bytes an access); short rows share a program, long ones get warps."""
         block_n = triton.next_power_of_2(N)
         threads = next(t for limit, t in ((1024, 128), (2048, 256), (8192, 512), (WIDE, 1024)) if block_n <= limit)
         num_warps = max(4, threads // warp_size)
         block_m = max(1, 8 * num_warps * warp_size // block_n)
-        return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, prefetch=block_n <= 8192)
+        return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, prefetch=block_n <= 4096)
 
 
 @triton.jit
@@ -163,21 +163,13 @@ def _reduce_partials(
         tl.store(bias_out_ptr + o_n, cast(tl.sum(b_bias, axis=0), bias_out_ptr.dtype.element_ty), mask=o_n < N)
 
 
-@lru_cache
-def _backward_programs(device: torch.device) -> int:
-    """Two programs per multiprocessor: one reduces while the other loads."""
-    if device.type == "cpu":
-        return INTERPRETER_PROGRAMS
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _launch_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, N = x.shape
     if N > WIDE:
         return wide_forward(x, residual=residual, weight=weight, bias=bias, eps=eps, centred=True)
-    config = LaunchConfig.for_features(N)
+    config = LaunchConfig.for_features(N, warp_size=machine(x.device).warp_size)
     out = torch.empty_like(x)
     summed = torch.empty_like(x if residual is not None else x[:0])
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -201,8 +193,10 @@ def _launch_bwd(
         return wide_backward(
             d_out, d_summed=d_summed, s=s, weight=weight, mean=mean, rstd=rstd, bias_dtype=d_bias.dtype
         )
-    config = LaunchConfig.for_features(N)
-    programs = min(triton.cdiv(M, config.block_m), _backward_programs(s.device))
+    config = LaunchConfig.for_features(N, warp_size=machine(s.device).warp_size)
+    tiles = triton.cdiv(M, config.block_m)
+    registers = 64 if config.prefetch or config.block_n > 8192 else 80
+    programs = programs_for_rows(tiles, device=s.device, num_warps=config.num_warps, registers=registers)
     partials = torch.empty(2, programs, N, dtype=torch.float32, device=s.device)
     _layer_norm_bwd[(programs,)](
         d_out, d_summed, s, weight, mean, rstd, d_s, partials[0], partials[1], M, N,
@@ -333,34 +327,13 @@ def _make_inputs(shape, *, dtype, device, residual=False, bias=True, shift=0.0) 
     }
 
 
-def _aot(kernel, *, names: str, N: int, residual: bool, **budget) -> tuple[AotCase, ...]:
-    """The case for NVIDIA and the one for AMD, whose waves are 64 wide."""
-    types = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "d_weight_ptr": "*fp32", "d_bias_ptr": "*fp32"}
-    forward = kernel is _layer_norm_fwd
-    absent = () if residual else ("residual_ptr",) if forward else ("d_summed_ptr",)
-    pointers = {name: types.get(name, "*bf16") for name in names.split() if name not in absent}
-    cases = []
-    for warp_size, targets in ((32, NVIDIA_TARGETS), (64, ("gfx942",))):
-        config = LaunchConfig.for_features(N, warp_size=warp_size)
-        constexprs = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} | dict.fromkeys(absent)
-        cases.append(
-            AotCase(
-                kernel=kernel,
-                variant=f"N={N}{',residual' if residual else ''}",
-                signature=pointers | {"M": "i32", "N": "i32"} | ({"eps": "fp32"} if forward else {}),
-                constexprs=constexprs if forward else constexprs | {"PREFETCH": config.prefetch},
-                divisible_by_16=(*pointers, "N"),
-                targets=targets,
-                num_warps=config.num_warps,
-                elements_per_program=config.block_m * config.block_n,
-                **budget,
-            )
-        )
-    return tuple(cases)
+def _aot_case(kernel: object, *, N: int, residual: bool = False, **options: object) -> AotCase:
+    variant = "residual" if residual else ""
+    targets = ("sm_90",) if N in (5120, 8192) else TARGETS  # of one padded length, which the other targets share
+    return AotCase(
+        kernel=kernel, targets=targets, shape=(8192, N), inputs={"residual": residual}, variant=variant, **options
+    )
 
-
-_FWD = "x_ptr residual_ptr weight_ptr bias_ptr out_ptr summed_ptr mean_ptr rstd_ptr"
-_BWD = "d_out_ptr d_summed_ptr s_ptr weight_ptr mean_ptr rstd_ptr d_s_ptr d_weight_ptr d_bias_ptr"
 
 SPEC = OpSpec(
     name="layer_norm",
@@ -369,24 +342,25 @@ SPEC = OpSpec(
     eager=_eager,
     make_inputs=_make_inputs,
     differentiable=("x", "weight", "bias", "residual"),
-    small_shapes=((1, 8), (5, 41), (2, 3, 130), (7, 1025), (3, 16400), (0, 8)),
+    small_shapes=((1, 8), (5, 41), (2, 3, 130), (7, 1025), (0, 8)),
+    reach=(
+        Reach(shape=(300, 2100), inputs={"residual": True}),  # 264 programs and partial sums
+        Reach(shape=(3, 8200)),  # rows that are read twice
+        Reach(shape=(60, 16400), inputs={"residual": True}),  # 58 programs per stripe, five pieces of a row
+        Reach(shape=(3, 16400), dtype=torch.bfloat16, target="gfx942", inputs={"bias": False}),
+    ),
     bench_shapes=((8192, 4096), (4096, 16384)),
     variants=({}, {"residual": True}, {"bias": False}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
     num_bytes_backward=lambda shape, itemsize: 3 * shape[0] * shape[1] * itemsize,
     num_flops=lambda shape: 8 * shape[0] * shape[1],
     aot=(
-        *_aot(_layer_norm_fwd, names=_FWD, N=1024, residual=False, max_registers=64),
-        *_aot(_layer_norm_fwd, names=_FWD, N=4096, residual=True, max_registers=64),
-        *_aot(_layer_norm_fwd, names=_FWD, N=16384, residual=False, max_registers=64),
-        *_aot(_layer_norm_bwd, names=_BWD, N=1024, residual=False, max_registers=96),
-        *_aot(_layer_norm_bwd, names=_BWD, N=4096, residual=True, max_registers=128),
-        *_aot(
+        *(_aot_case(_layer_norm_fwd, N=N, residual=N == 4096) for N in (1024, 4096, 5120, 8192, 16384)),
+        *(_aot_case(_layer_norm_bwd, N=N, residual=N in (4096, 5120), resident=True) for N in (1024, 4096, 5120, 8192)),
+        _aot_case(
             _layer_norm_bwd,
-            names=_BWD,
             N=16384,
-            residual=False,
-            max_registers=128,
+            resident=True,
             max_stack_bytes=72,
             stack_reason="128 KiB of float32 partial sums fill half the register file; 12 to 18 words a thread spill to the "
             "first-level cache, where a second kernel for the sums would read 4 bytes per element more from memory",

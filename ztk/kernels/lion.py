@@ -10,6 +10,8 @@ Reads 10 and writes 10 bytes per parameter with a 16-bit gradient and `out`.
 Chen et al., https://arxiv.org/abs/2302.06675
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,21 +19,27 @@ from torch import Tensor
 
 from ztk.kernels._control import BETA1, BETA2, COEFFICIENT, LR, SKIP, WEIGHT_DECAY, Control
 from ztk.kernels._cpu import UPDATE_PIECE, scaled_float32, scratch
-from ztk.kernels._flat import check_flat, control_row
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._flat import (
+    FLOAT32,
+    GRAD_DTYPES,
+    check_flat,
+    dispatch,
+    flat_case,
+    flat_spec,
+    launch_flat,
+    make_flat_inputs,
+    register_update,
+    write_unless_skipped,
+)
 from ztk.kernels._math import cast
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
-
-NUM_WARPS = 4
-BLOCK = 4 * WARP_SIZE * NUM_WARPS  # four elements per thread: see adamw.py
+from ztk.kernels._spec import compute_dtype
 
 
 @triton.jit
-def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr):
+def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, BLOCK: tl.constexpr):
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        i_n = tl.program_id(0).to(tl.int64)
-        o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
         coefficient = tl.load(control_ptr + COEFFICIENT)
         lr = tl.load(control_ptr + LR)
@@ -49,25 +57,18 @@ def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, HAS_OUT: t
 
         tl.store(master_ptr + o_n, b_p, mask=m_n)
         tl.store(exp_avg_ptr + o_n, b_m, mask=m_n)
-        if HAS_OUT:
+        if out_ptr is not None:
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
 def _launch(master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None) -> None:
-    N = master.numel()
-    if N:
-        _lion[(triton.cdiv(N, BLOCK),)](
-            master, grad, exp_avg, control, master if out is None else out, N,
-            HAS_OUT=out is not None, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    launch_flat(_lion, master, grad, exp_avg, control, out, master.numel(), of=master)
 
 
-def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None) -> None:
+def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tensor | None) -> None:
     # Only operations that round once (mul, add, sub, sign): torch runs tails and thread borders through scalar code, which
     # may contract a multiply-add differently from the vector code, and an element's bits must not depend on its place.
-    c = control.tolist()
-    if c[Control.skip]:
-        return
+    c = control
     beta1, beta2, lr = c[Control.beta1], c[Control.beta2], c[Control.lr]
     for start in range(0, master.numel(), UPDATE_PIECE):
         cut = slice(start, start + UPDATE_PIECE)
@@ -84,24 +85,31 @@ def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Te
             out[cut].copy_(p)
 
 
-_op = register(
+_op = register_update(
     "lion(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor control, Tensor(c!)? out) -> ()",
-    triton=_launch,
-    cpu=_cpu,
-    fake=lambda master, grad, exp_avg, control, out: None,
+    launch=_launch,
+    update=_cpu,
 )
 
 
 def lion(master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None = None) -> None:
     """One Lion step in place.
 
-    Shapes, dtypes, skipping and the independence of an element from its place are those of `adamw`.
+    Skipping and the independence of an element from its place are those of `adamw`.
+
+    Args:
+        master: float32 [n], n a multiple of 16.
+        exp_avg: as `master`.
+        grad: float32, bfloat16 or float16 [n].
+        control: one row float32 [16] of `step_control`.
+        out: optional 16-bit [n] that receives the rounded master.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
-    check_flat("lion", master, grad=grad, states={"exp_avg": exp_avg}, control=control, out=out)
-    if use_reference():
-        lion_reference(master, grad=grad, exp_avg=exp_avg, control=control, out=out)
-    else:
-        _op(master, grad, exp_avg, control, out)
+    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "exp_avg": (exp_avg, FLOAT32)}
+    check_flat("lion", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control)
+    dispatch(_op, reference=lion_reference, master=master, grad=grad, exp_avg=exp_avg, control=control, out=out)
 
 
 def lion_reference(
@@ -109,57 +117,26 @@ def lion_reference(
 ) -> None:
     """The same update, one plain operation at a time."""
     c = control.to(compute_dtype(master))
-    keep = c[Control.skip] != 0
     g = grad.to(c.dtype) * c[Control.grad_coefficient]
     sign = (c[Control.beta1] * exp_avg + (1 - c[Control.beta1]) * g).sign()
     p = master * (1 - c[Control.lr] * c[Control.weight_decay]) - c[Control.lr] * sign
     m = c[Control.beta2] * exp_avg + (1 - c[Control.beta2]) * g
-    if out is not None:
-        out.copy_(torch.where(keep, out, p.to(out.dtype)))
-    master.copy_(torch.where(keep, master, p))
-    exp_avg.copy_(torch.where(keep, exp_avg, m))
+    write_unless_skipped(c, (out, p), (master, p), (exp_avg, m))
 
 
-def _make_inputs(
-    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, with_out: bool = True, skip: bool = False
-) -> dict[str, object]:
-    (n,) = shape
-    return {
-        "master": torch.randn(n, device=device),
-        "grad": torch.randn(n, device=device).to(dtype),
-        "exp_avg": torch.randn(n, device=device),
-        "control": control_row(skip=skip, device=device),
-        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device)
-        if with_out
-        else None,
-    }
+_make_inputs = functools.partial(
+    make_flat_inputs, states={"master": torch.clone, "exp_avg": torch.clone}, with_out=True
+)
 
-
-_POINTERS = ("master_ptr", "grad_ptr", "exp_avg_ptr", "control_ptr", "out_ptr")
-
-SPEC = OpSpec(
-    name="lion",
+SPEC = flat_spec(
+    "lion",
     op=lion,
     reference=lion_reference,
     make_inputs=_make_inputs,
     mutated=("master", "exp_avg", "out"),
-    small_shapes=((16,), (528,), (0,)),
     bench_shapes=((1 << 28,),),
     variants=({}, {"with_out": False}, {"skip": True}),
-    num_bytes=lambda shape, itemsize: shape[0] * (16 + 2 * itemsize),
-    num_flops=lambda shape: 8 * shape[0],
-    aot=(
-        AotCase(
-            kernel=_lion,
-            signature=dict.fromkeys(_POINTERS, "*fp32") | {"grad_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
-            constexprs={"HAS_OUT": True, "BLOCK": 4 * 32 * NUM_WARPS},
-            hip_constexprs={"BLOCK": 4 * 64 * NUM_WARPS},
-            divisible_by_16=(*_POINTERS, "N"),
-            num_warps=NUM_WARPS,
-            max_registers=40,
-            max_barriers=0,
-            elements_per_program=4 * 32 * NUM_WARPS,
-            max_instructions_per_element=40,
-        ),
-    ),
+    traffic=lambda itemsize: 16 + 2 * itemsize,
+    flops=8,
+    aot=(flat_case(_lion, max_instructions_per_element=40),),
 )

@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 from ztk.kernels.moe_routing import moe_route_reference
 
 COMBINE_WARPS = 4
-COMBINE_BLOCK = 8 * WARP_SIZE * COMBINE_WARPS  # eight 16-bit elements per thread: one 16-byte access per choice
+PER_THREAD = 8  # 16-bit elements: one 16-byte access per choice
+MAX_THREADS = 512
 MAX_COMBINE_COLUMNS = 16384
 
 
@@ -63,14 +65,15 @@ def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tens
     (T, top_k), N = position.shape, y.shape[1]
     out = torch.empty(T, N, dtype=y.dtype, device=y.device)
     if out.numel():
-        _combine_fwd[(T, triton.cdiv(N, COMBINE_BLOCK))](
+        block = PER_THREAD * machine(y.device).warp_size * COMBINE_WARPS
+        _combine_fwd[(T, triton.cdiv(N, block))](
             y,
             weights,
             position,
             out,
             N,
             TOP_K=top_k,
-            BLOCK_N=COMBINE_BLOCK,
+            BLOCK_N=block,
             num_warps=COMBINE_WARPS,
             enable_fp_fusion=True,
         )
@@ -83,10 +86,10 @@ def _launch_combine_bwd(
     (T, top_k), N = position.shape, y.shape[1]
     d_y, d_weights = torch.zeros_like(y) if dropped else torch.empty_like(y), torch.empty_like(weights)
     if T:
-        block = triton.next_power_of_2(N)
+        block, warp_size = triton.next_power_of_2(N), machine(y.device).warp_size
         _combine_bwd[(T,)](
             d_out, y, weights, position, d_y, d_weights, N, TOP_K=top_k, BLOCK_N=block,
-            num_warps=min(512 // WARP_SIZE, max(1, block // (8 * WARP_SIZE))), enable_fp_fusion=True,
+            num_warps=min(MAX_THREADS, max(warp_size, block // PER_THREAD)) // warp_size, enable_fp_fusion=True,
         )  # fmt: skip
     return d_y, d_weights
 
@@ -187,21 +190,6 @@ def _make_inputs(shape, *, dtype, device) -> dict[str, object]:
     return {"y": y, "weights": routing["weights"], "position": routing["position"]}
 
 
-_TYPES = {"position_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32", "N": "i32"}
-
-
-def _case(kernel, *, variant: str, constexprs: dict[str, object], **options) -> AotCase:
-    names = [name for name in kernel.arg_names if name not in constexprs]
-    return AotCase(
-        kernel=kernel,
-        variant=variant,
-        signature={name: _TYPES.get(name, "*bf16") for name in names},
-        constexprs=constexprs,
-        divisible_by_16=tuple(names),
-        **options,
-    )
-
-
 SPEC = OpSpec(
     name="moe_combine",
     op=moe_combine,
@@ -215,14 +203,9 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: shape[0] * (2 * shape[1] + 1) * shape[2] * itemsize,
     num_flops=lambda shape: 2 * shape[0] * shape[1] * shape[2],
     aot=(
-        _case(
-            _combine_fwd, variant="k=8", constexprs={"TOP_K": 8, "BLOCK_N": 1024}, hip_constexprs={"BLOCK_N": 2048},
-            num_warps=COMBINE_WARPS, max_registers=64,
-        ),
-        _case(
-            _combine_bwd, variant="k=8,N=2048", constexprs={"TOP_K": 8, "BLOCK_N": 2048},
-            hip_constexprs={"BLOCK_N": 4096}, num_warps=8, max_registers=64,
-        ),
+        AotCase(kernel=_combine_fwd, shape=(4096, 8, 2048), min_programs=8),
+        AotCase(kernel=_combine_bwd, shape=(4096, 8, 2048), min_programs=4),
+        AotCase(kernel=_combine_bwd, shape=(4096, 8, 7168), min_programs=2),
     ),
     tolerance_ulps=16.0,  # d_weights sums N products: sqrt(1030) roundings of half an eps
 )  # fmt: skip

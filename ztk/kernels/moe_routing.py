@@ -6,7 +6,7 @@ An assignment is a pair (token, choice). `order` lists assignments sorted by exp
 holds assignment order[s] = token * k + choice; `position` is its inverse. Grouped products gather by `order` and combine by
 `position`, so tokens are never copied, padded or scattered with atomics, and the same input gives the same slots.
 
-Three kernels: choose and count per block of tokens; scan the counts (one program); place. The host never learns a count.
+Three kernels: choose and count per block of tokens; scan the counts, a few experts per program; place. The host never learns a count.
 Backward of the weights, with g_j = d_weights_j: normalised, d_logits[e_j] = w_j * (g_j - sum_i w_i g_i) and 0 elsewhere;
 otherwise d_logits = p * (g at the chosen - sum_i w_i g_i).
 
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 MAX_EXPERTS = 1024
 TILE = 4096  # scores per program
-SCAN_ROWS = 32
+SCAN_ROWS, SCAN_EXPERTS = 128, 8  # of the table of counts per step: a row is a sector of memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,45 +92,43 @@ def _moe_choose(
 
 @triton.jit
 def _moe_scan(
-    partial_ptr, base_ptr, counts_ptr, offsets_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
+    partial_ptr, before_ptr, counts_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """counts, offsets, and the first slot of each (block of tokens, expert)"""
-    o_e = tl.arange(0, BLOCK_E)
+    """counts of a few experts, and for each block of tokens how many of the tokens before it chose the expert"""
+    o_e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     o_b = tl.arange(0, BLOCK_B)
     m_e = o_e < E
     b_count = tl.zeros([BLOCK_E], dtype=tl.int32)
     for i_b in range(0, num_blocks, BLOCK_B):
         m_be = (i_b + o_b < num_blocks)[:, None] & m_e[None, :]
-        b_count += tl.sum(tl.load(partial_ptr + (i_b + o_b)[:, None] * E + o_e[None, :], mask=m_be, other=0), axis=0)
-    b_end = tl.cumsum(b_count, axis=0)
-    tl.store(counts_ptr + o_e, b_count, mask=m_e)
-    tl.store(offsets_ptr + o_e + 1, b_end, mask=m_e)
-    tl.store(offsets_ptr + o_e, tl.zeros([BLOCK_E], dtype=tl.int32), mask=o_e == 0)
-    b_next = b_end - b_count
-    for i_b in range(0, num_blocks, BLOCK_B):
-        m_be = (i_b + o_b < num_blocks)[:, None] & m_e[None, :]
         o_be = (i_b + o_b)[:, None] * E + o_e[None, :]
         b_partial = tl.load(partial_ptr + o_be, mask=m_be, other=0)
-        b_base = b_next[None, :] + tl.cumsum(b_partial, axis=0) - b_partial
-        tl.store(base_ptr + o_be, b_base, mask=m_be)
-        b_next += tl.sum(b_partial, axis=0)
+        tl.store(before_ptr + o_be, b_count[None, :] + tl.cumsum(b_partial, axis=0) - b_partial, mask=m_be)
+        b_count += tl.sum(b_partial, axis=0)
+    tl.store(counts_ptr + o_e, b_count, mask=m_e)
 
 
 @triton.jit
 def _moe_place(
-    experts_ptr, base_ptr, order_ptr, position_ptr, T, E,
+    experts_ptr, before_ptr, counts_ptr, offsets_ptr, order_ptr, position_ptr, T, E,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """slots of a block of tokens: the block's base plus the rank of the token among those that chose the expert"""
+    """slots of a block of tokens: the expert's offset, the tokens before the block, and the token's rank inside it"""
     i_b = tl.program_id(0).to(tl.int64)
     o_t = i_b * BLOCK_T + tl.arange(0, BLOCK_T)
     o_e = tl.arange(0, BLOCK_E)
     m_t = o_t < T
+    m_e = o_e < E
+    b_count = tl.load(counts_ptr + o_e, mask=m_e, other=0)
+    b_end = tl.cumsum(b_count, axis=0)
+    if i_b == 0:
+        tl.store(offsets_ptr + o_e + 1, b_end, mask=m_e)
+        tl.store(offsets_ptr + o_e, tl.zeros([BLOCK_E], dtype=tl.int32), mask=o_e == 0)
     b_chosen = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.int32)
     for k in tl.static_range(K):
         b_expert = tl.load(experts_ptr + o_t * K + k, mask=m_t, other=-1)
         b_chosen += tl.where(o_e[None, :] == b_expert[:, None], 1, 0)
-    b_base = tl.load(base_ptr + i_b * E + o_e, mask=o_e < E, other=0)
+    b_base = b_end - b_count + tl.load(before_ptr + i_b * E + o_e, mask=m_e, other=0)
     b_slot = b_base[None, :] + tl.cumsum(b_chosen, axis=0) - b_chosen
     for k in tl.static_range(K):
         b_expert = tl.load(experts_ptr + o_t * K + k, mask=m_t, other=-1)
@@ -194,20 +192,22 @@ def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ..
     weights, experts, counts, offsets, order, position = outputs
     block_t, block_e = _blocks(E)
     num_blocks = triton.cdiv(T, block_t)
-    partial, base = torch.empty(2, num_blocks, E, dtype=torch.int32, device=logits.device)
+    partial, before = torch.empty(2, num_blocks, E, dtype=torch.int32, device=logits.device)
     sizes = {"K": top_k, "BLOCK_T": block_t, "BLOCK_E": block_e}
-    if num_blocks:
-        _moe_choose[(num_blocks,)](
-            logits, weights, experts, partial, T, E, **sizes, BLOCK_K=triton.next_power_of_2(top_k), NORMALISE=normalise,
-            num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
-    _moe_scan[(1,)](
-        partial, base, counts, offsets, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=block_e, num_warps=8, enable_fp_fusion=True,
+    if not num_blocks:
+        counts.zero_()
+        offsets.zero_()
+        return outputs
+    _moe_choose[(num_blocks,)](
+        logits, weights, experts, partial, T, E, **sizes, BLOCK_K=triton.next_power_of_2(top_k), NORMALISE=normalise,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    if num_blocks:
-        _moe_place[(num_blocks,)](
-            experts, base, order, position, T, E, **sizes, num_warps=4, enable_fp_fusion=True
-        )  # fmt: skip
+    _moe_scan[(triton.cdiv(E, SCAN_EXPERTS),)](
+        partial, before, counts, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=SCAN_EXPERTS, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    _moe_place[(num_blocks,)](
+        experts, before, counts, offsets, order, position, T, E, **sizes, num_warps=4, enable_fp_fusion=True
+    )  # fmt: skip
     return outputs
 
 
@@ -342,24 +342,8 @@ def _make_inputs(shape, *, dtype, device, top_k=2, normalise=True) -> dict[str, 
     }
 
 
-def _aot(kernel, *, E: int, K: int, **budget) -> AotCase:
-    block_t, block_e = _blocks(E)
-    types = {"logits_ptr": "*bf16", "d_logits_ptr": "*bf16", "T": "i32", "E": "i32", "num_blocks": "i32"}
-    types |= {"weights_ptr": "*fp32", "d_weights_ptr": "*fp32"}
-    values = {
-        "K": K, "BLOCK_K": triton.next_power_of_2(K), "BLOCK_T": block_t, "BLOCK_E": block_e, "NORMALISE": True,
-        "BLOCK_B": SCAN_ROWS,
-    }  # fmt: skip
-    names = [name for name in kernel.arg_names if name not in values]
-    return AotCase(
-        kernel=kernel,
-        variant=f"E={E},K={K}",
-        signature={name: types.get(name, "*i32") for name in names},
-        constexprs={name: values[name] for name in kernel.arg_names if name in values},
-        divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or name == "E"),
-        num_warps=8 if kernel is _moe_scan else 4,
-        **budget,
-    )
+def _aot_case(kernel, **budget) -> AotCase:
+    return AotCase(kernel=kernel, shape=(32768, 128), inputs={"top_k": 8}, variant="k=8", **budget)
 
 
 SPEC = OpSpec(
@@ -369,36 +353,21 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("logits",),
     small_shapes=((1, 3), (37, 5), (300, 17)),
+    reach=(Reach(shape=(530, 600), inputs={"top_k": 3}),),  # 133 blocks of tokens: more than one step of the scan
     bench_shapes=((32768, 128),),
     variants=({}, {"top_k": 1, "normalise": False}, {"top_k": 4, "normalise": False}),
     num_bytes=lambda shape, itemsize: shape[0] * (shape[1] * itemsize + 2 * 16),  # logits in; four words per choice out
     num_flops=lambda shape: 5 * shape[0] * shape[1],
     aot=(
-        _aot(
-            _moe_choose,
-            E=128,
-            K=8,
-            max_registers=255,
-            vector_store_bytes=0,
-            vector_reason="stores K of the E scores that it reads per token",
-        ),
-        _aot(_moe_scan, E=128, K=8, max_registers=128),
-        _aot(
-            _moe_place,
-            E=128,
-            K=8,
-            max_registers=255,
-            vector_load_bytes=0,
-            vector_store_bytes=0,
+        _aot_case(_moe_choose, vector_store_bytes=0, vector_reason="stores K of the E scores that it reads per token"),
+        _aot_case(_moe_scan, min_programs=4),
+        _aot_case(
+            _moe_place, vector_load_bytes=0, vector_store_bytes=0,
             vector_reason="reads K choices and scatters K slots per token: words, not rows",
         ),
-        _aot(
-            _moe_route_bwd,
-            E=128,
-            K=8,
-            max_registers=255,
-            vector_load_bytes=0,
+        _aot_case(
+            _moe_route_bwd, vector_load_bytes=0,
             vector_reason="reads K weights and choices per token; the row that it writes is wide",
         ),
     ),
-)
+)  # fmt: skip

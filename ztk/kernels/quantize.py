@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
@@ -152,7 +153,7 @@ def _code_bytes(numel: int, *, bits: int, group: int) -> int:
 
 
 def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
-    """Bytes of one quantised row of `numel` elements: codes of whole groups, float32 scales, padded to 16."""
+    """Bytes of one quantised row of `numel` elements: codes of full groups, float32 scales, padded to 16."""
     size = _code_bytes(numel, bits=bits, group=group) + 4 * triton.cdiv(numel, group)
     return triton.cdiv(size, ALIGN) * ALIGN
 
@@ -160,7 +161,7 @@ def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
 def _grid(values: Tensor, *, bits: int, group: int) -> tuple[int, int]:
     """(programs, groups per program): of each part a thread holds 16 bytes of words or of `values`, whichever are fewer"""
     per_thread = 16 // max(values.element_size(), WORD_BITS // 8)
-    block_g = max(1, per_thread * WARP_SIZE * NUM_WARPS * WORD_BITS // (group * bits))
+    block_g = max(1, per_thread * machine(values.device).warp_size * NUM_WARPS * WORD_BITS // (group * bits))
     return triton.cdiv(triton.cdiv(values.shape[-1], group), block_g), block_g
 
 
@@ -376,20 +377,12 @@ def _packed_share(bits: int, group: int = 256) -> float:
     return bits / 8 + 4 / group
 
 
-def _aot_case(kernel, *, bits: int, x: str, dtype: str, **budget) -> AotCase:
-    names = ("N", "num_groups", "stride_bytes", "code_bytes")
-    reduce = {"W": "i32", "factor": "fp32"} if kernel is _dequantize_reduce_fwd else {}
-    per_thread, part = 8, 256 * bits // WORD_BITS
+def _aot_case(kernel, *, bits: int, min_programs: int, max_barriers: int | None = None) -> AotCase:
+    n = 1 << 20
+    inputs = {"bits": bits, "group": 256}
     return AotCase(
-        kernel=kernel,
-        variant=f"int{bits}",
-        signature={x: f"*{dtype}", "words_ptr": "*i16", "scales_ptr": "*fp32", **dict.fromkeys(names, "i64"), **reduce},
-        constexprs={"BITS": bits, "GROUP": 256, "BLOCK_G": per_thread * 32 * NUM_WARPS // part},
-        hip_constexprs={"BLOCK_G": per_thread * 64 * NUM_WARPS // part},
-        divisible_by_16=(x, "words_ptr", "scales_ptr", "N", "stride_bytes", "code_bytes"),
-        elements_per_program=WORD_BITS // bits * per_thread * 32 * NUM_WARPS,
-        **budget,
-    )
+        kernel=kernel, shape=(8, n), inputs=inputs, variant=f"int{bits}", min_programs=min_programs, max_barriers=max_barriers,
+    )  # fmt: skip
 
 
 _SHAPES = ((1, 16), (3, 48), (2, 4112), (1, 8208))
@@ -407,8 +400,8 @@ SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[0] * shape[1] * 2 * (itemsize + _packed_share(8))),  # there and back
     num_flops=lambda shape: 8 * shape[0] * shape[1],
     aot=(
-        _aot_case(_quantize_fwd, bits=8, x="x_ptr", dtype="bf16", max_registers=64),
-        _aot_case(_quantize_fwd, bits=4, x="x_ptr", dtype="bf16", max_registers=64),
+        _aot_case(_quantize_fwd, bits=8, min_programs=8),
+        _aot_case(_quantize_fwd, bits=4, min_programs=8),
     ),
 )
 DEQUANTIZE_SPEC = OpSpec(
@@ -422,8 +415,8 @@ DEQUANTIZE_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[0] * shape[1] * (itemsize + _packed_share(8))),
     num_flops=lambda shape: shape[0] * shape[1],
     aot=(
-        _aot_case(_dequantize_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=40, max_barriers=0),
-        _aot_case(_dequantize_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=40, max_barriers=0),
+        _aot_case(_dequantize_fwd, bits=8, min_programs=12, max_barriers=0),
+        _aot_case(_dequantize_fwd, bits=4, min_programs=12, max_barriers=0),
     ),
 )
 DEQUANTIZE_REDUCE_SPEC = OpSpec(
@@ -437,7 +430,7 @@ DEQUANTIZE_REDUCE_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: int(shape[1] * (shape[0] * _packed_share(8) + itemsize)),
     num_flops=lambda shape: 2 * shape[0] * shape[1],
     aot=(
-        _aot_case(_dequantize_reduce_fwd, bits=8, x="out_ptr", dtype="bf16", max_registers=64, max_barriers=0),
-        _aot_case(_dequantize_reduce_fwd, bits=4, x="out_ptr", dtype="bf16", max_registers=64, max_barriers=0),
+        _aot_case(_dequantize_reduce_fwd, bits=8, min_programs=8, max_barriers=0),
+        _aot_case(_dequantize_reduce_fwd, bits=4, min_programs=8, max_barriers=0),
     ),
 )

@@ -21,11 +21,12 @@ from torch import Tensor
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
-from ztk.kernels._rows import MAX_THREADS, column_sums, programs_for_rows, row_launch
-from ztk.kernels._spec import NVIDIA_TARGETS, AotCase, OpSpec, compute_dtype
+from ztk.kernels._rows import column_sums, programs_for_rows, row_launch
+from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
 from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
 
+LONG_ROW = 8192  # without a mask per row and without d_sum, backward takes 64 registers
 BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with 32, the sums of d_weight spill
 
 
@@ -62,29 +63,38 @@ def _rms_norm_bwd(
     """d_x of the row tiles i, i + programs, ..., and their share of d_weight"""
     i_program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0).to(tl.int64)
+    o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
-    b_d_w = tl.zeros([BLOCK_N], dtype=tl.float32)
+    o_tile = o_m[:, None] * N + o_n[None, :]  # 32 bits: a tile's offsets are the same in every round
+    o_w = o_m[:, None] * 0 + o_n[None, :]  # a copy of the weight per row, so that it needs no other layout
+    m_w = (o_m >= 0)[:, None] & m_n[None, :]
+    b_d_w = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)  # summed over rows once, after the loop
     first = i_program * BLOCK_M
     for _ in range(i_program, num_tiles, num_programs):
-        o_m = first + tl.arange(0, BLOCK_M)
-        m_m = o_m < M
+        m_m = o_m < M - first
         m = m_m[:, None] & m_n[None, :]
-        p = o_m[:, None] * N + o_n[None, :]
-        b_x = tl.load(x_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        b_d_y = tl.load(d_y_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        b_rstd = tl.load(rstd_ptr + o_m, mask=m_m, other=0.0)  # [BLOCK_M]
-        b_w = tl.load(weight_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)  # again each time: it would cost registers
+        start = first * N
+        b_x = tl.load(x_ptr + start + o_tile, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        b_d_y = tl.load(d_y_ptr + start + o_tile, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        b_rstd = tl.load(rstd_ptr + first + o_m, mask=m_m, other=0.0)  # [BLOCK_M]
+        b_w = tl.load(weight_ptr + o_w, mask=m_w, other=0.0).to(tl.float32)  # again each time: it would cost registers
+        if HAS_D_SUM:  # before the reduction, whose barrier would hold it back
+            b_d_sum = tl.load(d_sum_ptr + start + o_tile, mask=m, other=0.0)
+        b_mean = tl.sum(b_d_y * b_w * b_x, axis=1) * b_rstd / N
+        # The rows again, from the first-level cache: held across the reduction they would cost half of the programs
+        b_x = tl.load(x_ptr + start + o_tile, mask=m, other=0.0, cache_modifier=".ca").to(tl.float32)
+        b_d_y = tl.load(d_y_ptr + start + o_tile, mask=m, other=0.0, cache_modifier=".ca").to(tl.float32)
+        b_w = tl.load(weight_ptr + o_w, mask=m_w, other=0.0, cache_modifier=".ca").to(tl.float32)
         b_hat = b_x * b_rstd[:, None]
-        b_d_w += tl.sum(b_d_y * b_hat, axis=0)
-        b_d_hat = b_d_y * b_w[None, :]
-        b_mean = tl.sum(b_d_hat * b_hat, axis=1) / N
+        b_d_w += b_d_y * b_hat
+        b_d_hat = b_d_y * b_w
         b_d_x = (b_d_hat - b_hat * b_mean[:, None]) * b_rstd[:, None]
         if HAS_D_SUM:
-            b_d_x += tl.load(d_sum_ptr + p, mask=m, other=0.0).to(tl.float32)
-        tl.store(d_x_ptr + p, cast(b_d_x, d_x_ptr.dtype.element_ty), mask=m)
+            b_d_x += b_d_sum.to(tl.float32)
+        tl.store(d_x_ptr + start + o_tile, cast(b_d_x, d_x_ptr.dtype.element_ty), mask=m)
         first += num_programs * BLOCK_M
-    tl.store(partial_ptr + i_program * N + o_n, b_d_w, mask=m_n)
+    tl.store(partial_ptr + i_program * N + o_n, tl.sum(b_d_w, axis=0), mask=m_n)
 
 
 def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +105,7 @@ def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
     y, total = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if M:
-        launch = row_launch(N)
+        launch = row_launch(N, device=x.device)
         _rms_norm_fwd[(triton.cdiv(M, launch.block_m),)](
             x, x if residual is None else residual, weight, total, y, rstd, M, N, eps,
             HAS_RESIDUAL=residual is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
@@ -111,9 +121,10 @@ def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rs
         return d_x, torch.zeros_like(weight)
     if N > WIDE:
         return wide_backward(d_y, d_summed=d_sum, s=x, weight=weight, mean=None, rstd=rstd)[:2]
-    launch = row_launch(N, max_threads=BACKWARD_THREADS)
+    launch = row_launch(N, device=x.device, max_threads=BACKWARD_THREADS)
     num_tiles = triton.cdiv(M, launch.block_m)
-    programs = programs_for_rows(num_tiles, device=x.device)
+    registers = 64 if launch.block_n >= LONG_ROW and d_sum is None else 80
+    programs = programs_for_rows(num_tiles, device=x.device, num_warps=launch.num_warps, registers=registers)
     partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
     _rms_norm_bwd[(programs,)](
         d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial, M, N, num_tiles,
@@ -260,33 +271,12 @@ def _make_inputs(
     }
 
 
-def _aot_cases(kernel: object, pointers: tuple[str, ...], *, N: int, **flags: bool) -> tuple[AotCase, ...]:
-    is_fwd = kernel is _rms_norm_fwd
-    sizes = {"M": "i32", "N": "i32"} | ({"eps": "fp32"} if is_fwd else {"num_tiles": "i32"})
-    float32 = {name: "*fp32" for name in ("rstd_ptr", "partial_ptr") if name in pointers}
-    long_backward = not is_fwd and N >= 16384
-    reason = "sixteen columns of four operands in 64 registers: four words a thread go through the first-level cache"
-    cases = []
-    for targets, warp_size in ((NVIDIA_TARGETS, 32), (("gfx942",), 64)):
-        launch = row_launch(N, max_threads=MAX_THREADS if is_fwd else BACKWARD_THREADS, warp_size=warp_size)
-        case = AotCase(
-            kernel=kernel,
-            variant=f"N={N}" + "".join(f", {name.lower()}" for name, on in flags.items() if on),
-            signature=dict.fromkeys(pointers, "*bf16") | float32 | sizes,
-            constexprs=flags | {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n},
-            divisible_by_16=(*pointers, "N"),
-            targets=targets,
-            num_warps=launch.num_warps,
-            max_registers=128,
-            max_stack_bytes=16 if long_backward else 0,
-            stack_reason=reason if long_backward else "",
-        )
-        cases.append(case)
-    return tuple(cases)
+def _aot_case(kernel: object, *, N: int, residual: bool = False, **options: object) -> AotCase:
+    inputs, variant = ({"with_residual": True}, "residual") if residual else ({}, "")
+    targets = ("sm_90",) if N in (5120, 8192) else TARGETS  # of one padded length, which the other targets share
+    options = {"targets": targets} | options
+    return AotCase(kernel=kernel, shape=(8192, N), inputs=inputs, variant=variant, **options)
 
-
-_FWD = ("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr", "y_ptr", "rstd_ptr")
-_BWD = ("d_y_ptr", "d_sum_ptr", "x_ptr", "weight_ptr", "rstd_ptr", "d_x_ptr", "partial_ptr")
 
 SPEC = OpSpec(
     name="rms_norm",
@@ -295,19 +285,28 @@ SPEC = OpSpec(
     eager=_eager,
     make_inputs=_make_inputs,
     differentiable=("x", "weight", "residual"),
-    small_shapes=((1, 16), (3, 41), (2, 3, 130), (37, 64), (2, 1025), (3, 16400)),  # not one column: its d_x cancels
+    small_shapes=((1, 16), (3, 41), (2, 3, 130), (37, 64), (2, 1025)),  # not one column: its d_x cancels
+    reach=(
+        Reach(shape=(600, 2100), inputs={"with_residual": True}),  # 528 programs and partial sums
+        Reach(shape=(60, 16400), inputs={"with_residual": True}),  # 58 programs per stripe, five pieces of a row
+        Reach(shape=(3, 16400), dtype=torch.bfloat16, target="gfx942"),
+    ),
     bench_shapes=((8192, 4096), (4096, 16384)),
     variants=({}, {"with_residual": True}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
     num_bytes_backward=lambda shape, itemsize: 3 * shape[0] * shape[1] * itemsize,
     num_flops=lambda shape: 4 * shape[0] * shape[1],
     aot=(
-        *_aot_cases(_rms_norm_fwd, _FWD, N=1024, HAS_RESIDUAL=False),
-        *_aot_cases(_rms_norm_fwd, _FWD, N=4096, HAS_RESIDUAL=True),
-        *_aot_cases(_rms_norm_fwd, _FWD, N=16384, HAS_RESIDUAL=False),
-        *_aot_cases(_rms_norm_bwd, _BWD, N=1024, HAS_D_SUM=False),
-        *_aot_cases(_rms_norm_bwd, _BWD, N=4096, HAS_D_SUM=True),
-        *_aot_cases(_rms_norm_bwd, _BWD, N=16384, HAS_D_SUM=False),
+        *(_aot_case(_rms_norm_fwd, N=N, residual=N == 4096) for N in (1024, 4096, 5120, 8192, 16384)),
+        *(_aot_case(_rms_norm_bwd, N=N, residual=N in (4096, 5120), resident=True) for N in (1024, 4096, 5120, 8192)),
+        _aot_case(_rms_norm_bwd, N=16384, resident=True, targets=("sm_90",)),
+        _aot_case(
+            _rms_norm_bwd,
+            N=16384,
+            targets=("sm_80", "sm_100", "gfx942"),
+            max_stack_bytes=16,
+            stack_reason="sixteen columns of four operands in 64 registers: four words a thread go through the first-level cache",
+        ),
         *wide_aot_cases(centred=False),
     ),
 )

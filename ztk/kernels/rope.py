@@ -9,17 +9,20 @@ The gradient is the rotation by the opposite angle. Reads and writes every eleme
 Su et al., https://arxiv.org/abs/2104.09864
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 NUM_WARPS = 4
-TILE = 16 * WARP_SIZE * NUM_WARPS  # elements of x one program rotates: a 16-byte access of either half per thread
+PER_THREAD = 16  # elements of x: a 16-byte access of either half
 
 
 @triton.jit
@@ -70,7 +73,8 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: boo
     out = torch.empty((B, T, H, D), dtype=x.dtype, device=x.device)
     M, block_half = B * T * H, triton.next_power_of_2(half)
     if M:
-        block_m = max(1, TILE // (2 * block_half))
+        tile = PER_THREAD * machine(x.device).warp_size * NUM_WARPS
+        block_m = max(1, tile // (2 * block_half))
         _rope[(triton.cdiv(M, block_m),)](
             x, cos, sin, out, x.stride(0), x.stride(1), x.stride(2), M, T, H, D, half, cos.numel() // half,
             INTERLEAVED=interleaved, INVERSE=inverse, HAS_TAIL=2 * half < D, BLOCK_M=block_m, BLOCK_HALF=block_half,
@@ -187,28 +191,16 @@ def _make_inputs(
 
 
 def _aot_case(*, interleaved: bool) -> AotCase:
-    pointers = ("x_ptr", "cos_ptr", "sin_ptr", "out_ptr")
-    strides = ("stride_b", "stride_t", "stride_h")
-    sizes = ("M", "T", "H", "D", "HALF", "table_rows")
+    shape = (1, 1024, 32, 128)
     return AotCase(
         kernel=_rope,
+        shape=shape,
+        inputs={"interleaved": interleaved},
+        where={"INVERSE": False},
         variant="interleaved" if interleaved else "half-split",
-        signature={"x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*bf16"}
-        | dict.fromkeys(strides + sizes, "i32"),
-        constexprs={
-            "INTERLEAVED": interleaved,
-            "INVERSE": False,
-            "HAS_TAIL": False,
-            "BLOCK_M": 16 * 32 * NUM_WARPS // 128,
-            "BLOCK_HALF": 64,
-            "BLOCK_TAIL": 1,
-        },  # fmt: skip
-        hip_constexprs={"BLOCK_M": 16 * 64 * NUM_WARPS // 128},
-        divisible_by_16=(*pointers, *strides, *sizes),
-        num_warps=NUM_WARPS,
-        max_registers=64,
+        min_programs=8,
         max_barriers=None if interleaved else 0,
-        elements_per_program=16 * 32 * NUM_WARPS,
+        elements=math.prod(shape),
         max_instructions_per_element=40,
     )
 
@@ -221,6 +213,10 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x",),
     small_shapes=((1, 1, 1, 2), (2, 3, 2, 12), (2, 5, 3, 64)),
+    reach=(  # more heads than a program rotates, some of their dimensions copied
+        Reach(shape=(2, 9, 7, 64), inputs={"partial": True}),
+        Reach(shape=(2, 9, 7, 64), inputs={"partial": True, "interleaved": True, "per_row": True}),
+    ),
     bench_shapes=((1, 8192, 32, 128), (1, 8192, 8, 128)),
     variants=({}, {"interleaved": True}, {"per_row": True}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,

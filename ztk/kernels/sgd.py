@@ -16,24 +16,29 @@ from torch import Tensor
 
 from ztk.kernels._control import COEFFICIENT, LR, MOMENTUM, SKIP, WEIGHT_DECAY, Control
 from ztk.kernels._cpu import UPDATE_PIECE, scaled_float32
-from ztk.kernels._flat import check_flat, control_row
-from ztk.kernels._library import WARP_SIZE, register, use_reference
+from ztk.kernels._flat import (
+    FLOAT32,
+    GRAD_DTYPES,
+    check_flat,
+    dispatch,
+    flat_case,
+    flat_spec,
+    launch_flat,
+    make_flat_inputs,
+    register_update,
+    write_unless_skipped,
+)
 from ztk.kernels._math import cast
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
-
-NUM_WARPS = 4
-BLOCK = 4 * WARP_SIZE * NUM_WARPS  # four elements per thread: see adamw.py
+from ztk.kernels._spec import compute_dtype
 
 
 @triton.jit
 def _sgd(
-    master_ptr, grad_ptr, momentum_ptr, control_ptr, out_ptr, N,
-    HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    master_ptr, grad_ptr, momentum_ptr, control_ptr, out_ptr, N, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        i_n = tl.program_id(0).to(tl.int64)
-        o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         m_n = o_n < N
         coefficient = tl.load(control_ptr + COEFFICIENT)
         lr = tl.load(control_ptr + LR)
@@ -42,7 +47,7 @@ def _sgd(
 
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32) * coefficient + weight_decay * b_p
-        if HAS_MOMENTUM:
+        if momentum_ptr is not None:
             b_buffer = momentum * tl.load(momentum_ptr + o_n, mask=m_n, other=0.0) + b_g
             tl.store(momentum_ptr + o_n, b_buffer, mask=m_n)
             if NESTEROV:
@@ -51,29 +56,21 @@ def _sgd(
                 b_g = b_buffer
         b_p = b_p - lr * b_g
         tl.store(master_ptr + o_n, b_p, mask=m_n)
-        if HAS_OUT:
+        if out_ptr is not None:
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
 def _launch(
     master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: Tensor, out: Tensor | None, nesterov: bool
 ) -> None:
-    N = master.numel()
-    if N:
-        _sgd[(triton.cdiv(N, BLOCK),)](
-            master, grad, master if momentum_buffer is None else momentum_buffer, control, master if out is None else out,
-            N, HAS_MOMENTUM=momentum_buffer is not None, NESTEROV=nesterov, HAS_OUT=out is not None, BLOCK=BLOCK,
-            num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    launch_flat(_sgd, master, grad, momentum_buffer, control, out, master.numel(), of=master, NESTEROV=nesterov)
 
 
 def _cpu(
-    master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: Tensor, out: Tensor | None, nesterov: bool
+    master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: list, out: Tensor | None, nesterov: bool
 ) -> None:
-    # Whole 16-element units through torch's fused kernel: a function of the element alone, as in adamw.
-    c = control.tolist()
-    if c[Control.skip]:
-        return
+    # Full 16-element units through torch's fused kernel: a function of the element alone, as in adamw.
+    c = control
     for start in range(0, master.numel(), UPDATE_PIECE):
         cut = slice(start, start + UPDATE_PIECE)
         p = master[cut]
@@ -94,11 +91,10 @@ def _cpu(
             out[cut].copy_(p)
 
 
-_op = register(
+_op = register_update(
     "sgd(Tensor(a!) master, Tensor grad, Tensor(b!)? momentum_buffer, Tensor control, Tensor(c!)? out, bool nesterov) -> ()",
-    triton=_launch,
-    cpu=_cpu,
-    fake=lambda master, grad, momentum_buffer, control, out, nesterov: None,
+    launch=_launch,
+    update=_cpu,
 )
 
 
@@ -113,15 +109,27 @@ def sgd(
 ) -> None:
     """One SGD step in place, with momentum when `momentum_buffer` is given.
 
-    Shapes, dtypes, skipping and the independence of an element from its place are those of `adamw`.
+    Skipping and the independence of an element from its place are those of `adamw`.
+
+    Args:
+        master: float32 [n], n a multiple of 16.
+        grad: float32, bfloat16 or float16 [n].
+        momentum_buffer: optional float32 [n], zeros before the first step.
+        control: one row float32 [16] of `step_control`.
+        out: optional 16-bit [n] that receives the rounded master.
+        nesterov: step along g + momentum * momentum_buffer.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or device, or not contiguous; `nesterov` without a buffer.
     """
-    check_flat("sgd", master, grad=grad, states={"momentum_buffer": momentum_buffer}, control=control, out=out)
+    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "momentum_buffer": (momentum_buffer, FLOAT32)}
+    check_flat("sgd", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control)
     if nesterov and momentum_buffer is None:
         raise ValueError("sgd: nesterov=True needs a momentum_buffer; pass one, or nesterov=False")
-    if use_reference():
-        sgd_reference(master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out, nesterov=nesterov)
-    else:
-        _op(master, grad, momentum_buffer, control, out, nesterov)
+    dispatch(
+        _op, reference=sgd_reference, master=master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out,
+        nesterov=nesterov,
+    )  # fmt: skip
 
 
 def sgd_reference(
@@ -135,66 +143,31 @@ def sgd_reference(
 ) -> None:
     """The same update, one plain operation at a time."""
     c = control.to(compute_dtype(master))
-    keep = c[Control.skip] != 0
-    update = grad.to(c.dtype) * c[Control.grad_coefficient] + c[Control.weight_decay] * master
+    step = buffer = grad.to(c.dtype) * c[Control.grad_coefficient] + c[Control.weight_decay] * master
     if momentum_buffer is not None:
-        buffer = c[Control.momentum] * momentum_buffer + update
-        update = update + c[Control.momentum] * buffer if nesterov else buffer
-        momentum_buffer.copy_(torch.where(keep, momentum_buffer, buffer))
-    p = master - c[Control.lr] * update
-    if out is not None:
-        out.copy_(torch.where(keep, out, p.to(out.dtype)))
-    master.copy_(torch.where(keep, master, p))
+        buffer = c[Control.momentum] * momentum_buffer + step
+        step = step + c[Control.momentum] * buffer if nesterov else buffer
+    p = master - c[Control.lr] * step
+    write_unless_skipped(c, (out, p), (master, p), (momentum_buffer, buffer))
 
 
 def _make_inputs(
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype,
-    device: str,
-    momentum: bool = True,
-    nesterov: bool = False,
-    with_out: bool = True,
-    skip: bool = False,
+    shape: tuple[int, ...], *, dtype: torch.dtype, device: str, momentum: bool = True, **options: object
 ) -> dict[str, object]:
-    (n,) = shape
-    return {
-        "master": torch.randn(n, device=device),
-        "grad": torch.randn(n, device=device).to(dtype),
-        "momentum_buffer": torch.randn(n, device=device) if momentum else None,
-        "control": control_row(skip=skip, device=device),
-        "out": torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype, device=device)
-        if with_out
-        else None,
-        "nesterov": nesterov,
-    }
+    states = {"master": torch.clone, "momentum_buffer": torch.clone}
+    inputs = make_flat_inputs(shape, dtype=dtype, device=device, states=states, **({"with_out": True} | options))
+    return inputs if momentum else inputs | {"momentum_buffer": None}
 
 
-_POINTERS = ("master_ptr", "grad_ptr", "momentum_ptr", "control_ptr", "out_ptr")
-
-SPEC = OpSpec(
-    name="sgd",
+SPEC = flat_spec(
+    "sgd",
     op=sgd,
     reference=sgd_reference,
     make_inputs=_make_inputs,
     mutated=("master", "momentum_buffer", "out"),
-    small_shapes=((16,), (528,), (0,)),
     bench_shapes=((1 << 28,),),
     variants=({}, {"momentum": False}, {"nesterov": True, "with_out": False}, {"skip": True}),
-    num_bytes=lambda shape, itemsize: shape[0] * (16 + 2 * itemsize),
-    num_flops=lambda shape: 6 * shape[0],
-    aot=(
-        AotCase(
-            kernel=_sgd,
-            signature=dict.fromkeys(_POINTERS, "*fp32") | {"grad_ptr": "*bf16", "out_ptr": "*bf16", "N": "i64"},
-            constexprs={"HAS_MOMENTUM": True, "NESTEROV": False, "HAS_OUT": True, "BLOCK": 4 * 32 * NUM_WARPS},
-            hip_constexprs={"BLOCK": 4 * 64 * NUM_WARPS},
-            divisible_by_16=(*_POINTERS, "N"),
-            num_warps=NUM_WARPS,
-            max_registers=40,
-            max_barriers=0,
-            elements_per_program=4 * 32 * NUM_WARPS,
-            max_instructions_per_element=40,
-        ),
-    ),
+    traffic=lambda itemsize: 16 + 2 * itemsize,
+    flops=6,
+    aot=(flat_case(_sgd, max_instructions_per_element=40),),
 )

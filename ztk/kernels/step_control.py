@@ -9,7 +9,7 @@
 A step with found_inf advances neither step nor lr. The loss scale follows DeepSpeed's DynamicLossScaler and apex's
 update_scale_hysteresis.cu: an overflow uses up one unit of hysteresis, and when none is left multiplies the scale by
 `backoff_factor`, not below `min_scale`; `growth_interval` good steps in a row multiply it by `growth_factor`, not above
-`max_scale`. Nothing is read by the host, so a whole training step can be captured in a CUDA graph.
+`max_scale`. Nothing is read by the host, so a full training step can be captured in a CUDA graph.
 """
 
 import math
@@ -284,19 +284,7 @@ SPEC = OpSpec(
     aot=(
         AotCase(
             kernel=_step_control,
-            signature={
-                "state_ptr": "*fp32",
-                "sumsq_ptr": "*fp32",
-                "hyper_ptr": "*fp32",
-                "lr_table_ptr": "*fp32",
-                "control_ptr": "*fp32",
-                "settings_ptr": "*fp32",
-                "G": "i32",
-                "table_size": "i32",
-            },  # fmt: skip
-            constexprs={"BLOCK_G": 2},
-            divisible_by_16=("state_ptr", "hyper_ptr", "control_ptr", "settings_ptr"),
-            num_warps=1,
+            shape=(2,),
             max_registers=96,
             max_barriers=0,
             vector_load_bytes=0,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, UPDATE_PIECE, scaled_float32
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
+from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 MAX_PROGRAMS = (
     512  # about four per multiprocessor of today's devices; a constant, so that results do not follow the device
@@ -63,17 +63,17 @@ def _cpu(grad: Tensor) -> Tensor:
     # torch splits a reduction to one value between threads, but gives each row of a row reduction to one thread: rows of
     # fixed length make the result a function of the content alone.
     n = grad.numel()
-    whole = n - n % ROW
-    norms = torch.empty(whole // ROW, dtype=torch.float32, device="cpu")
-    step = max(whole, 1) if grad.dtype == torch.float32 else UPDATE_PIECE
-    for start in range(0, whole, step):
-        piece = scaled_float32(grad[start : min(start + step, whole)], scale=1.0).view(-1, ROW)
+    in_rows = n - n % ROW
+    norms = torch.empty(in_rows // ROW, dtype=torch.float32, device="cpu")
+    step = max(in_rows, 1) if grad.dtype == torch.float32 else UPDATE_PIECE
+    for start in range(0, in_rows, step):
+        piece = scaled_float32(grad[start : min(start + step, in_rows)], scale=1.0).view(-1, ROW)
         torch.linalg.vector_norm(piece, dim=1, out=norms[start // ROW : start // ROW + piece.shape[0]])
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for start in range(0, norms.numel(), PIECE // 4):  # below torch's threshold for splitting
         total += norms[start : start + PIECE // 4].double().square_().sum()
-    if whole < n:
-        total += grad[whole:].double().square_().sum()
+    if in_rows < n:
+        total += grad[in_rows:].double().square_().sum()
     return total.float().reshape(1)
 
 
@@ -114,6 +114,7 @@ SPEC = OpSpec(
     reference=sum_of_squares_reference,
     make_inputs=_make_inputs,
     small_shapes=((1,), (17,), (1025,), (8193,), (100_000,), (0,)),
+    reach=(Reach(shape=(MAX_PROGRAMS * BLOCK + 9001,)),),  # a second round of every program's loop
     bench_shapes=((1 << 28,), (1_000_000_000,)),
     variants=({}, {"poison": float("inf")}, {"poison": float("nan")}),
     num_bytes=lambda shape, itemsize: shape[0] * itemsize,
@@ -121,20 +122,17 @@ SPEC = OpSpec(
     aot=(
         AotCase(
             kernel=_partial_sums,
-            signature={"grad_ptr": "*bf16", "partial_ptr": "*fp32", "N": "i64", "num_tiles": "i32"},
-            constexprs={"BLOCK": BLOCK},
-            divisible_by_16=("grad_ptr", "partial_ptr", "N"),
-            num_warps=NUM_WARPS,
-            max_registers=96,
+            shape=(1 << 26,),
+            min_programs=2,
+            loop_bytes=2,
+            max_loop_instructions=4,
             vector_store_bytes=0,
             vector_reason="stores one number per program",
         ),
         AotCase(
             kernel=_total,
-            signature={"partial_ptr": "*fp32", "out_ptr": "*fp32", "P": "i32"},
-            constexprs={"BLOCK_P": MAX_PROGRAMS},
-            divisible_by_16=("partial_ptr", "out_ptr"),
-            max_registers=40,
+            shape=(1 << 26,),
+            min_programs=12,
             vector_load_bytes=0,
             vector_store_bytes=0,
             vector_reason="512 numbers, one program",

@@ -39,8 +39,8 @@ def run_last_programs(count: int, *, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self, *args, grid, warmup, **kwargs):
         skipped = max(0, grid[0] - count)
         part = (grid[0] - skipped, *grid[1:])
-        whole = grid + (1,) * (3 - len(grid))
-        monkeypatch.setattr(builder, "set_grid_dim", lambda *_: type(builder).set_grid_dim(builder, *whole))
+        full = grid + (1,) * (3 - len(grid))
+        monkeypatch.setattr(builder, "set_grid_dim", lambda *_: type(builder).set_grid_dim(builder, *full))
         monkeypatch.setattr(
             builder, "set_grid_idx", lambda x, y, z: type(builder).set_grid_idx(builder, x + skipped, y, z)
         )

@@ -1,0 +1,151 @@
+"""Plant 30 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
+
+Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
+next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
+and `reach` of the op against its reference, on the interpreter. The exit code is 1 when a mistake survives. `--only TEXT` runs
+the mistakes whose line contains TEXT; `--known-good` first runs the same checks on an unchanged copy.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.kernels import test_adamw_variants  # noqa: E402
+from tests.kernels.planting import planted, spec_of  # noqa: E402
+from tests.kernels.test_ops import check_against_reference, check_reach  # noqa: E402
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mistake:
+    """In `file`, the nth `old` becomes `new`; `op` is the op whose checks must fail."""
+
+    kind: str
+    op: str
+    file: str
+    old: str
+    new: str
+    nth: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind:15} {self.op:20} {self.file:22} {self.old.strip()[:44]!r} -> {self.new.strip()[:44]!r}"
+
+
+def _mistakes() -> tuple[Mistake, ...]:
+    rows = (
+        # kind, op, file, old, new, nth
+        ("mask", "rms_norm", "rms_norm.py", "m_n = o_n < N\n", "m_n = o_n < N - 1\n", 0),
+        ("mask", "cross_entropy", "cross_entropy.py", "return o_n, o_n < V", "return o_n, o_n < V - 1", 0),
+        ("mask", "attention", "_attention_tiles.py", "o_n > o_m - window", "o_n >= o_m - window", 0),
+        ("mask", "grouped_matmul", "grouped_gemm.py", "m_k = i_k + o_k < D", "m_k = i_k + o_k < D - 1", 1),
+        ("mask", "moe_route", "moe_routing.py", "(i_b + o_b < num_blocks)", "(i_b + o_b < num_blocks - 1)", 0),
+        ("offset", "rope", "rope.py", "p_out[:, None] + HALF + o_half", "p_out[:, None] + o_half", 0),
+        ("offset", "cross_entropy", "cross_entropy.py", "tail - BLOCK - first", "tail - first - LANES", 0),
+        ("offset", "layer_norm", "_wide_norm.py", "o_n = start + tl.arange(0, BLOCK)", "o_n = tl.arange(0, BLOCK)", 2),
+        ("offset", "flatten_into", "flat.py", "(i_tile - first) * TILE", "i_tile * TILE", 0),
+        ("offset", "attention", "attention_backward.py", "i_key // BLOCK_M * BLOCK_M", "i_key // BLOCK_M * BLOCK_M + BLOCK_M", 0),
+        ("term", "adamw", "_adam.py", "inverse_bias2 + eps", "inverse_bias2", 0),
+        ("term", "rms_norm", "rms_norm.py", "b_hat * b_mean[:, None]", "b_hat", 0),
+        ("term", "layer_norm", "layer_norm.py", " - b_mean_g[:, None]", "", 0),
+        ("term", "attention", "attention_backward.py", "b_zero) - b_delta[:, None]", "b_zero)", 0),
+        ("term", "moe_route", "moe_routing.py", "other=0.0) - b_mean)", "other=0.0))", 0),
+        ("carry", "moe_route", "moe_routing.py", "b_count += tl.sum(b_partial, axis=0)", "b_count = tl.sum(b_partial, axis=0)", 0),
+        ("carry", "cross_entropy", "cross_entropy.py", "b_sum * tl.exp2(b_shift - b_new)", "b_sum", 0),
+        ("carry", "attention", "attention.py", "b_acc * b_shrink[:, None]", "b_acc", 0),
+        ("carry", "sum_of_squares", "sum_of_squares.py", "start += num_programs.to(tl.int64) * BLOCK", "start += BLOCK", 0),
+        ("carry", "grouped_matmul", "grouped_gemm.py", "p_w += BLOCK_K * stride_d", "p_w += BLOCK_K", 0),
+        ("reduction width", "rms_norm", "_rows.py", "range(0, P, ROWS)", "range(0, ROWS, ROWS)", 0),
+        ("reduction width", "layer_norm", "layer_norm.py", "range(0, num_partials, BLOCK_P)", "range(0, BLOCK_P, BLOCK_P)", 0),
+        ("reduction width", "sum_of_squares", "sum_of_squares.py", "mask=o_p < P", "mask=o_p < P // 2 + 1", 0),
+        ("reduction width", "adamw_8bit", "adamw_8bit.py", "tl.max(b_size, axis=1)", "tl.sum(b_size, axis=1)", 0),
+        ("dtype", "adamw_bf16", "_rounding.py", "b_random & 0xFFFF", "b_random & 0xFFF", 0),
+        ("dtype", "rms_norm", "rms_norm.py", "b_y = b_x * b_rstd[:, None]", "b_y = b_x.to(tl.float16).to(tl.float32) * b_rstd[:, None]", 0),
+        ("dtype", "quantize", "quantize.py", "b_code & ((1 << BITS) - 1)", "b_code & ((1 << (BITS - 1)) - 1)", 0),
+        ("two on one row", "rms_norm", "rms_norm.py", "partial_ptr + i_program * N", "partial_ptr + i_program // 2 * N", 0),
+        ("two on one row", "layer_norm", "layer_norm.py", "tl.num_programs(0) * BLOCK_M", "(tl.num_programs(0) - 1) * BLOCK_M", 0),
+        ("two on one row", "moe_combine", "moe_combine.py", "d_y_ptr + i_s * N", "d_y_ptr + i_s // 2 * N", 0),
+    )  # fmt: skip
+    return tuple(Mistake(kind=k, op=o, file=f, old=a, new=b, nth=n) for k, o, f, a, b, n in rows)
+
+
+MISTAKES = _mistakes()
+
+
+def poisoned() -> pytest.MonkeyPatch:
+    """torch.empty of NaN, so that what a kernel does not write cannot be right by chance; undo() takes it back."""
+    patch = pytest.MonkeyPatch()
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def empty(*args, make=make, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        patch.setattr(torch, name, empty)
+    return patch
+
+
+def survives(mistake: Mistake, *, folder: Path) -> bool:
+    """Whether every check of the op passes in spite of the mistake."""
+    with planted(folder, file=mistake.file, old=mistake.old, new=mistake.new, nth=mistake.nth) as package:
+        machine = sys.modules[f"{package.__name__}._machine"]
+        spec = spec_of(package, mistake.op)
+        patch = poisoned()
+        try:
+            for dtype in spec.interpreted_dtypes:
+                for variant in spec.variants:
+                    for shape in spec.small_shapes:
+                        check_against_reference(spec, shape, variant, dtype)
+                if dtype == spec.interpreted_dtypes[0]:
+                    for reach in spec.reach:
+                        check_reach(spec, reach, assume=machine.assume)
+            if (name := mistake.op.removeprefix("adamw_")) in test_adamw_variants.STEPS:
+                op, make = getattr(package, mistake.op), test_adamw_variants.STEPS[name][1]
+                test_adamw_variants.check_bits_of_the_cpu(op, make, set_backend=package.set_backend)
+        except (
+            AssertionError,
+            IndexError,
+            ValueError,
+            RuntimeError,
+        ):  # an index out of range ends the interpreter's program
+            return False
+        finally:
+            patch.undo()
+    return True
+
+
+def main() -> int:
+    """Run the chosen mistakes; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="mistakes whose line contains this")
+    parser.add_argument("--known-good", action="store_true", help="first check that unchanged copies pass")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = [mistake for mistake in MISTAKES if options.only in str(mistake)]
+    wrong = []
+    with tempfile.TemporaryDirectory() as name:
+        if options.known_good:
+            unchanged = {m.op: Mistake(kind="none", op=m.op, file=m.file, old=m.old, new=m.old) for m in chosen}
+            wrong += [f"fails unchanged: {m.op}" for m in unchanged.values() if not survives(m, folder=Path(name))]
+        for mistake in chosen:
+            start = time.perf_counter()
+            alive = survives(mistake, folder=Path(name))
+            print(f"{'SURVIVES' if alive else 'caught  '} {time.perf_counter() - start:5.1f} s  {mistake}", flush=True)
+            wrong += [f"survives: {mistake}"] if alive else []
+    alive = sum(line.startswith("survives") for line in wrong)
+    print("\n".join([*wrong, f"{len(chosen) - alive} of {len(chosen)} caught"]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Slower launches and kernels on purpose, compiled for sm_90 and held to their budgets: `python -m tests.kernels.budget_mistakes`.
+
+Run in a process that does not interpret. Prints one JSON object, mistake -> the broken budget, empty where none broke.
+"""
+
+import importlib
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from tests.kernels.planting import planted, spec_of
+from ztk.kernels import ALL_OPS, _attention_launch, _flat, grouped_gemm
+from ztk.kernels._attention_launch import Part
+from ztk.kernels._machine import Architecture
+from ztk.kernels.aot import compile_case
+
+TARGET = "sm_90"
+
+
+def broken(op: str, *, kernel: str, specs=ALL_OPS) -> str:
+    """The broken budgets of the first case of the kernel that the op launches."""
+    spec = next(spec for spec in specs if spec.name == op)
+    case = next(case for case in spec.aot if case.kernel.__name__ == kernel and TARGET in case.targets)
+    row = compile_case(case, spec=spec, arch=TARGET)
+    return "" if row.ok else row.reason
+
+
+def thirty_two_per_thread() -> str:
+    """An elementwise kernel that converts layouts through shared memory."""
+    launch = _flat.launch_flat
+    module = importlib.import_module("ztk.kernels.adamw_bf16")
+    more = mock.patch.object(module, "launch_flat", lambda *args, **options: launch(*args, **options, per_thread=32))
+    with more:
+        return broken("adamw_bf16", kernel="_adamw_bf16")
+
+
+def attention_with_one_stage() -> str:
+    """No tile of keys is loaded ahead."""
+    table = _attention_launch._TABLE[Part.forward]
+    single = tuple((held, step, warps, 1) for held, step, warps, _ in table[Architecture.hopper])
+    with mock.patch.dict(table, {Architecture.hopper: single}):
+        return broken("attention", kernel="_attention_fwd")
+
+
+def small_grouped_tiles() -> str:
+    """128 x 64 x 32 and one stage."""
+    small = grouped_gemm.LaunchConfig(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=1)
+    with mock.patch.object(grouped_gemm.LaunchConfig, "for_product", lambda **_: small):
+        return broken("grouped_matmul", kernel="_grouped_fwd")
+
+
+def two_more_exponentials_per_logit(folder: Path) -> str:
+    """In the loop of the sum."""
+    old, new = (
+        "    b_sum = b_sum * tl.exp2(",
+        "    b_p += 1e-9 * (tl.exp2(b_x * 0.5) + tl.exp2(b_x * 0.25))\n    b_sum = b_sum * tl.exp2(",
+    )
+    with planted(folder, file="cross_entropy.py", old=old, new=new, backend="auto") as package:
+        spec = spec_of(package, "cross_entropy")
+        compiled = __import__(f"{package.__name__}.aot", fromlist=["compile_case"]).compile_case
+        row = compiled(spec.aot[0], spec=spec, arch=TARGET)
+        return "" if row.ok else row.reason
+
+
+def main() -> None:
+    """Try all four."""
+    with tempfile.TemporaryDirectory() as folder:
+        reasons = {
+            "32 elements per thread": thirty_two_per_thread(),
+            "attention with one stage": attention_with_one_stage(),
+            "grouped 128x64x32, one stage": small_grouped_tiles(),
+            "two more exponentials per logit": two_more_exponentials_per_logit(Path(folder)),
+        }
+    print(json.dumps(reasons))
+
+
+if __name__ == "__main__":
+    main()
