@@ -128,3 +128,69 @@ def test_from_config_under_init(hf, tie):
     assert found["in_memory"] < 0.01 * found["parameters"]
     assert found["losses"][0] == pytest.approx(3.69, abs=0.15)  # ln 40 at the start
     assert found["losses"][-1] < 0.7 * found["losses"][0]
+
+
+def kept_alive(*, source: str, way: str) -> dict:
+    """`from_pretrained` under an Init of the script's own, and initialize inside or after it; the values before it and the first loss."""
+    from transformers import AutoModelForCausalLM
+
+    import ztk.deepspeed as deepspeed
+
+    config = small.ds_config(3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    config = {**config, "gradient_clipping": 1.0, "gradient_accumulation_steps": 1, "train_batch_size": 4}
+    config.update(train_micro_batch_size_per_gpu=2, fp16={"enabled": False}, bf16={"enabled": False})
+    keep = hf_config()
+    with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
+        model = AutoModelForCausalLM.from_pretrained(source)
+        values = {}
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters(parameter):
+                values[name] = parameter.detach().clone()
+        if way == "inside":
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+    if way == "after":
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert keep.is_zero3()
+    tokens = torch.tensor([row["input_ids"] for row in small.rows(2)])
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return {"values": values, "loss": loss.item()}
+
+
+@pytest.mark.parametrize("way", ["inside", "after"])
+def test_an_init_of_the_scripts_own_around_from_pretrained(hf, model_folder, way):
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokens = torch.tensor([row["input_ids"] for row in small.rows(2)])
+    expected = plain(input_ids=tokens, labels=tokens).loss.item()
+    for found in hf(kept_alive, source=model_folder, way=way):
+        same_values(found["values"], plain)
+        assert found["loss"] == pytest.approx(expected, rel=1e-5)  # fp32; another order of sums over 8 tokens
+
+
+def resized(*, source: str) -> dict:
+    """More words, at stage 3, before the engine."""
+    from transformers import AutoModelForCausalLM
+
+    import ztk.deepspeed as deepspeed
+
+    keep = hf_config()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    before = model.get_input_embeddings().weight
+    with deepspeed.zero.GatheredParameters(before):
+        old = before.detach().clone()
+    model.resize_token_embeddings(len(old) + 3, mean_resizing=False)
+    assert keep.is_zero3()
+    weight = model.get_input_embeddings().weight
+    with deepspeed.zero.GatheredParameters([weight, None]):
+        return {"old": old, "new": weight.detach().clone()}
+
+
+def test_resizing_the_embedding_at_stage_3(hf, model_folder):
+    first, second = hf(resized, source=model_folder)
+    assert first["new"].shape[0] == first["old"].shape[0] + 3
+    assert torch.equal(first["new"][: len(first["old"])], first["old"]) and first["new"].isfinite().all()
+    assert torch.equal(first["new"], second["new"])

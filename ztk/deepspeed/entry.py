@@ -23,8 +23,10 @@ from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
 from ztk.runtime import Process
+from ztk.zero.construction import construction_suspended
 
 
+@construction_suspended()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

@@ -16,10 +16,12 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.exchange import exchange_of
 from ztk.zero.gathering import Unit
 from ztk.zero.layout import BucketLayout, ParameterSpec
-from ztk.zero.partitioned import PartitionedParameter, partitioned_of, placeholder
+from ztk.zero.partitioned import PartitionedParameter, partitioned_of, take
 from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.piece_states import PieceStates
+from ztk.zero.released import placeholder, release
 from ztk.zero.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
+from ztk.zero.watched import watch
 
 
 class Builder:
@@ -40,6 +42,10 @@ class Builder:
         self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
         for bucket in self.buckets:
             self._fill(bucket, source=initial_values or self._share_values(bucket, values=values))
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                take(parameter)
+                watch(parameter)
         owner = {placement.name: bucket for bucket in self.buckets for placement in bucket.layout.placements}
         self.units = list(_units(plans, owner=owner))
 
@@ -49,13 +55,15 @@ class Builder:
         for name, parameter in list(model.named_parameters()):
             empty = placeholder(parameter.shape, dtype=self._context.precision.dtype, device=self._context.device)
             if parameter.is_meta:
-                _replace(model, old=parameter, new=nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                release(new, value=empty)
+                _replace(model, old=parameter, new=new)
                 continue
             partitioned = partitioned_of(parameter)
             values[name] = parameter.data if partitioned is None else partitioned
             if partitioned is not None:
                 partitioned.shard(source=0)
-            parameter.data = empty
+            release(parameter, value=empty)
         return values
 
     # Buckets without values

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, partitioned_of
+from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, is_taken, partitioned_of
 
 # Calls on a parameter that need no values.
 _PASSIVE = {
@@ -51,6 +51,21 @@ def construction(init_context: ZeroInitContext) -> Iterator[None]:
         _Construction.current = None
 
 
+@contextmanager
+def construction_suspended() -> Iterator[None]:
+    """Inside, modules are built as usual: an engine takes over what was built so far. It settles first; a collective call."""
+    current = _Construction.current
+    if current is None or current.is_suspended:
+        yield
+        return
+    current.finish()
+    current.is_suspended = True
+    try:
+        yield
+    finally:
+        current.is_suspended = False
+
+
 def shard_module(module: nn.Module, *, init_context: ZeroInitContext) -> None:
     """Shards the parameters of a module that was built in full. A collective call."""
     for parameter in module.parameters():
@@ -69,6 +84,7 @@ class _Construction:
         # In order, unlike a set: every parameter takes a collective call, so all ranks must go through the modules alike.
         self._built: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._touched: list[PartitionedParameter] = []
+        self.is_suspended = False
 
     def finish(self) -> None:
         """Shards what is still full after the last constructor."""
@@ -131,6 +147,8 @@ class _Construction:
     def _settle(self, *, but: list[PartitionedParameter] = (), all_of_them: bool = False) -> None:
         kept = []
         for touched in self._touched:
+            if touched.parameter is None:  # replaced or deleted since
+                continue
             if touched in but or (not all_of_them and _is_shared(touched.parameter)):
                 kept.append(touched)
             elif not touched.pins:
@@ -147,7 +165,7 @@ class _TouchMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
-        if not _is_passive(function):
+        if not self._construction.is_suspended and not _is_passive(function):
             found = [
                 partitioned
                 for value in (*args, *kwargs.values())
@@ -183,7 +201,8 @@ def _is_shared(parameter: nn.Parameter) -> bool:
 
 
 def _can_be_sharded(parameter: nn.Parameter) -> bool:
-    if partitioned_of(parameter) is not None or parameter.is_meta or nn.parameter.is_lazy(parameter):
+    known = partitioned_of(parameter) is not None or is_taken(parameter)
+    if known or parameter.is_meta or nn.parameter.is_lazy(parameter):
         return False
     with torch._C.DisableTorchFunction():
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():

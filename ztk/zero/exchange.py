@@ -34,6 +34,11 @@ class Exchange:
     def invalidate(self) -> None:
         """The shards have new values: what is kept of them is out of date."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Gathered parameters have the bits of their shards."""
+        return True
+
 
 class QuantizedCollectives(Exchange):
     """An exchange with the savings that `policy` asks for."""
@@ -81,6 +86,10 @@ class QuantizedCollectives(Exchange):
 
     def invalidate(self) -> None:
         self._copy_is_current = False
+
+    @property
+    def is_exact(self) -> bool:
+        return not self._policy.quantized_weights
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         if not self._policy.quantized_gradients:

@@ -33,7 +33,7 @@ class Gathering:
         self.units, self.open_units = units, 0
         self._policy, self._clock, self._pool = context.policy, context.clock, context.gathered
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
-        self._by_storage: dict[int, Bucket] = {}  # address of a full buffer -> its bucket
+        self._by_storage: dict[int, Bucket] = {}  # identity of a full buffer's storage -> its bucket
         self._trace_with_gradients, self._trace_without = UseTrace(), UseTrace()
         self._trace = self._trace_with_gradients
 
@@ -55,7 +55,7 @@ class Gathering:
         bucket.residency.start_gather()
         with self._clock.phase("communication"):
             bucket.residency.finish_gather()
-        self._by_storage[bucket.full.data_ptr()] = bucket
+        self._by_storage[bucket.full.untyped_storage()._cdata] = bucket
         bucket.residency.is_used = True
 
     @without_dispatch_modes
@@ -64,7 +64,7 @@ class Gathering:
         residency = bucket.residency
         if not bucket.traits.shards_parameters or residency.state is ParameterState.sharded or residency.is_kept:
             return
-        self._by_storage.pop(bucket.full.data_ptr(), None)
+        self._by_storage.pop(bucket.full.untyped_storage()._cdata, None)
         residency.release()
 
     def reshard_all(self) -> None:
@@ -155,7 +155,7 @@ class Gathering:
         """The gathered bucket that `tensor` is a view of; None: it is a view of none."""
         if not self._by_storage or tensor.layout is not torch.strided:
             return None
-        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     # What comes next
 

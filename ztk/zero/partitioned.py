@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.runtime import Comm
+from ztk.zero.released import placeholder, release, restore
 from ztk.zero.store import Store
 
 _numbers = itertools.count()
 _partitioned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of engines
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,7 +107,7 @@ class PartitionedParameter:
         """Gives the parameter its values, on `device` (None: the one that computes)."""
         if not self.is_full:
             full = self.gather().view(self._shape)
-            self.parameter.data = full if device is None else full.to(device)
+            restore(self.parameter, value=full if device is None else full.to(device))
             self.is_full = True
 
     @_without_hooks
@@ -117,10 +119,13 @@ class PartitionedParameter:
             self._keep(self.parameter.data, source=source)
         self.is_full = False
         device = self.init_context.comm.device
-        self.parameter.data = placeholder(self._shape, dtype=self._slot.dtype, device=device)
+        empty = placeholder(self._shape, dtype=self._slot.dtype, device=device)
+        release(self.parameter, value=empty)
 
     def pin(self) -> None:
-        """Makes the parameter full until as many calls of `unpin`."""
+        """The parameter is full until as many calls of `unpin`."""
+        if self.pins == 0 and self.is_full:  # a parent changed it while the model is built: that counts
+            self.shard(source=0)
         self.pins += 1
         self.make_full()
 
@@ -149,6 +154,16 @@ class PartitionedParameter:
         self._slot = None
         self._remove()
         return full
+
+    @property
+    def is_changed(self) -> bool:
+        """This rank's slice of the full parameter has other bits than the one that is stored."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            if not self.is_full:
+                return False
+            own, value = self.own, self.parameter.data.detach().reshape(-1)
+            start = self.init_context.comm.rank * self._slot.shape[0]
+            return not same_bits(own.to(value.device), value[start : start + own.numel()])
 
     @property
     def _label(self) -> str:
@@ -182,7 +197,23 @@ def partitioned_of(parameter: object) -> PartitionedParameter | None:
     return _partitioned.get(parameter) if isinstance(parameter, nn.Parameter) else None
 
 
-def placeholder(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of `shape` without memory. It is NaN, so that reading a sharded parameter by mistake shows (0 for integers)."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+def take(parameter: nn.Parameter) -> None:
+    """An engine has taken over `parameter`: nobody else may shard it until `give_back`."""
+    _taken[parameter] = True
+
+
+def give_back(parameter: nn.Parameter) -> None:
+    """Undoes `take`."""
+    _taken.pop(parameter, None)
+
+
+def is_taken(parameter: nn.Parameter) -> bool:
+    """`parameter` is an engine's."""
+    return parameter in _taken
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one size, flat, have the same dtype and the same bits, NaN included."""
+    return first.dtype == second.dtype and torch.equal(
+        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
+    )

@@ -11,8 +11,9 @@ from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
 from ztk.zero.exchange import Exchange
 from ztk.zero.layout import BucketLayout
-from ztk.zero.partitioned import placeholder
+from ztk.zero.partitioned import same_bits
 from ztk.zero.piece import Piece
+from ztk.zero.released import is_released, placeholder, release, restore
 from ztk.zero.store import Store
 from ztk.zero.units import BucketTraits
 
@@ -32,6 +33,7 @@ class Residency:
     updated: done when an optimizer that runs behind the forward has finished with the bucket; None: no such optimizer runs.
     open_units: running forwards of units that use the bucket. pins: contexts that keep it gathered across passes.
     is_used: it was used since it was gathered, or since it was kept for reuse. stays: once gathered, it stays until the end of a batch.
+    lost: parameters that were written while they were gathered, since somebody asked.
     has_returned_view: a unit returned a view of it, so it stays until the model's forward ends.
     """
 
@@ -52,10 +54,12 @@ class Residency:
         self.open_units = self.pins = 0
         self.is_used = self.stays = self.has_returned_view = False
         self._was_gathered_by_pin = False
+        self.lost: list[str] = []
         self._parameters, self._traits, self._layout, self._pieces = parameters, traits, layout, pieces
         self._exchange, self._store, self._pool = exchange, store, pool
         self._work: Pending | None = None  # the gather that is under way
         self._placeholder: Tensor | None = None
+        self._versions: list[int] = []  # of the parameters when they were shown
 
     # sharded -> gathering -> gathered -> sharded
 
@@ -84,10 +88,12 @@ class Residency:
             return
         if self.state is ParameterState.gathering:
             self._finish_work()
+        else:
+            self._note_lost_writes()
         if self._placeholder is None:
             self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
-            parameter.data = self._placeholder.expand(placement.shape)
+            release(parameter, value=self._placeholder.expand(placement.shape))
         self._pool.release(self.full)
         self.full, self.is_used, self.state = None, False, ParameterState.sharded
 
@@ -100,7 +106,29 @@ class Residency:
     def show_parameters(self) -> None:
         """Makes the parameters views of `full`."""
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
-            parameter.data = self.full[placement.offset : placement.stop].view(placement.shape)
+            restore(parameter, value=self.full[placement.offset : placement.stop].view(placement.shape))
+        self.accept_writes()
+
+    def accept_writes(self) -> None:
+        """What was written into the parameters until now is known, or stored."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    @property
+    def is_shown(self) -> bool:
+        """The parameters are views of `full`, unless a script gave them other memory."""
+        return self.full is not None and not is_released(self._parameters[0])
+
+    def _note_lost_writes(self) -> None:
+        """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
+        first, size = self.full.data_ptr(), self.full.element_size()
+        for parameter, placement, version in zip(
+            self._parameters, self._layout.placements, self._versions, strict=True
+        ):
+            if is_released(parameter):  # somebody else has taken it over
+                continue
+            is_moved = parameter.data_ptr() != first + placement.offset * size
+            if parameter._version != version or (is_moved and placement.numel):
+                self.lost.append(placement.name)
 
     def start_fetch(self) -> Handle:
         """Brings the rank's shard into `full`: from now on, or as soon as the optimizer has finished with it."""
@@ -128,6 +156,24 @@ class Residency:
         if (updated := self.updated) is not None:
             updated.result()
             self.updated = None
+
+    @torch.inference_mode(False)
+    def is_changed(self, elements: range) -> bool:
+        """The full buffer has other bits than the stored shard, in those of `elements` (of the bucket) that this rank stores.
+
+        False where the buffer holds what quantized collectives made of the shards.
+        """
+        if not self._traits.shards_parameters or self.full is None or not self._exchange.is_exact:
+            return False
+        self.wait_for_update()
+        for piece in self._pieces:
+            start, stop = max(piece.start, elements.start), min(piece.stop, elements.stop)
+            if start < stop:
+                stored = torch.empty(piece.numel, dtype=self._traits.dtype, device=self.full.device)
+                self._store.fetch_into(piece.parameter, out=stored).wait()
+                if not same_bits(stored[start - piece.start : stop - piece.start], self.full[start:stop]):
+                    return True
+        return False
 
     # What keeps it gathered
 

@@ -21,6 +21,7 @@ has time for the rest of them. A store reads before it writes, and its memory li
 """
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -81,6 +82,8 @@ class ShardUpdate:
         self._thread = SerialThread(name="ztk-update") if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
+        self._frozen: frozenset[str] = frozenset()
+        self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
         self._ahead: dict[Piece, Pending] = {}  # states that are fetched ahead
         self._is_fetching = False  # the update behind the forward has not fetched everything yet
@@ -101,13 +104,16 @@ class ShardUpdate:
             self._stores.optimizer.release(piece.states)
         self._ahead.clear()
 
-    def run(self, control: Tensor) -> None:
+    def run(self, control: Tensor, *, frozen: frozenset[str] = frozenset()) -> None:
         """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
+
+        frozen: names of parameters that keep their values and their states.
 
         With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. Where parameters
         are written to a store, the host waits for the decision to skip.
         """
         self._join()
+        self._frozen = frozen
         if self._on_host:
             control = control.cpu()
         if self._must_know_of_skips and bool(control[0, Control.skip]):
@@ -124,12 +130,23 @@ class ShardUpdate:
         self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
 
     def finish(self) -> None:
+        """Takes over what a script has written, then `finish_running`."""
+        self._take_over()
+        self.finish_running()
+
+    def _take_over(self) -> None:
+        take_over = self.take_over and self.take_over()
+        if take_over is not None:
+            take_over()
+
+    def finish_running(self) -> None:
         """Returns when the last update and its writes have ended; nothing stays fetched ahead. Raises what went wrong in it."""
         self._join()
         self.drop_ahead()
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Calls `action()` once before states change: it waits for another thread that reads them."""
+        self._take_over()
         self._before_change = action
 
     def await_last(self) -> None:
@@ -141,7 +158,7 @@ class ShardUpdate:
     def close(self) -> None:
         """Ends the last update and the thread. Raises what went wrong in the update."""
         try:
-            self.finish()
+            self.finish_running()
         finally:
             if self._thread is not None:
                 self._thread.close()
@@ -223,6 +240,8 @@ class ShardUpdate:
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+        frozen = [fragment.place for fragment in piece.fragments if fragment.name in self._frozen]
+        kept = [(row[place], row[place].clone()) for place in frozen for row in (*states, resident) if row is not None]
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
             self._optimizer.step(
@@ -232,6 +251,10 @@ class ShardUpdate:
                 control=control[segment.group],
                 out=None if out is None else out[cut],
             )
+        for view, value in kept:
+            view.copy_(value)
+        for place in frozen if out is not None and out is not resident else ():
+            out[place].copy_(master[place])
         return self._write_back(bucket, piece=piece, states=states, out=out)
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:

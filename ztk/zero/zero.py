@@ -1,6 +1,7 @@
 """ZeRO over one model: built once, then gathering, reduction and update take turns."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -13,12 +14,13 @@ from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.part import InitialValues, Part
+from ztk.zero.bucket import Bucket
 from ztk.zero.build import Builder
 from ztk.zero.context import ZeroContext
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks
-from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext
+from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, give_back
 from ztk.zero.piece_states import PieceStates
 from ztk.zero.reduction import GradientReduction
 from ztk.zero.residency import ParameterState
@@ -28,6 +30,7 @@ from ztk.zero.state.shards import ModelState
 from ztk.zero.store import Stores
 from ztk.zero.units import ROOT
 from ztk.zero.update import ShardUpdate
+from ztk.zero.writes import ParameterWrites
 
 
 class Zero:
@@ -89,6 +92,10 @@ class Zero:
         self.reduction = GradientReduction(
             self._trained, context=context, gathering=self.gathering, before_last=self._update.fetch_ahead
         )
+        self._writes = ParameterWrites(
+            built.buckets, model=model, context=context, finish_update=self._update.finish_running
+        )
+        self._update.take_over = weakref.WeakMethod(self._writes.take_over)
         self._copies = SharedGradients(self._trained, context=context)
         self._piece_states = PieceStates(context)
         self.state = ModelState(built.buckets, context=context, update=self._update, gathering=self.gathering)
@@ -121,6 +128,7 @@ class Zero:
 
         Raises RuntimeError if no backward was reduced since the last step. A collective call.
         """
+        self._writes.check_structure()
         self.reduction.finish_step()
         self._copies.add_up()
         counted = [bucket.gradient.squares for bucket in self._trained if bucket.traits.counted]
@@ -130,7 +138,8 @@ class Zero:
     def update(self, control: Tensor) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. Raises RuntimeError if parameters are pinned."""
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
-        self._update.run(control)
+        self._writes.take_over()
+        self._update.run(control, frozen=self._writes.frozen_names())
         self.reduction.forget()
 
     def discard_gradients(self) -> None:
@@ -181,6 +190,11 @@ class Zero:
             if was_sharded:
                 self.gathering.reshard(bucket)
 
+    def is_changed(self, bucket: Bucket, *, name: str) -> bool:
+        """A parameter of `bucket` that is gathered was written: its bits in this rank's slice differ from the stored shard's."""
+        placement = bucket.layout.placement(name)
+        return bucket.residency.is_changed(range(placement.offset, placement.stop))
+
     def compile(self, model: nn.Module, **options: object) -> None:
         """torch.compile with `options`: of the model, or, where parameters are sharded, of every unit inside its gathering."""
         if self._is_sharded:
@@ -209,6 +223,9 @@ class Zero:
     def close(self) -> None:
         """Ends the last update and closes all stores; raises what went wrong in them. At stage 3 the model is unusable after it."""
         self.reduction.detach()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                give_back(parameter)
         with ExitStack() as stack:  # everything is closed, whatever raises
             stack.callback(self._stores.close)
             stack.callback(self._update.close)

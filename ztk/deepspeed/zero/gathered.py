@@ -1,16 +1,20 @@
 """`GatheredParameters`: parameters unsharded for a while, and their changes written back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.external import register_external_parameter
 from ztk.zero.bucket import Bucket
 from ztk.zero.partitioned import partitioned_of
 from ztk.zero.piece_states import MASTER
+
+_modifiers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> open contexts with a modifier_rank
+_accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its version when its values were last taken over
 
 
 class GatheredParameters:
@@ -19,7 +23,8 @@ class GatheredParameters:
 
     params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are unsharded anyway.
     modifier_rank: the rank, among those that share the parameters, whose changes inside become everybody's, master weights included (in
-        16 bit a value that was not changed keeps its fp32 master). None: changes are lost at stage 3, and must not be made below it.
+        16 bit a value that was not changed keeps its fp32 master). None: nothing may be changed inside, which stage 3 checks at the end: of
+        what a rank wrote it compares its own slice, and counts writes to the parameters themselves.
     fwd_module: the module whose forward uses them; noted as `register_external_parameter` does.
     """
 
@@ -30,8 +35,10 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        """Entries of `params` that are None (a layer without a bias) are passed over."""
+        given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
         self._params = _ordered(given) if enabled else []
+        self._versions: dict[nn.Parameter, int] = {}
         self._modifier_rank, self._saving = modifier_rank, ExitStack()
         if fwd_module is not None:
             for parameter in self._params:
@@ -39,12 +46,24 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         pin(self._params)
+        self._versions = {parameter: parameter._version for parameter in self._params}
+        if self._modifier_rank is not None:
+            _count_modifiers(self._params, by=1)
         for hooks in dict.fromkeys(owner.engine.zero.hooks for owner in _buckets(self._params).values()):
             self._saving.enter_context(hooks.saved_tensors())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Raises RuntimeError for parameters that were written without modifier_rank."""
         self._saving.close()
-        unpin(self._params, source=self._modifier_rank if kind is None else None)
+        if self._modifier_rank is not None:
+            _count_modifiers(self._params, by=-1)
+        if kind is not None:
+            unpin(self._params, source=None)
+        elif self._modifier_rank is not None:
+            unpin(self._params, source=self._modifier_rank)
+            _accepted.update((parameter, parameter._version) for parameter in self._params)
+        else:
+            unpin_unchanged(self._params, versions=self._versions)
 
 
 def pin(parameters: Sequence[nn.Parameter]) -> None:
@@ -70,6 +89,54 @@ def unpin(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
             owner.engine.zero.gathering.unpin(bucket)
 
 
+def unpin_unchanged(parameters: Sequence[nn.Parameter], *, versions: Mapping[nn.Parameter, int] | None = None) -> None:
+    """Undoes `pin` of parameters that nobody changed. A collective call.
+
+    versions: of the parameters when they were pinned; None: unknown.
+    Raises RuntimeError, on the ranks that find it, if some were changed: their values would be lost.
+    """
+    changed = [_name(parameter) for parameter in parameters if _is_changed(parameter, versions=versions or {})]
+    for bucket in _buckets(parameters):
+        bucket.residency.accept_writes()  # said here, so not again by the next step
+    unpin(parameters, source=None)
+    if changed:
+        raise RuntimeError(
+            f"{', '.join(changed[:5])}{' ...' * (len(changed) > 5)}: written inside GatheredParameters without modifier_rank, so the values "
+            "would be lost: pass modifier_rank=0 to make rank 0's everybody's (or partition(has_been_updated=True) after all_gather())"
+        )
+
+
+def _is_changed(parameter: nn.Parameter, *, versions: Mapping[nn.Parameter, int]) -> bool:
+    """It was written since it was pinned, and no open context is going to take the values over."""
+    if parameter in _modifiers:
+        return False
+    now = parameter._version
+    if now not in (versions.get(parameter, now), _accepted.get(parameter)) and _is_partitioned(parameter):
+        return True
+    if (partitioned := partitioned_of(parameter)) is not None:
+        return partitioned.is_changed
+    owner = owner_of(parameter)
+    return owner is not None and owner.engine.zero.is_changed(owner.bucket, name=owner.name)
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    """Stage 3: what is written on a rank is gone when the parameter is sharded again."""
+    owner = owner_of(parameter)
+    return partitioned_of(parameter) is not None or (owner is not None and owner.bucket.traits.shards_parameters)
+
+
+def _name(parameter: nn.Parameter) -> str:
+    owner = owner_of(parameter)
+    return f"a parameter of shape {tuple(parameter.shape)}" if owner is None else f"parameter {owner.name}"
+
+
+def _count_modifiers(parameters: Sequence[nn.Parameter], *, by: int) -> None:
+    for parameter in parameters:
+        count = _modifiers.pop(parameter, 0) + by
+        if count:
+            _modifiers[parameter] = count
+
+
 def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
     changed: dict[Bucket, dict[str, torch.Tensor]] = {}
     owners = {}
@@ -81,12 +148,15 @@ def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
             owners[owner.bucket] = owner
     for bucket, values in changed.items():
         owners[bucket].engine.zero.named_state.write(bucket, values=values, kind=MASTER)
+        bucket.residency.accept_writes()
 
 
 def _ordered(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those that are sharded, each once, in an order that is the same on all ranks whatever a set or a dict did to theirs."""
     found = {}
     for parameter in parameters:
+        if parameter is None:
+            continue
         partitioned, owner = partitioned_of(parameter), owner_of(parameter)
         if partitioned is not None:
             found[0, partitioned.number] = parameter

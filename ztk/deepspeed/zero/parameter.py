@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ztk.deepspeed.owners import owner_of
-from ztk.deepspeed.zero.gathered import pin, unpin
+from ztk.deepspeed.zero.gathered import pin, unpin, unpin_unchanged
 from ztk.deepspeed.zero.states import weights_of
 from ztk.zero.partitioned import partitioned_of
+from ztk.zero.released import change_class
 from ztk.zero.residency import ParameterState
 
 _numbers = itertools.count()
@@ -106,13 +107,16 @@ class ZeroNames:
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:
         """Undoes `all_gather`. has_been_updated: the values were changed, on all ranks alike, and are kept."""
-        unpin(list(param_list or [self]), source=0 if has_been_updated else None)
+        if has_been_updated:
+            unpin(list(param_list or [self]), source=0)
+        else:
+            unpin_unchanged(list(param_list or [self]))
 
 
 def name_parameter(parameter: nn.Parameter) -> None:
     """Gives the parameter the names above. Every rank does it in the same order, so `ds_id` is the same on all."""
     if not isinstance(parameter, ZeroNames):
-        parameter.__class__ = _with_names(type(parameter))
+        change_class(parameter, make=_with_names)
     if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class and no number
         parameter.ds_id = next(_numbers)
 

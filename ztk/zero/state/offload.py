@@ -15,9 +15,9 @@ from ztk.runtime import Tier
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
-from ztk.zero.partitioned import placeholder
 from ztk.zero.piece import Piece
 from ztk.zero.reduction import GradientReduction
+from ztk.zero.released import placeholder, release
 from ztk.zero.update import ShardUpdate
 
 
@@ -81,7 +81,8 @@ class StateOffloader:
         if StateKind.lp_params in kinds:
             for bucket in self._unsharded:
                 for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
-                    parameter.data = placeholder(placement.shape, dtype=bucket.traits.dtype, device=self._device)
+                    empty = placeholder(placement.shape, dtype=bucket.traits.dtype, device=self._device)
+                    release(parameter, value=empty)
         if StateKind.contiguous_grad_buffer in kinds:
             self.free_buffers()
         self.absent = frozenset(kinds)

@@ -1,0 +1,116 @@
+"""A released parameter can be read, and nothing can be written into it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ztk.deepspeed as deepspeed
+from tests.deepspeed import scripts
+from tests.zero.models import Layout, make_engine
+
+
+def _index(p):
+    p[0, 0] = 7
+
+
+def _assign(p):
+    p.data = torch.zeros(p.shape)
+
+
+def _view(p):
+    p.data.view(-1)[:3].mul_(0)
+
+
+WRITES = {
+    "zeros_": nn.init.zeros_,
+    "normal_": nn.init.normal_,
+    "xavier": nn.init.xavier_uniform_,
+    "fill_": lambda p: p.fill_(1.0),
+    "data.fill_": lambda p: p.data.fill_(1.0),
+    "detach.zero_": lambda p: p.detach().zero_(),
+    "index": _index,
+    "masked_fill_": lambda p: p.masked_fill_(torch.ones(p.shape, dtype=torch.bool), 1.0),
+    "copy_": lambda p: p.copy_(torch.ones(p.shape)),
+    "data.copy_": lambda p: p.data.copy_(torch.ones(p.shape)),
+    "data =": _assign,
+    "view": _view,
+    "lerp_": lambda p: p.data.lerp_(torch.ones(p.shape), 0.5),
+    "load_state_dict": None,
+}
+
+
+def _written(parameters: dict, module: nn.Module) -> dict[str, str]:
+    """What each way to write says."""
+    said = {}
+    for name, write in WRITES.items():
+        try:
+            with torch.no_grad():
+                if write is None:
+                    module.load_state_dict(
+                        {key: torch.zeros(value.shape) for key, value in module.state_dict().items()}
+                    )
+                else:
+                    write(parameters["blocks.0.up.weight"])
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+def _reads(parameter: nn.Parameter) -> bool:
+    """Reading is possible: everything is NaN."""
+    nan = parameter.isnan().all() and parameter.sum().isnan() and torch.isnan(parameter.norm())
+    copied = copy.deepcopy(parameter)
+    copied.data.fill_(1.0)  # a copy is an ordinary parameter
+    known = tuple(parameter.shape), parameter.numel(), parameter.requires_grad, "nan" in repr(parameter)
+    return bool(nan) and bool(copied.eq(1).all()) and known[2] and known[3]
+
+
+def written_at_stage_3(process, *, offload: str) -> dict:
+    engine = make_engine(process, layout=Layout(stage=3, offload=offload))
+    parameters = dict(engine.module.named_parameters())
+    before = {name: value.clone() for name, value in engine.zero.full_parameters()}
+    said = _written(parameters, engine.module)
+    reads = _reads(parameters["blocks.0.up.weight"])
+    after = {name: value.clone() for name, value in engine.zero.full_parameters()}
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    others = all(parameter.isnan().all() for parameter in parameters.values())
+    engine.close()
+    return {"said": said, "reads": reads, "same": same and others}
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_writing_a_released_parameter_is_an_error(ranks, offload):
+    for found in ranks(2).run(written_at_stage_3, offload=offload):
+        for name in WRITES:
+            assert "GatheredParameters" in found["said"].get(name, "nothing"), name
+        assert found["reads"] and found["same"]
+
+
+def written_under_init(process) -> dict[str, str]:
+    torch.manual_seed(0)
+    with deepspeed.zero.Init():
+        model = scripts.SimpleModel()
+    said = {}
+    for name, write in WRITES.items():
+        try:
+            with torch.no_grad():
+                if write is None:
+                    model.load_state_dict(scripts.build().state_dict())
+                else:
+                    write(model.fc1.weight)
+        except RuntimeError as error:
+            said[name] = str(error)
+    with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        same = torch.equal(model.fc1.weight, scripts.build().fc1.weight)
+        nn.init.zeros_(model.fc1.weight)
+    with deepspeed.zero.GatheredParameters(model.fc1.weight):
+        assert same and model.fc1.weight.eq(0).all()
+    return said
+
+
+def test_writing_a_parameter_that_was_built_sharded_is_an_error(ranks):
+    for said in ranks(2).run(written_under_init):
+        for name in WRITES:
+            assert "GatheredParameters" in said.get(name, "nothing"), name

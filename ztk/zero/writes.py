@@ -1,0 +1,155 @@
+"""What a script does to parameters between steps, found once per step and taken over, or refused with the call that does it.
+
+A bucket whose parameters are full on every rank keeps them as views of its buffer. A script may write them in place, through `.data`, or
+give them other memory (`p.data = x`). The optimizer reads master weights, which are elsewhere in 16 bit and where states are offloaded, so
+such values must reach them. Writes in place raise a parameter's version, other memory has another address, and the class of an engine's
+parameters notes that `.data` was read: these three are asked, about half a microsecond per parameter and step; values are compared only
+where one of them says so.
+
+Sharded parameters (stage 3) are checked when they are released: what was written into them while they were gathered would be lost.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
+from ztk.zero.piece_states import MASTER, PieceStates
+from ztk.zero.released import restore
+from ztk.zero.watched import take_data_mark
+
+
+class ParameterWrites:
+    """Finds what changed about the parameters of `buckets` since the last call."""
+
+    def __init__(
+        self, buckets: list[Bucket], *, model: nn.Module, context: ZeroContext, finish_update: Callable[[], None]
+    ) -> None:
+        """finish_update: returns when the last optimizer step and its writes have ended."""
+        self._buckets, self._states, self._finish_update = buckets, PieceStates(context), finish_update
+        names = {parameter: placement.name for _, parameter, placement in _places(buckets)}
+        self._slots = [
+            (module, key, parameter, names[parameter])
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter in names
+        ]
+        self._missed: set[str] = set()  # trained parameters that were frozen in some step
+        self._versions = {parameter: parameter._version for parameter in names}
+
+    def take_over(self) -> None:
+        """Makes what was written count: other memory becomes the bucket's again, and master weights follow.
+
+        Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            for bucket in self._buckets:
+                if bucket.full is not None and not bucket.traits.shards_parameters and bucket.residency.is_shown:
+                    changed = [place.name for place in self._changed(bucket)]
+                    if changed:
+                        self._refresh(bucket, names=changed)
+
+    def check_structure(self) -> None:
+        """Raises RuntimeError if a step would not train what the model computes with, or train what it must not."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for module, key, parameter, name in self._slots:
+                now = module._parameters.get(key)
+                if now is not parameter and now is not None and now.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {name} was replaced by another object (load_state_dict(assign=True), or an assignment), which the "
+                        "engine does not train: use load_state_dict without assign, or engine.load_checkpoint; or destroy() the engine "
+                        "and initialize again"
+                    )
+            for bucket, parameter, placement in _places(self._buckets):
+                if parameter.requires_grad and not bucket.traits.trainable:
+                    raise RuntimeError(
+                        f"parameter {placement.name} requires a gradient now, but it was frozen when the engine was built and has no "
+                        "optimizer states: let it require one at first, and freeze it by requires_grad_(False) after; or destroy() the "
+                        "engine and initialize again"
+                    )
+            lost = dict.fromkeys(name for bucket in self._buckets for name in bucket.residency.lost)
+            for bucket in self._buckets:
+                bucket.residency.lost.clear()
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(list(lost)[:5])}: written while gathered for a forward (zero stage 3), so the values are lost. Write inside "
+                "deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), or normalise a copy in the forward; stages 0 to 2 keep such "
+                "writes"
+            )
+
+    def frozen_names(self) -> frozenset[str]:
+        """Trained parameters for which requires_grad_(False) was called: a step leaves them and their states alone.
+
+        Raises RuntimeError if one that missed steps is trained again and the optimizer corrects its moments by the number of steps.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = frozenset(
+                placement.name
+                for bucket, parameter, placement in _places(self._buckets)
+                if bucket.traits.trainable and not parameter.requires_grad
+            )
+        again = sorted(self._missed - frozen) if "exp_avg_sq" in self._states.names else []
+        if again:
+            raise RuntimeError(
+                f"{', '.join(again[:5])}: frozen for some steps and trained again; Adam's bias correction counts the engine's steps, not the "
+                "parameter's, so the next updates would be wrong. Call destroy() and initialize again when you unfreeze, or use SGD or Lion"
+            )
+        self._missed |= frozen
+        return frozen
+
+    def _changed(self, bucket: Bucket) -> Iterator:
+        first, size = bucket.full.data_ptr(), bucket.full.element_size()
+        for parameter, place in zip(bucket.parameters, bucket.layout.placements, strict=True):
+            version, is_marked = parameter._version, take_data_mark(parameter)
+            is_moved = parameter.data_ptr() != first + place.offset * size or parameter.dtype != bucket.traits.dtype
+            if is_moved and place.numel:
+                self._bring_back(bucket, parameter=parameter, place=place)
+            elif version == self._versions[parameter] and not is_marked:
+                continue
+            self._versions[parameter] = version
+            yield place
+
+    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: object) -> None:
+        value = torch.Tensor.data.__get__(parameter)
+        if value.dtype != bucket.traits.dtype or value.shape != torch.Size(place.shape):
+            raise ValueError(
+                f"parameter {place.name}: is {value.dtype} of shape {tuple(value.shape)} now, and the engine holds it as "
+                f"{bucket.traits.dtype} of shape {tuple(place.shape)}: convert the model before initialize"
+            )
+        for other, parameter_of_other, placed in _places(self._buckets):
+            if parameter_of_other is not parameter and other.full is not None and _overlaps(value, parameter_of_other):
+                raise ValueError(
+                    f"parameters {place.name} and {placed.name} share memory now (by .data): a tie must be one parameter in both "
+                    "modules, before initialize (a.weight = b.weight)"
+                )
+        own = bucket.full[place.offset : place.stop].view(place.shape)
+        own.copy_(value)
+        restore(parameter, value=own)
+
+    def _refresh(self, bucket: Bucket, *, names: list[str]) -> None:
+        """Master weights of `names` whose cast is not the parameter's value take that value; the others keep their precision."""
+        for piece in bucket.pieces:
+            places = [fragment.place for fragment in piece.fragments if fragment.name in names]
+            if not places or piece.states is None or piece.states.shape[0] == len(self._states.names):
+                continue  # frozen, or the parameter is its own master
+            self._finish_update()
+            with self._states.changing(piece) as rows:
+                master, parameter = rows[MASTER], piece.of(bucket.full)
+                for place in places:
+                    value = parameter[place].to(master.device)
+                    is_same = master[place].to(value.dtype) == value
+                    master[place] = torch.where(is_same, master[place], value.float())
+
+
+def _places(buckets: list[Bucket]) -> Iterator[tuple]:
+    for bucket in buckets:
+        for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+            yield bucket, parameter, placement
+
+
+def _overlaps(value: Tensor, other: Tensor) -> bool:
+    start, stop = value.data_ptr(), value.data_ptr() + value.nbytes
+    is_full = other.numel() and other.untyped_storage().nbytes() >= other.nbytes and value.device == other.device
+    return bool(is_full) and start < other.data_ptr() + other.nbytes and other.data_ptr() < stop
