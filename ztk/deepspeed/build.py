@@ -8,6 +8,7 @@ from torch import nn
 from ztk.deepspeed import owners
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.experts import expert_topology, give_layer_options
+from ztk.deepspeed.gradients import show_gradients
 from ztk.deepspeed.groups import TrainedGroups, freeze_others, groups_of_config
 from ztk.deepspeed.leaf import settle_units
 from ztk.deepspeed.log import logger
@@ -66,6 +67,7 @@ class Builder:
             parts=self.parts,
         )
         owners.register(engine)
+        show_gradients(self.model)
         if settings.zero.shards_parameters:
             for parameter in self.model.parameters():
                 name_parameter(parameter)

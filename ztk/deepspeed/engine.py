@@ -13,6 +13,7 @@ from ztk.deepspeed import owners
 from ztk.deepspeed.build import Builder
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.getters import Getters
+from ztk.deepspeed.gradients import take_changes
 from ztk.deepspeed.loader import loader_of
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
@@ -60,7 +61,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._in_no_sync = False
         self._step_applied = False
         self._compiled = False
-        self._closed = False
+        self._closed = self._warned_of_drop = False
         self._watcher = Watcher(self)
 
     def __getattr__(self, name: str) -> object:
@@ -218,7 +219,22 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients live in the engine's buffers, which a step empties."""
+        """Drops the gradients since the last step, as in plain PyTorch, also those of earlier micro-batches. Every rank calls it.
+
+        Micro-batches go on counting: the step comes where it would have come.
+        """
+        if self.optimizer is None:
+            return
+        if self._since_step and self.engine.zero.reduction.has_gradients and not self._warned_of_drop:
+            self._warned_of_drop = True
+            if self.global_rank == 0:
+                logger.warning(
+                    "zero_grad() after %d of %d micro-batches drops their gradients, as in plain PyTorch (DeepSpeed's keeps them): call it "
+                    "once per step",
+                    self._since_step,
+                    self.settings.batch.accumulation,
+                )
+        self.optimizer.zero_grad(set_to_none)
 
     def compile(
         self,
@@ -275,6 +291,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """Tells the engine what the coming backward is for."""
         self.engine.boundary = self.is_gradient_accumulation_boundary()
         self.engine.prepare_backward()
+        take_changes(self.engine)
 
     def _need_optimizer(self) -> None:
         if self.optimizer is None:

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor
 
+from ztk.deepspeed.gradients import forget_gradients
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
@@ -52,7 +53,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.optimizer._opt_called = True  # a torch scheduler warns if its optimizer has not stepped before it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients live in the engine's buffers, which a step empties."""
+        """`DeepSpeedEngine.zero_grad`."""
+        if self._engine.zero.reduction.has_gradients:
+            self._engine.discard_gradients()
+            forget_gradients(self._engine)
 
     @property
     def overflow(self) -> bool:

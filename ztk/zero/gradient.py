@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from ztk.zero.layout import BucketLayout
+
+# What autograd has left in a parameter; a subclass may show scripts something else.
+gradient_of, set_gradient = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
 
 
 class BucketGradient:
@@ -30,6 +34,7 @@ class BucketGradient:
         acquire: returns the buffer [layout.size] if there is none yet.
         """
         parameter, placement = self.parameters[index], self._layout.placements[index]
+        autograds = gradient_of(parameter)
         if self.full is None:
             self.full = acquire()
             self.restart()
@@ -37,17 +42,21 @@ class BucketGradient:
                 self.full[gap.start : gap.stop].zero_()
         place = self.full[placement.offset : placement.stop].view(placement.shape)
         if self._written[index]:
-            place.add_(parameter.grad)
+            place.add_(autograds)
         else:
-            place.copy_(parameter.grad)
+            place.copy_(autograds)
             self._written[index] = True
-        parameter.grad = None
+        set_gradient(parameter, None)
         self._arrived.add(index)
 
     @property
     def has_local(self) -> bool:
         """A parameter's local gradient is in the buffer."""
         return self.full is not None and any(self._written)
+
+    def has_arrived(self, index: int) -> bool:
+        """The buffer holds a gradient of parameter `index`."""
+        return self.full is not None and self._written[index]
 
     @property
     def is_complete(self) -> bool:

@@ -16,6 +16,7 @@ from ztk.runtime.pending import Pending
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
+from ztk.zero.gradient import gradient_of, set_gradient
 from ztk.zero.shards import ReducedShards
 from ztk.zero.units import ROOT
 
@@ -137,7 +138,7 @@ class GradientReduction:
         Raises RuntimeError for a gradient of a bucket that is reduced already.
         """
         if (
-            bucket.parameters[index].grad is None
+            gradient_of(bucket.parameters[index]) is None
         ):  # an autograd function returned None; PyTorch calls the hook all the same
             return
         if self._current is None:
@@ -177,6 +178,17 @@ class GradientReduction:
     def has_unreduced(self) -> bool:
         """Backwards that did not reduce have left gradients on this rank."""
         return any(bucket.gradient.has_local and not bucket.gradient.is_final for bucket in self._buckets)
+
+    @property
+    def has_gradients(self) -> bool:
+        """A backward has left gradients, reduced or not, since the last step; the same on every rank unless a backward failed."""
+        return (
+            self._current is not None
+            or bool(self._in_flight)
+            or any(
+                b.gradient.has_local or b.gradient.has_earlier or b.gradient.squares is not None for b in self._buckets
+            )
+        )
 
     def reduce_now(self) -> None:
         """Reduces, as a last backward does, what backwards that did not reduce left on the ranks. Every rank must call it."""
@@ -266,7 +278,7 @@ class GradientReduction:
             if bucket.traits.shards_gradients and (local := bucket.gradient.take()) is not None:
                 self.pool.release(local)
             for parameter in bucket.parameters:
-                parameter.grad = None
+                set_gradient(parameter, None)
         self._gathering.reshard_all()
         self._current = None
         self.forget()

@@ -144,8 +144,8 @@ class Zero:
 
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step. Every rank must call it."""
+        self._update.finish_running()  # its thread fetches states, too
         self.reduction.discard()
-        self._update.drop_ahead()
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in order of definition, whose reduced gradient is not finite, and of a pipeline's ranks the first's.

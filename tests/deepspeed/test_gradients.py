@@ -1,0 +1,172 @@
+"""`p.grad` and `zero_grad` of an engine, beside a plain model's."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ztk.deepspeed as deepspeed
+from tests.deepspeed import scripts
+
+
+def _clip(model, parameters) -> None:
+    nn.utils.clip_grad_norm_(parameters, 0.05)
+
+
+def _scale(model, parameters) -> None:
+    for parameter in model.fc1.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def _assign(model, parameters) -> None:
+    model.fc2.weight.grad = torch.ones_like(model.fc2.weight)
+    model.fc1.bias.grad = None
+
+
+def _noise(model, parameters) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                parameter.grad.data.add_(0.01 * number)
+
+
+EDITS = {"clip": _clip, "scale": _scale, "assign": _assign, "noise": _noise}
+
+
+def edited(process, *, stage: int, offload: str, bf16: bool, edit: str) -> dict:
+    zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
+    config = scripts.config(stage=stage, accumulation=2, zero=zero, bf16={"enabled": bf16}, gradient_clipping=0.0)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
+    dtype, seen = torch.bfloat16 if bf16 else torch.float32, []
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    deepspeed.log.logger.addHandler(handler)
+    for step in range(3):
+        x, y = scripts.data(step)
+        x, y = x.chunk(2)[process.rank].to(dtype), y.chunk(2)[process.rank]
+        for part in range(2):
+            loss = F.cross_entropy(engine(x.chunk(2)[part]).float(), y.chunk(2)[part])
+            engine.backward(loss)
+            if part:
+                seen.append([None if p.grad is None else p.grad.clone() for p in engine.module.parameters()])
+                if stage == 0:
+                    EDITS[edit](engine.module, list(engine.parameters()))
+            engine.step()
+    deepspeed.log.logger.removeHandler(handler)
+    found = {"seen": seen, "weights": scripts.weights(engine), "messages": messages}
+    engine.destroy()
+    return found
+
+
+def plain(edit: str) -> dict:
+    model = scripts.build()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(3):
+        x, y = scripts.data(step)
+        sgd.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        seen.append([p.grad.clone() for p in model.parameters()])
+        EDITS[edit](model, list(model.parameters()))
+        sgd.step()
+    return {"seen": seen, "weights": {name: value.detach() for name, value in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("offload", "bf16"), [("none", False), ("cpu", False), ("none", True)])
+def test_gradients_are_there_at_stage_0_and_what_a_script_makes_of_them_counts(ranks, edit, offload, bf16):
+    expected = plain(edit)
+    for found in ranks(2).run(edited, stage=0, offload=offload, bf16=bf16, edit=edit):
+        # fp32: other orders of sums. bf16: gradients up to 1 are rounded to 2^-8, three steps of lr 0.1.
+        near = {"rtol": 0, "atol": 2e-2 if bf16 else 1e-6}
+        for mine, theirs in zip(found["seen"][0], expected["seen"][0], strict=True):
+            torch.testing.assert_close(mine.float(), theirs, **near)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], value, **near)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_above_stage_0_gradients_are_none_and_the_first_read_says_why(ranks, stage):
+    first, second = ranks(2).run(edited, stage=stage, offload="none", bf16=False, edit="clip")
+    assert all(gradient is None for gradients in first["seen"] for gradient in gradients)
+    assert sum("gradient_clipping" in message for message in first["messages"]) == 1 and not second["messages"]
+
+
+def dropped(process, *, stage: int, offload: str, accumulation: int) -> dict:
+    """Every second batch is dropped by zero_grad, after its backward."""
+    zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
+    config = scripts.config(stage=stage, accumulation=accumulation, zero=zero, gradient_clipping=0.0)
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
+    for step in range(6):
+        x, y = scripts.data(step)
+        x, y = x.chunk(2)[process.rank], y.chunk(2)[process.rank]
+        loss = F.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        if step % 2 == 0:
+            engine.zero_grad()
+            if accumulation == 1:
+                continue
+        engine.step()
+    weights = scripts.weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("offload", "accumulation"), [("none", 1), ("cpu", 1), ("none", 2)])
+def test_zero_grad_drops_a_batch(ranks, stage, offload, accumulation):
+    model = scripts.build()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(1, 6, 2):
+        x, y = scripts.data(step)
+        adamw.zero_grad()
+        (F.cross_entropy(model(x), y) / accumulation).backward()
+        adamw.step()
+    for found in ranks(2).run(dropped, stage=stage, offload=offload, accumulation=accumulation):
+        for name, value in model.named_parameters():
+            # another order of sums in gradients, which Adam's first steps divide by their own size: at most lr per step where they vanish
+            torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-4)
+
+
+def adversaries(process, *, stage: int) -> list:
+    """A GAN's two engines: the generator's loss runs backward through the discriminator, whose zero_grad drops that."""
+    torch.manual_seed(0)
+    made, drawn = nn.Linear(4, 6), nn.Linear(6, 1)
+    config = scripts.config(stage=stage, gradient_clipping=0.0)
+    generator, *_ = deepspeed.initialize(model=made, config=config)
+    discriminator, *_ = deepspeed.initialize(model=drawn, config=config)
+    for step in range(4):
+        noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).chunk(2)[process.rank]
+        discriminator.zero_grad()
+        discriminator.backward(discriminator(generator(noise).detach()).square().mean())
+        discriminator.step()
+        generator.zero_grad()
+        generator.backward((discriminator(generator(noise)) - 1).square().mean())
+        generator.step()
+    found = [scripts.weights(engine) for engine in (generator, discriminator)]
+    generator.destroy()
+    discriminator.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gans_engines_do_not_mix_their_gradients(ranks, stage):
+    torch.manual_seed(0)
+    made, drawn = nn.Linear(4, 6), nn.Linear(6, 1)
+    adams = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in (made, drawn)]
+    for step in range(4):
+        noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        adams[1].zero_grad()
+        drawn(made(noise).detach()).square().mean().backward()
+        adams[1].step()
+        adams[0].zero_grad()
+        (drawn(made(noise)) - 1).square().mean().backward()
+        adams[0].step()
+    for found in ranks(2).run(adversaries, stage=stage):
+        for model, weights in zip((made, drawn), found, strict=True):
+            for name, value in model.named_parameters():
+                torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=1e-4)  # as above

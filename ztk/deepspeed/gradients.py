@@ -1,0 +1,124 @@
+"""`p.grad` of an engine's parameters.
+
+At stage 0 it is the averaged gradient without loss scale, from the backward to the step, made of the engine's buffer when somebody reads it:
+a script may clip it, change it in place or set it, and the step uses what it finds. An element that nobody changed keeps its bits in the
+buffer. Before the last micro-batch it is this rank's own sum so far. From stage 1 on a rank has a part of the gradients, and `p.grad` is
+None, as DeepSpeed's; the first read says what to use.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ztk.deepspeed.log import logger
+from ztk.deepspeed.owners import Owner, owner_of
+from ztk.engine import Engine
+from ztk.kernels import sum_of_squares
+from ztk.zero.released import change_class
+
+_HINT = (
+    "p.grad is None: at ZeRO stages 1 to 3 gradients are sharded, so clip_grad_norm_ and changes of p.grad do nothing. Set gradient_clipping "
+    "in the configuration; deepspeed.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value) read and change a gradient"
+)
+_shown: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (what the script has, what the buffer held)
+_warned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # engines' first parameters
+
+
+class _WithGradient:
+    """Mixed into the class of an engine's parameters."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        own = torch.Tensor.grad.__get__(self)
+        if own is not None:
+            return own
+        return _shown[self][0] if self in _shown else _show(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self not in _shown and _show(self) is None:
+            torch.Tensor.grad.__set__(self, value)
+            return
+        if value is not None and value.shape != self.shape:
+            raise RuntimeError(
+                f"p.grad = a tensor of shape {tuple(value.shape)}: the parameter has {tuple(self.shape)}"
+            )
+        _shown[self] = value, _shown[self][1]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def show_gradients(model: nn.Module) -> None:
+    """Gives the parameters of an engine the `grad` above."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, _WithGradient):
+            change_class(parameter, make=_with_gradient)
+
+
+def take_changes(engine: Engine) -> None:
+    """Writes what scripts changed about `p.grad` since it was read into the engine's buffers; the norm follows."""
+    if not _shown:
+        return
+    for bucket in engine.zero.buckets:
+        changed = False
+        for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+            if parameter in _shown and bucket.gradient.full is not None:
+                value, before = _shown.pop(parameter)
+                place = bucket.gradient.full[placement.offset : placement.stop].view(placement.shape)
+                value = torch.zeros_like(before) if value is None else value.detach().to(before)
+                is_same = (value == before) | (value.isnan() & before.isnan())
+                if not bool(is_same.all()):
+                    scaled = value.float() * _divisor(engine, is_reduced=bucket.gradient.squares is not None)
+                    place.copy_(torch.where(is_same, place, scaled.to(place.dtype)))
+                    changed = True
+        if changed and bucket.gradient.squares is not None:
+            bucket.gradient.squares = sum_of_squares(bucket.own(bucket.gradient.full))
+
+
+def forget_gradients(engine: Engine) -> None:
+    """The gradients are dropped: what scripts have of them counts no more."""
+    for bucket in engine.zero.buckets if _shown else ():
+        for parameter in bucket.parameters:
+            _shown.pop(parameter, None)
+
+
+def _show(parameter: nn.Parameter) -> Tensor | None:
+    owner = owner_of(parameter)
+    if owner is None or not owner.bucket.traits.trainable:
+        return None
+    engine = owner.engine
+    if engine.zero.policy.stage > 0:
+        _warn_once(engine, owner=owner)
+        return None
+    engine.zero.reduction.settle()
+    gradient, index = owner.bucket.gradient, [place.name for place in owner.bucket.layout.placements].index(owner.name)
+    is_reduced = gradient.squares is not None
+    if gradient.full is None or not (is_reduced or gradient.has_arrived(index)):
+        return None
+    place = owner.bucket.layout.placements[index]
+    full = gradient.full[place.offset : place.stop].view(place.shape)
+    value = (full.float() / _divisor(engine, is_reduced=is_reduced)).to(parameter.dtype)
+    _shown[parameter] = value, value.clone()
+    return value
+
+
+def _divisor(engine: Engine, *, is_reduced: bool) -> Tensor:
+    ranks = engine.process.mesh.comm("data").size if is_reduced else 1
+    return engine.control.loss_scale * ranks * engine.accumulation_steps
+
+
+def _warn_once(engine: Engine, *, owner: Owner) -> None:
+    first = engine.zero.buckets[0].parameters[0]
+    if first in _warned or not engine.zero.reduction.has_gradients or engine.process.rank:
+        return
+    _warned[first] = True
+    logger.warning("%s (read of parameter %s)", _HINT, owner.name)
+
+
+@functools.cache
+def _with_gradient(cls: type) -> type:
+    return type(f"Graded{cls.__name__}", (_WithGradient, cls), {"__module__": __name__})
