@@ -37,9 +37,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not of_engine:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
         assert closure is None
+        client = self.optimizer if self.optimizer is not self else None
+        for hook in _hooks(client, kind="pre"):
+            if hook(client, (), {}) is not None:
+                raise ValueError(
+                    "a pre-step hook of the optimizer returned other arguments, and the engine's step has none"
+                )
         self._write_hyper()
         self._engine.step()
         self._mark_stepped()
+        for hook in _hooks(client, kind="post"):
+            hook(client, (), {})
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
         """The engine's full step, for a pipeline; returns its loss."""
@@ -116,3 +124,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
         table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)
+
+
+def _hooks(client: torch.optim.Optimizer | None, *, kind: str) -> list:
+    """The client's own step hooks. Its step is replaced by the engine's, so torch calls none; those of `self` it calls by itself."""
+    return [] if client is None else list(getattr(client, f"_optimizer_step_{kind}_hooks", {}).values())

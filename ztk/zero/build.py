@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ztk.runtime import Tier
 from ztk.runtime.part import InitialValues
+from ztk.zero.aliases import check_aliases
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.exchange import exchange_of
@@ -31,12 +32,13 @@ class Builder:
         """Takes over all parameters of `model` and frees their memory, bucket by bucket. A collective call.
 
         initial_values: needed if `model` is on the meta device. Otherwise rank 0's values are everybody's.
-        Raises ValueError if a parameter has no values.
+        Raises ValueError if a parameter has no values, or shares memory with another tensor of the model.
         """
         self._context, self._policy, self._stores = context, context.policy, context.stores
         self._states = PieceStates(context)
         if initial_values is None:
             _check_has_values(model)
+        check_aliases(model)
         plans = plan_units(model)
         values = self._take_values(model)
         self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
