@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
+from ztk.deepspeed.log import logger
 
 
 def _clip(model, parameters) -> None:
@@ -44,7 +45,7 @@ def edited(process, *, stage: int, offload: str, bf16: bool, edit: str) -> dict:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    deepspeed.log.logger.addHandler(handler)
+    logger.addHandler(handler)
     for step in range(3):
         x, y = scripts.data(step)
         x, y = x.chunk(2)[process.rank].to(dtype), y.chunk(2)[process.rank]
@@ -56,7 +57,7 @@ def edited(process, *, stage: int, offload: str, bf16: bool, edit: str) -> dict:
                 if stage == 0:
                     EDITS[edit](engine.module, list(engine.parameters()))
             engine.step()
-    deepspeed.log.logger.removeHandler(handler)
+    logger.removeHandler(handler)
     found = {"seen": seen, "weights": scripts.weights(engine), "messages": messages}
     engine.destroy()
     return found

@@ -66,6 +66,7 @@ def test_gathered_parameters_before_initialize(ranks):
     for found in ranks(2).run(zero_init.gathered_before_initialize):
         before, after = found["before"], found["after"]
         assert found["inner"].eq(2).all() and found["still"] == "AVAILABLE" and found["status"] == "AVAILABLE"
+        assert "modifier_rank" in found["refused"]
         for name, value in after.items():
             if name == "extra.weight":
                 assert value.eq(2).all()

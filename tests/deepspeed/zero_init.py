@@ -152,8 +152,12 @@ def gathered_before_initialize(process: Process) -> dict:
                 weight.data.fill_(2.0)
         inner = weight.detach().clone()
         still = every[0].ds_status.name
-    with deepspeed.zero.GatheredParameters(gain), torch.no_grad():
-        gain.fill_(3.0)  # nobody's: no modifier_rank
+    refused = ""
+    try:
+        with deepspeed.zero.GatheredParameters(gain), torch.no_grad():
+            gain.fill_(3.0)  # nobody's: no modifier_rank
+    except RuntimeError as error:
+        refused = str(error)
     state = {name: torch.full_like(value, 0.5) for name, value in before.items() if name.startswith("blocks.2.")}
     for prefix, module in model.named_modules(prefix=""):  # as DeepSpeed's documents load a checkpoint
         own = list(module.parameters(recurse=False))
@@ -163,7 +167,8 @@ def gathered_before_initialize(process: Process) -> dict:
     model.extra.weight.all_gather()
     status = weight.ds_status.name
     model.extra.weight.partition()
-    return {"before": before, "after": values(model), "inner": inner, "still": still, "status": status}
+    after = values(model)
+    return {"before": before, "after": after, "inner": inner, "still": still, "status": status, "refused": refused}
 
 
 def other_ways(process: Process) -> dict:

@@ -26,7 +26,7 @@ def check_aliases(model: nn.Module) -> None:
                 if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
                     both = " and ".join(sorted((other_name, name)))
                     raise ValueError(
-                        f"parameters {' and '.join(sorted((other_name, name)))} share memory, but are two parameters (tied by .data, or one is a view of the "
+                        f"parameters {both} share memory, but are two parameters (tied by .data, or one is a view of the "
                         "other): the engine gives each its own place, which would untie them. Use one parameter in both modules "
                         "(a.weight = b.weight), and transpose or slice it in the forward"
                     )

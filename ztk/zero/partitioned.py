@@ -163,7 +163,7 @@ class PartitionedParameter:
                 return False
             own, value = self.own, self.parameter.data.detach().reshape(-1)
             start = self.init_context.comm.rank * self._slot.shape[0]
-            return not same_bits(own.to(value.device), value[start : start + own.numel()])
+            return not same_bits(own.to(value.device), second=value[start : start + own.numel()])
 
     @property
     def _label(self) -> str:
@@ -212,7 +212,7 @@ def is_taken(parameter: nn.Parameter) -> bool:
     return parameter in _taken
 
 
-def same_bits(first: Tensor, second: Tensor) -> bool:
+def same_bits(first: Tensor, *, second: Tensor) -> bool:
     """Whether two tensors of one size, flat, have the same dtype and the same bits, NaN included."""
     return first.dtype == second.dtype and torch.equal(
         first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)

@@ -171,7 +171,7 @@ class Residency:
             if start < stop:
                 stored = torch.empty(piece.numel, dtype=self._traits.dtype, device=self.full.device)
                 self._store.fetch_into(piece.parameter, out=stored).wait()
-                if not same_bits(stored[start - piece.start : stop - piece.start], self.full[start:stop]):
+                if not same_bits(stored[start - piece.start : stop - piece.start], second=self.full[start:stop]):
                     return True
         return False
 

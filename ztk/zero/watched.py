@@ -12,7 +12,6 @@ class _Watched:
     """Mixed into the class of every parameter of an engine."""
 
     _own_class: type
-    _data_was_read = False
 
     @property
     def data(self) -> Tensor:
@@ -32,10 +31,7 @@ def watch(parameter: nn.Parameter) -> None:
 
 def take_data_mark(parameter: nn.Parameter) -> bool:
     """Whether `.data` was read since the last call."""
-    was_read = parameter._data_was_read
-    if was_read:
-        parameter._data_was_read = False
-    return was_read
+    return parameter.__dict__.pop("_data_was_read", False)
 
 
 @functools.cache

@@ -37,14 +37,19 @@ class ParameterWrites:
             if parameter in names
         ]
         self._missed: set[str] = set()  # trained parameters that were frozen in some step
-        self._versions = {parameter: parameter._version for parameter in names}
+        self._trained = [
+            (parameter, bucket.traits.trainable, placement.name) for bucket, parameter, placement in _places(buckets)
+        ]
+        self._versions = {bucket: [parameter._version for parameter in bucket.parameters] for bucket in buckets}
 
     def take_over(self) -> None:
         """Makes what was written count: other memory becomes the bucket's again, and master weights follow.
 
-        Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one.
+        Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one, and RuntimeError for one that
+        another object has replaced in the model.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            self._check_replaced()
             for bucket in self._buckets:
                 if bucket.full is not None and not bucket.traits.shards_parameters and bucket.residency.is_shown:
                     changed = [place.name for place in self._changed(bucket)]
@@ -52,20 +57,12 @@ class ParameterWrites:
                         self._refresh(bucket, names=changed)
 
     def check_structure(self) -> None:
-        """Raises RuntimeError if a step would not train what the model computes with, or train what it must not."""
+        """Raises RuntimeError if a step would not train what requires a gradient, or values were lost."""
         with torch._C.DisableTorchFunctionSubclass():
-            for module, key, parameter, name in self._slots:
-                now = module._parameters.get(key)
-                if now is not parameter and now is not None and now.requires_grad:
+            for parameter, is_trained, name in self._trained:
+                if not is_trained and parameter.requires_grad:
                     raise RuntimeError(
-                        f"parameter {name} was replaced by another object (load_state_dict(assign=True), or an assignment), which the "
-                        "engine does not train: use load_state_dict without assign, or engine.load_checkpoint; or destroy() the engine "
-                        "and initialize again"
-                    )
-            for bucket, parameter, placement in _places(self._buckets):
-                if parameter.requires_grad and not bucket.traits.trainable:
-                    raise RuntimeError(
-                        f"parameter {placement.name} requires a gradient now, but it was frozen when the engine was built and has no "
+                        f"parameter {name} requires a gradient now, but it was frozen when the engine was built and has no "
                         "optimizer states: let it require one at first, and freeze it by requires_grad_(False) after; or destroy() the "
                         "engine and initialize again"
                     )
@@ -79,6 +76,16 @@ class ParameterWrites:
                 "writes"
             )
 
+    def _check_replaced(self) -> None:
+        for module, key, parameter, name in self._slots:
+            now = module._parameters.get(key)
+            if now is not parameter and now is not None and now.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was replaced by another object (load_state_dict(assign=True), or an assignment), which the "
+                    "engine does not train: use load_state_dict without assign, or engine.load_checkpoint; or destroy() the engine "
+                    "and initialize again"
+                )
+
     def frozen_names(self) -> frozenset[str]:
         """Trained parameters for which requires_grad_(False) was called: a step leaves them and their states alone.
 
@@ -86,9 +93,7 @@ class ParameterWrites:
         """
         with torch._C.DisableTorchFunctionSubclass():
             frozen = frozenset(
-                placement.name
-                for bucket, parameter, placement in _places(self._buckets)
-                if bucket.traits.trainable and not parameter.requires_grad
+                name for parameter, is_trained, name in self._trained if is_trained and not parameter.requires_grad
             )
         again = sorted(self._missed - frozen) if "exp_avg_sq" in self._states.names else []
         if again:
@@ -100,15 +105,14 @@ class ParameterWrites:
         return frozen
 
     def _changed(self, bucket: Bucket) -> Iterator:
-        first, size = bucket.full.data_ptr(), bucket.full.element_size()
-        for parameter, place in zip(bucket.parameters, bucket.layout.placements, strict=True):
+        first, size, versions = bucket.full.data_ptr(), bucket.full.element_size(), self._versions[bucket]
+        for index, (parameter, place) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             version, is_marked = parameter._version, take_data_mark(parameter)
-            is_moved = parameter.data_ptr() != first + place.offset * size or parameter.dtype != bucket.traits.dtype
-            if is_moved and place.numel:
+            if parameter.data_ptr() != first + place.offset * size and place.numel:
                 self._bring_back(bucket, parameter=parameter, place=place)
-            elif version == self._versions[parameter] and not is_marked:
+            elif version == versions[index] and not is_marked:
                 continue
-            self._versions[parameter] = version
+            versions[index] = version
             yield place
 
     def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: object) -> None:

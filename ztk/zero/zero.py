@@ -128,6 +128,7 @@ class Zero:
 
         Raises RuntimeError if no backward was reduced since the last step. A collective call.
         """
+        self._writes.take_over()
         self._writes.check_structure()
         self.reduction.finish_step()
         self._copies.add_up()
@@ -138,7 +139,6 @@ class Zero:
     def update(self, control: Tensor) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. Raises RuntimeError if parameters are pinned."""
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
-        self._writes.take_over()
         self._update.run(control, frozen=self._writes.frozen_names())
         self.reduction.forget()
 
@@ -181,6 +181,7 @@ class Zero:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, parameter), with no more than one bucket full at a time. Every rank must iterate to the end."""
+        self._writes.take_over()
         for bucket in self.buckets:
             was_sharded = bucket.state is ParameterState.sharded
             if was_sharded:

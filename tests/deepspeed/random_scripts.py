@@ -1,0 +1,296 @@
+"""Models and loops drawn at random, run by an engine on two ranks and by plain PyTorch: equal, or an error, never a silent difference.
+
+A script is drawn from its seed alone: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm), the
+strategy, and for every iteration one thing that public scripts do to parameters and gradients.
+"""
+
+import contextlib
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ztk.deepspeed as deepspeed
+from tests.deepspeed import scripts
+from ztk.deepspeed.log import logger
+from ztk.runtime import Process
+
+WIDTH, STEPS, BATCH = 8, 6, 8
+TIES = ("none", "parameter", "module", "data", "attribute", "buffer")
+ACTIONS = (
+    *(
+        "nothing",
+        "clamp",
+        "clamp data",
+        "swap",
+        "halve",
+        "vector",
+        "load",
+        "assign",
+        "freeze",
+        "unfreeze",
+        "fill",
+        "clip",
+    ),
+    *("scale gradient", "set gradient", "drop", "read data", "double", "normalise"),
+)
+# Faults that were there: what is patched away brings one back.
+PLANTS = {
+    "writes": ("ztk.zero.writes.ParameterWrites.take_over", lambda self: None),
+    "replaced": ("ztk.zero.writes.ParameterWrites._check_replaced", lambda self: None),
+    "frozen": ("ztk.zero.writes.ParameterWrites.frozen_names", lambda self: frozenset()),
+    "aliases": ("ztk.zero.build.check_aliases", lambda model: None),
+    "gradients": ("ztk.deepspeed.engine.take_changes", lambda engine: None),
+    "zero_grad": ("ztk.deepspeed.optimizer.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
+    "placeholders": ("torch._C._set_throw_on_mutable_data_ptr", lambda tensor: None),
+}
+# The seed of a script that differs in silence where the fault is there.
+CAUGHT = {
+    "writes": 0,
+    "replaced": 16,
+    "frozen": 153,
+    "aliases": 100,
+    "gradients": 167,
+    "zero_grad": 421,
+    "placeholders": 275,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """One drawn script."""
+
+    seed: int
+    depth: int
+    tie: str
+    spectral: bool
+    skips: bool
+    frozen: bool
+    stage: int
+    offload: str
+    momentum: float
+    actions: tuple[str, ...]
+
+    @staticmethod
+    def draw(seed: int) -> "Script":
+        rng = random.Random(seed)
+        skips = rng.random() < 0.3
+        acts = [rng.choice(ACTIONS) if rng.random() < 0.4 else "nothing" for _ in range(STEPS)]
+        return Script(
+            seed=seed,
+            depth=rng.randint(2, 4),
+            tie=rng.choice(TIES if rng.random() < 0.15 else TIES[:3]),
+            spectral=rng.random() < 0.2,
+            skips=skips,
+            frozen=rng.random() < 0.2,
+            stage=rng.randrange(4),
+            offload=rng.choice(("none", "cpu")),
+            momentum=0.0
+            if skips or "drop" in acts
+            else 0.9,  # what has no gradient moves by momentum: the page says so
+            actions=tuple(acts),
+        )
+
+
+class Model(nn.Module):
+    """The model of a script."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        torch.manual_seed(script.seed)
+        self.skips = script.skips
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(script.depth))
+        self.head = nn.Linear(WIDTH, 1)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+        first, last = self.layers[0], self.layers[-1]
+        match script.tie:
+            case "parameter":
+                last.weight = first.weight
+            case "module":
+                self.layers[-1] = first
+            case "data":
+                last.weight.data = first.weight.data
+            case "attribute":
+                self.row = first.weight.data[0]
+            case "buffer":
+                self.register_buffer("row", first.weight.detach()[0])
+        if script.frozen:
+            first.bias.requires_grad_(False)
+        if script.spectral:
+            nn.utils.parametrizations.spectral_norm(self.head)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if not (self.skips and index == 1 and number % 2):
+                x = torch.tanh(layer(x * self.scale))
+        if hasattr(self, "row"):
+            x = x + self.row
+        return self.head(x) + self.layers[0].weight[0].sum()  # a view, outside of its module's forward
+
+
+def batch(number: int, *, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+    return x[part], x.sum(1, keepdim=True)[part]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calls:
+    """What a script calls. model: for its output; module: what its author has built; part: of the global batch."""
+
+    model: nn.Module
+    module: nn.Module
+    backward: Callable
+    step: Callable
+    zero_grad: Callable
+    part: slice
+
+
+def loop(script: Script, *, calls: Calls) -> None:
+    """Runs the script."""
+    for number, action in enumerate(script.actions):
+        x, y = batch(number, part=calls.part)
+        calls.zero_grad()
+        calls.backward(F.mse_loss(calls.model(x, number), y))
+        parameters = [parameter for parameter in calls.module.parameters() if parameter.requires_grad]
+        if action == "drop":
+            calls.zero_grad()
+            continue
+        _edit_gradients(action, parameters=parameters)
+        calls.step()
+        _edit_parameters(action, module=calls.module)
+
+
+def _edit_gradients(action: str, *, parameters: list[nn.Parameter]) -> None:
+    if action == "clip":
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+    elif action == "scale gradient":
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.25)
+    elif action == "set gradient":
+        parameters[0].grad = torch.ones_like(parameters[0])
+
+
+def _edit_parameters(action: str, *, module: nn.Module) -> None:
+    weight, parameters = module.layers[0].weight, list(module.parameters())
+    match action:
+        case "clamp":
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.clamp_(-0.1, 0.1)
+        case "clamp data":
+            for parameter in parameters:
+                parameter.data.clamp_(-0.1, 0.1)
+        case "swap":
+            kept = [parameter.data.clone() for parameter in parameters]
+            for parameter in parameters:
+                parameter.data = torch.zeros_like(parameter)
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.data = 0.9 * value
+        case "halve":
+            weight.data = weight.data * 0.5
+        case "vector":
+            nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(parameters), parameters)
+        case "load" | "assign":
+            state = {name: 0.5 * value for name, value in copy.deepcopy(module.state_dict()).items()}
+            module.load_state_dict(state, assign=action == "assign")
+        case "freeze":
+            module.layers[0].requires_grad_(False)
+        case "unfreeze":
+            module.requires_grad_(True)
+        case "fill":
+            nn.init.zeros_(weight)
+        case "read data":
+            [float(parameter.data.norm()) for parameter in parameters]
+        case "double":
+            module.double().float()
+        case "normalise":
+            weight.data.div_(weight.data.norm())
+
+
+def run_plain(script: Script) -> dict[str, Tensor]:
+    model = Model(script)
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=script.momentum)
+    calls = Calls(
+        model=model,
+        module=model,
+        backward=lambda loss: loss.backward(),
+        step=sgd.step,
+        zero_grad=model.zero_grad,
+        part=slice(None),
+    )
+    loop(script, calls=calls)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def run_engine(process: Process, *, seed: int, plant: str = "") -> tuple[str, str]:
+    """("equal", ""), ("error", its text), ("warning", its text) or ("differs", where)."""
+    script, messages = Script.draw(seed), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    engine = None
+    with _planted(plant), _listening(handler):
+        try:
+            engine = _made(script)
+            half = BATCH // process.world_size
+            calls = Calls(
+                model=engine,
+                module=engine.module,
+                backward=engine.backward,
+                step=engine.step,
+                zero_grad=engine.zero_grad,
+                part=slice(half * process.rank, half * (process.rank + 1)),
+            )
+            loop(script, calls=calls)
+            weights = scripts.weights(engine)
+        except (RuntimeError, ValueError, FloatingPointError) as error:
+            return "error", f"{type(error).__name__}: {error}"
+        finally:
+            if engine is not None:
+                engine.destroy()
+    where = _difference(weights, run_plain(script))
+    said = [message for message in messages if "p.grad is None" in message]
+    if where and any(everyone := process.comm.gather_objects(said)):
+        return "warning", next(filter(None, everyone))[0]
+    return ("differs", where) if where else ("equal", "")
+
+
+def _made(script: Script):
+    zero = {} if script.offload == "none" else {"offload_optimizer": {"device": "cpu"}}
+    config = scripts.config(stage=script.stage, zero=zero, gradient_clipping=0.0)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": script.momentum}}
+    return deepspeed.initialize(model=Model(script), config=config)[0]
+
+
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """The parameter that is furthest off, if it is further than two orders of summation explain: fp32 over STEPS steps, values below 2."""
+    worst = {
+        name: float((found[name] - value).abs().max()) if name in found else float("inf")
+        for name, value in expected.items()
+    }
+    name = max(worst, key=lambda key: float("inf") if worst[key] != worst[key] else worst[key])
+    return "" if worst[name] <= 2e-5 else f"{name} by {worst[name]:.2g}"
+
+
+@contextlib.contextmanager
+def _planted(plant: str) -> Iterator[None]:
+    if not plant:
+        yield
+        return
+    with mock.patch(*PLANTS[plant]):
+        yield
+
+
+@contextlib.contextmanager
+def _listening(handler: logging.Handler) -> Iterator[None]:
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
