@@ -104,6 +104,7 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {
+        "ztk.deepspeed.schedule_names": "*",
         "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
     },
     "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
