@@ -1,11 +1,14 @@
 """Names inside DeepSpeed that other projects import: what they do here."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ztk.deepspeed as deepspeed
+from ztk.deepspeed import timers
 from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.version import git_hash
 from ztk.policies.zero import ZeroPolicy
@@ -113,3 +116,84 @@ def test_words_about_the_build():
     constants = module_of("deepspeed.constants")
     assert deepspeed.__git_hash__ == git_hash == module_of("deepspeed.git_version_info").git_hash
     assert constants.TORCH_DISTRIBUTED_DEFAULT_PORT == 29500 and constants.default_pg_timeout.total_seconds() == 600
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that the test moves by hand."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def test_timers_add_up_between_start_and_stop(clock, caplog):
+    clocks = module_of("deepspeed.utils.timer").SynchronizedWallClockTimer()
+    for seconds in (0.5, 0.25):
+        clocks("fwd").start()
+        clock.seconds += seconds
+        clocks("fwd").stop()
+        clock.seconds += 7  # not measured
+    assert clocks("fwd") is clocks.get_timers()["fwd"] and clocks("fwd").elapsed(reset=False) == 750
+    assert clocks.get_mean(["fwd", "bwd"], normalizer=3, reset=False) == {"fwd": 125}
+    with caplog.at_level("INFO", logger="ztk.deepspeed"):
+        clocks.log(["fwd", "bwd"], normalizer=2, memory_breakdown=True)
+    assert "time (ms) | fwd: 375.00 | mem_allocated" in caplog.text and clocks("fwd").elapsed() == 0
+    clocks("fwd").start()
+    clock.seconds += 1
+    assert clocks("fwd").elapsed() == 1000 and clocks("fwd").started_  # it goes on
+    with pytest.raises(RuntimeError, match="stop\\(\\) before start"):
+        clocks("fwd").start()
+    with pytest.raises(RuntimeError, match="'bwd' does not run"):
+        clocks("bwd").stop()
+    with pytest.raises(ValueError, match="normalizer=0"):
+        clocks.get_mean(["fwd"], normalizer=0)
+    assert timers.trim_mean([9.0, *[2.0] * 8, 0.0], 0.1) == 2 and timers.trim_mean([], 0.1) == 0
+
+
+def test_samples_per_second_of_a_scripts_own_loop(clock):
+    lines = []
+    timer = module_of("deepspeed.utils.timer").ThroughputTimer(
+        SimpleNamespace(enabled=True, synchronized=True),
+        12,
+        steps_per_output=2,
+        logging_fn=lines.append,
+        monitor_memory=True,
+    )
+    for step in range(5):
+        for micro in range(2):
+            timer.start()
+            clock.seconds += 10.0 if step < 2 else step - 1  # two steps of warm-up, then 2, 4 and 6 seconds
+            timer.stop(global_step=micro == 1)
+        if step < 2:
+            assert timer.avg_samples_per_sec() == float("-inf")
+    assert timer.avg_samples_per_sec() == 12 * 3 / (2 + 4 + 6) and timer.total_elapsed_time == 12
+    assert len(lines) == 2 and "vm %" in lines[1]
+    assert "micro_step=8/global_step=4, RunningAvgSamplesPerSec=4.0, CurrSamplesPerSec=3.0, MemAllocated" in lines[0]
+    off = timers.ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 12)
+    off.start()
+    off.stop(global_step=True)
+    assert off.global_step_count == 0
+
+
+def loader_of(*, rank, **changes):
+    options = {"batch_size": 2, "pin_memory": False, "local_rank": rank, "tput_timer": None}
+    cls = module_of("deepspeed.runtime.dataloader").DeepSpeedDataLoader
+    return cls(list(range(10)), data_parallel_world_size=2, data_parallel_rank=rank, **options | changes)
+
+
+def test_a_loader_of_each_ranks_part():
+    started = []
+    loaders = [loader_of(rank=0, tput_timer=SimpleNamespace(start=lambda: started.append(1))), loader_of(rank=1)]
+    seen = [[batch.tolist() for batch in loader] for loader in loaders]
+    assert [len(batch) for batch in seen[0]] == [2, 2, 1] and len(loaders[0]) == len(started) - 1 == 3
+    assert sorted(number for part in seen for batch in part for number in batch) == list(range(10))
+    assert [batch.tolist() for batch in loaders[1]] == seen[1]  # again, in the same order
+    loaders[1].data_sampler.set_epoch(1)
+    assert [batch.tolist() for batch in loaders[1]] != seen[1]
+    short = loader_of(rank=0, dataloader_drop_last=True, data_sampler=range(5), collate_fn=sum)
+    assert list(short) == [1, 5] and len(short) == 2
+    assert sum(map(len, loader_of(rank=-1))) == 10
+    with pytest.raises(RuntimeError, match="iter\\(loader\\)"):
+        next(loader_of(rank=0))
+    with pytest.raises(ValueError, match="curriculum_learning"):
+        loader_of(rank=0, deepspeed_dataloader_config={"curriculum_learning": True})

@@ -100,7 +100,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
-    "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "RepeatingLoader"},
+    "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "DeepSpeedDataLoader RepeatingLoader"},
     "deepspeed.runtime.config": {
         "ztk.deepspeed.config": "DeepSpeedConfigError",
         "ztk.deepspeed.parsed": "DeepSpeedConfig",
@@ -161,6 +161,13 @@ MODULES: dict[str, Row] = {
     "deepspeed.utils.nvtx": {"ztk.deepspeed.helpers": "instrument_w_nvtx"},
     "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
     "deepspeed.utils.tensor_fragment": {"ztk.deepspeed.saved_types": "fragment_address", **_PARAMETER_STATES},
+    "deepspeed.utils.timer": {
+        "ztk.deepspeed.timers": (
+            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
+            "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER "
+            "STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer trim_mean"
+        ),
+    },
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": "ztk.deepspeed.zero_to_fp32",
 }
