@@ -350,6 +350,9 @@ def surface(process: Process) -> dict:
         "dtypes": (*engine.get_data_types(), engine.communication_data_type),
         "same": engine.basic_optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer),
         "config": engine.config["train_batch_size"],
+        "solved": (engine._config.train_batch_size, engine._config.gradient_accumulation_steps, engine._config.optimizer_name),
+        "group": torch.distributed.get_process_group_ranks(engine.data_parallel_group),
+        "scaler": (optimizer.loss_scaler.loss_scale, optimizer.loss_scaler.cur_scale, optimizer.loss_scaler.dynamic),
     }  # fmt: skip
     errors = {}
     loss = F.cross_entropy(engine(torch.randn(4, 28)).float(), torch.zeros(4, dtype=torch.long))
@@ -358,6 +361,7 @@ def surface(process: Process) -> dict:
         "vector": lambda: engine.backward(loss.expand(2)),
         "optimizer.step": optimizer.step,
         "state_dict": optimizer.state_dict,
+        "loss_scaler": lambda: optimizer.loss_scaler.update_scale(False),
     }.items():
         try:
             call()

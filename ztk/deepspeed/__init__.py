@@ -17,7 +17,7 @@ __all__ = _names_of("deepspeed")
 
 
 def __getattr__(name: str) -> object:
-    if name.startswith("__") and not name.startswith("__version"):
+    if name.startswith("__") and not name.startswith(("__version", "__git")):
         raise AttributeError(name)
     value = _lookup(name)
     globals()[name] = value

@@ -1,7 +1,10 @@
 """DeepSpeed's engine answers many questions by methods; a script that calls them must find methods."""
 
 import torch
+import torch.distributed as dist
 
+from ztk.deepspeed.parsed import DeepSpeedConfig
+from ztk.deepspeed.process_groups import data_parallel_group_of
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import MonitorMaster
 from ztk.runtime import Tier
@@ -160,6 +163,16 @@ class Getters:
     def config(self) -> dict:
         """The configuration as it was given."""
         return self.settings.given
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        """The same under DeepSpeed's attribute names, with the batch sizes solved; libraries read it."""
+        return DeepSpeedConfig.of(self.settings, world_size=self.world_size)
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that compute on different data with the same part of the model. The ranks of a group ask for it together at first."""
+        return data_parallel_group_of(self.engine.process.mesh.topology)
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:

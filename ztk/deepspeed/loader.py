@@ -1,9 +1,11 @@
 """Loaders: of the data given to `initialize`, and one that never ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from math import ceil
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
+from ztk.deepspeed.timers import ThroughputTimer
 from ztk.runtime import Process
 
 ROUTES = ("train", "eval", "predict")
@@ -43,6 +45,65 @@ def loader_of(
         num_workers=num_workers,
         pin_memory=pin_memory and process.device.type == "cuda",
     )
+
+
+class DeepSpeedDataLoader:
+    """Batches of one rank's part of `dataset`, made by hand as in DeepSpeed; `engine.deepspeed_io` makes those of an engine.
+
+    local_rank: below 0 there are no ranks, and the order is a random one of all. tput_timer: started at every batch; None: none.
+    num_local_io_workers: processes that read; None: this one reads. data_sampler: None draws by data_parallel_rank of
+    data_parallel_world_size, `loader.data_sampler.set_epoch(n)` gives another order.
+    Raises ValueError for curriculum learning, which is not offered.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: ThroughputTimer | None,
+        collate_fn: Callable | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Sampler | None = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Mapping[str, object] | None = None,
+    ) -> None:
+        if deepspeed_dataloader_config and deepspeed_dataloader_config.get("curriculum_learning"):
+            raise ValueError("deepspeed_dataloader_config: curriculum_learning is not offered; pass a data_sampler")
+        if data_sampler is None and local_rank >= 0:
+            data_sampler = DistributedSampler(dataset, num_replicas=data_parallel_world_size, rank=data_parallel_rank)
+        self.data_sampler = RandomSampler(dataset) if data_sampler is None else data_sampler
+        self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
+        self.tput_timer, self.dataloader_drop_last = tput_timer, dataloader_drop_last
+        self.dataloader = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=self.data_sampler,
+            collate_fn=collate_fn,
+            drop_last=dataloader_drop_last,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+        )
+        self._batches: Iterator | None = None
+
+    def __len__(self) -> int:
+        batches = len(self.data_sampler) / self.batch_size
+        return int(batches) if self.dataloader_drop_last else ceil(batches)
+
+    def __iter__(self) -> Iterator:
+        self._batches = iter(self.dataloader)
+        return self
+
+    def __next__(self) -> object:
+        """Raises RuntimeError before `iter(loader)`."""
+        if self._batches is None:
+            raise RuntimeError("next(loader): call iter(loader) before, or loop over it")
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        return next(self._batches)
 
 
 class RepeatingLoader:

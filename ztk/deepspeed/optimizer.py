@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ztk.deepspeed.gradients import forget_gradients
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
+from ztk.deepspeed.loss_scaler import EngineLossScale
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
@@ -77,6 +78,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return float(self._engine.control.loss_scale)
 
     loss_scale = cur_scale
+
+    @property
+    def loss_scaler(self) -> EngineLossScale:
+        """The loss scale as an object: `optimizer.loss_scaler.loss_scale`."""
+        return EngineLossScale(lambda: self.cur_scale, dynamic=self._engine.control.scaling.dynamic)
 
     def offload_states(
         self,

@@ -1,10 +1,11 @@
 """`DeepSpeedConfig`: a configuration that a script reads before, or without, `initialize`."""
 
 import os
+from typing import Self
 
 import torch.distributed as dist
 
-from ztk.deepspeed.config import parse_config
+from ztk.deepspeed.config import Settings, parse_config
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.watch.monitors import MonitorPolicy
 
@@ -20,7 +21,18 @@ class DeepSpeedConfig:
             if value is not None:
                 raise ValueError(f"{name}: not offered; all ranks are data-parallel here, leave it out")
         self.world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-        self.settings = settings = parse_config(config, world_size=self.world_size)
+        self._show(parse_config(config, world_size=self.world_size))
+
+    @classmethod
+    def of(cls, settings: Settings, *, world_size: int) -> Self:
+        """An engine's, as it is now."""
+        made = cls.__new__(cls)
+        made.world_size = world_size
+        made._show(settings)
+        return made
+
+    def _show(self, settings: Settings) -> None:
+        self.settings = settings
         self._param_dict = settings.given
         self.train_batch_size = settings.batch.train
         self.train_micro_batch_size_per_gpu = settings.batch.micro

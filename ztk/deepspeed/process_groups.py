@@ -226,6 +226,12 @@ def _clone_world_group() -> dist.ProcessGroup:
     return _clone
 
 
+def data_parallel_group_of(topology: Topology) -> dist.ProcessGroup:
+    """This rank's along "dp" of an engine's mesh, which need not be the newest."""
+    _need_ranks()
+    return _group(members("dp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
+
+
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD

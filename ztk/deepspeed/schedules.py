@@ -1,11 +1,13 @@
 """DeepSpeed's five learning rate schedules: host objects that write `param_groups`, with its names, arguments and formulas.
 
-The formulas are those of `ztk.optim.schedule`. A warm-up schedule makes its first update before its first step, at `warmup_min_lr`
-(WarmupCosineLR: 0); the engine calls `step()` after every update that was not skipped.
+The formulas are those of `ztk.optim.schedule`, between the two bounds of a group. A warm-up schedule makes its first update before its
+first step, at `warmup_min_lr` (WarmupCosineLR: 0); the engine calls `step()` after every update that was not skipped.
 """
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from ztk.optim import SchedulePolicy, lr_multiplier
@@ -45,16 +47,21 @@ class _Schedule:
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _write(self) -> None:
+        """A rate that is a tensor stays that tensor: a compiled or captured step reads it."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _per_group(self, value: float | Sequence[float], *, key: str) -> list[float]:
         groups = len(self.optimizer.param_groups)
-        if isinstance(value, (list, tuple)):
-            if len(value) != groups:
-                raise ValueError(f"{key}={value}: the optimizer has {groups} parameter groups; give that many numbers")
-            return [float(item) for item in value]
-        return [float(value)] * groups
+        if isinstance(value, (list, tuple)) and len(value) != groups:
+            raise ValueError(f"{key}={value}: the optimizer has {groups} parameter groups; give that many numbers")
+        found = [float(item) for item in value] if isinstance(value, (list, tuple)) else [float(value)] * groups
+        if not all(0 <= item < math.inf for item in found):
+            raise ValueError(f"{key}={value}: must be 0 or more, and finite")
+        return found
 
 
 class WarmupLR(_Schedule):
@@ -72,28 +79,25 @@ class WarmupLR(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
+        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, kind=warmup_type)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, key="warmup_min_lr")
         self.max_lrs = rates if warmup_max_lr is None else self._per_group(warmup_max_lr, key="warmup_max_lr")
-        self._policies = [
-            SchedulePolicy(
-                name=self._name,
-                warmup_steps=max(2, warmup_num_steps),
-                warmup_shape=warmup_type,
-                warmup_start=_ratio(low, of=high, key="warmup_min_lr", other="warmup_max_lr"),
-                **(self._options if self._name == "constant" else {**self._options, "final": low / high}),
-            )
-            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        _check_order(self.min_lrs, below=self.max_lrs, key="warmup_min_lr", other="warmup_max_lr")
+        self._policy = SchedulePolicy(
+            name=self._name,
+            warmup_steps=self.warmup_num_steps,
+            warmup_shape=warmup_type,
+            warmup_start=0.0,
+            **self._options,
+        )
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return self.min_lrs
-        return [
-            high * lr_multiplier(policy, step=self.last_batch_iteration, steps=_NEVER)
-            for high, policy in zip(self.max_lrs, self._policies, strict=True)
-        ]
+        reached = lr_multiplier(self._policy, step=self.last_batch_iteration, steps=_NEVER)
+        return _between(self.min_lrs, self.max_lrs, reached=reached)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -129,11 +133,16 @@ class WarmupCosineLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = total_num_steps
+        self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = (
+            total_num_steps,
+            warmup_min_ratio,
+            cos_min_ratio,
+        )
+        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, kind=warmup_type)
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._policy = SchedulePolicy(
             name="cosine",
-            warmup_steps=max(2, warmup_num_steps),
+            warmup_steps=self.warmup_num_steps,
             warmup_shape=warmup_type,
             warmup_start=warmup_min_ratio,
             final=cos_min_ratio,
@@ -141,15 +150,22 @@ class WarmupCosineLR(_Schedule):
         )
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
-    def get_lr(self) -> list[float]:
+    def get_lr_ratio(self) -> float:
+        """What the optimizer's rates are multiplied by now; 0 before the first step."""
         if self.last_batch_iteration < 0:
-            return [0.0] * len(self.org_lrs)
-        ratio = lr_multiplier(self._policy, step=self.last_batch_iteration, steps=_NEVER)
+            return 0.0
+        return lr_multiplier(self._policy, step=self.last_batch_iteration, steps=_NEVER)
+
+    def get_lr(self) -> list[float]:
+        ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
 
 class OneCycle(_Schedule):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and back; beta1 (as "momentum", with beta2 0.99) the other way round; then decay."""
+    """Up from `cycle_min_lr` to `cycle_max_lr` and back; beta1 (as "momentum", with beta2 0.99) the other way round; then decay.
+
+    cycle_second_step_size: None is as many as the first; with 0 the cycle ends, at `cycle_min_lr`, where the peak would be.
+    """
 
     def __init__(
         self,
@@ -169,28 +185,23 @@ class OneCycle(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
+        self.min_lrs = self._per_group(cycle_min_lr, key="cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, key="cycle_max_lr")
-        min_lrs = self._per_group(cycle_min_lr, key="cycle_min_lr")
+        _check_order(self.min_lrs, below=self.max_lrs, key="cycle_min_lr", other="cycle_max_lr")
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         self._total = cycle_first_step_size + second
-        shape = {
-            "rise_steps": cycle_first_step_size,
-            "fall_steps": second,
-            "rise_stairs": cycle_first_stair_count,
-            "fall_stairs": cycle_second_stair_count,
-        }
-        decays = bool(decay_lr_rate and decay_step_size)
-        decay = {"decay_rate": decay_lr_rate, "decay_interval": decay_step_size} if decays else {}
-        self._policies = [
-            SchedulePolicy(
-                name="one_cycle",
-                start=_ratio(low, of=high, key="cycle_min_lr", other="cycle_max_lr"),
-                **shape,
-                **decay,
-            )
-            for low, high in zip(min_lrs, self.max_lrs, strict=True)
-        ]
-        self._climb = SchedulePolicy(name="one_cycle", start=0.0, **shape)
+        self._climb = SchedulePolicy(
+            name="one_cycle",
+            start=0.0,
+            rise_steps=cycle_first_step_size,
+            fall_steps=second,
+            rise_stairs=cycle_first_stair_count,
+            fall_stairs=cycle_second_stair_count,
+        )
+        for key, value in (("decay_lr_rate", decay_lr_rate), ("decay_step_size", decay_step_size)):
+            if value < 0:
+                raise ValueError(f"{key}={value}: must be 0 or more")
+        self._lr_decay = decay_lr_rate / decay_step_size if decay_step_size else 0.0
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         self._min_moms = self._per_group(cycle_min_mom, key="cycle_min_mom")
         self._max_moms = self._per_group(cycle_max_mom, key="cycle_max_mom")
@@ -198,10 +209,10 @@ class OneCycle(_Schedule):
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [
-            high * lr_multiplier(policy, step=self.last_batch_iteration + 1, steps=_NEVER)
-            for high, policy in zip(self.max_lrs, self._policies, strict=True)
-        ]
+        if self.last_batch_iteration < self._total:
+            return _between(self.min_lrs, self.max_lrs, reached=self._climbed())
+        divisor = 1 + self._lr_decay * (self.last_batch_iteration - self._total + 1)
+        return [low / divisor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of every group, or None if they are left alone."""
@@ -210,11 +221,14 @@ class OneCycle(_Schedule):
         if self.last_batch_iteration < 0:
             return [(low, 0.99) for low in self._min_moms]
         if self.last_batch_iteration < self._total:
-            climbed = lr_multiplier(self._climb, step=self.last_batch_iteration + 1, steps=_NEVER)
+            climbed = self._climbed()
             bounds = zip(self._min_moms, self._max_moms, strict=True)
             return [(high - (high - low) * climbed, 0.99) for low, high in bounds]
         factor = 1 + self._mom_decay * (self.last_batch_iteration - self._total + 1)
         return [(high * factor, 0.99) for high in self._max_moms]
+
+    def _climbed(self) -> float:
+        return lr_multiplier(self._climb, step=self.last_batch_iteration + 1, steps=_NEVER)
 
     def _write(self) -> None:
         super()._write()
@@ -253,7 +267,21 @@ SCHEDULES = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, Warm
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
-def _ratio(low: float, *, of: float, key: str, other: str) -> float:
-    if not 0 <= low <= of or of == 0:
-        raise ValueError(f"{key}={low:g}: must lie from 0 to {other}={of:g}, which must be above 0")
-    return low / of
+def _between(lows: Sequence[float], highs: Sequence[float], *, reached: float) -> list[float]:
+    """reached: 0 is the low bound, 1 the high one."""
+    return [low + (high - low) * reached for low, high in zip(lows, highs, strict=True)]
+
+
+def _check_order(lows: Sequence[float], *, below: Sequence[float], key: str, other: str) -> None:
+    for low, high in zip(lows, below, strict=True):
+        if low > high:
+            raise ValueError(f"{key}={low:g}: must lie from 0 to {other}={high:g}")
+
+
+def _warmup(steps: int, *, kind: str) -> tuple[int, str]:
+    """0 and 1 are taken for 2, as DeepSpeed does: the Hugging Face Trainer fills in 0."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"warmup_num_steps={steps!r}: must be a whole number, such as 1000")
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type={kind!r}: must be log or linear")
+    return max(2, steps), kind

@@ -2,4 +2,4 @@
 
 __version__ = version = "0.19.8+ztk"
 __version_major__, __version_minor__, __version_patch__ = map(int, version.partition("+")[0].split("."))
-git_hash = git_branch = "ztk"
+__git_hash__ = __git_branch__ = git_hash = git_branch = "ztk"

@@ -59,7 +59,7 @@ def _one_cycle(policy: SchedulePolicy, *, t: int, steps: int) -> float:
     del steps
     rise = policy.rise_steps
     fall = rise if policy.fall_steps is None else policy.fall_steps
-    if t > rise + fall:
+    if t >= rise + fall:
         intervals = (t - rise - fall) / policy.decay_interval if policy.decay_interval else 0.0
         return policy.start / (1 + policy.decay_rate * intervals)
     rising = t <= rise

@@ -23,7 +23,7 @@ RANGES = {
     "total_steps": COUNT,
     "start": FRACTION,
     "rise_steps": COUNT,
-    "fall_steps": COUNT,
+    "fall_steps": COUNT_OR_ZERO,
     "rise_stairs": COUNT_OR_ZERO,
     "fall_stairs": COUNT_OR_ZERO,
     "decay_rate": NOT_NEGATIVE,
@@ -42,7 +42,8 @@ class SchedulePolicy:
     warmup_shape: linear, or log (needs two steps).
     warmup_start: the first multiplier; None means 1 / warmup_steps, so that no update is made with rate 0.
     final: what linear and cosine end at. total_steps: where they end; None means with the run.
-    start, rise_steps, fall_steps: one_cycle's lowest multiplier and half cycles; fall_steps None means rise_steps.
+    start, rise_steps, fall_steps: one_cycle's lowest multiplier and half cycles; fall_steps None means rise_steps, 0
+        ends the cycle at the lowest multiplier where its peak would be.
     rise_stairs, fall_stairs: steps of a staircase per half cycle, 0 for a slope; fall_stairs None means rise_stairs.
     decay_rate, decay_interval: one_cycle's decay after the cycle; interval 0 for none.
     step_size, step_rate, staircase: range_test's growth.

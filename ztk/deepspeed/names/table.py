@@ -42,7 +42,9 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig default_inference_config",
     "ztk.deepspeed.serving.engine": "InferenceEngine",
     "ztk.deepspeed.serving.entry": "init_inference",
-    "ztk.deepspeed.version": "__version__ __version_major__ __version_minor__ __version_patch__",
+    "ztk.deepspeed.version": (
+        "__version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__"
+    ),
     "ztk.deepspeed.loader": "RepeatingLoader",
     **_PARAMETER_STATES,
 }
@@ -55,6 +57,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.checkpoint.utils": {"ztk.deepspeed.checkpoints": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.comm",
+    "deepspeed.constants": "ztk.deepspeed.constants",
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
     "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
     "deepspeed.inference": {
@@ -97,13 +100,21 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
-    "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "RepeatingLoader"},
+    "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "DeepSpeedDataLoader RepeatingLoader"},
     "deepspeed.runtime.config": {
         "ztk.deepspeed.config": "DeepSpeedConfigError",
         "ztk.deepspeed.parsed": "DeepSpeedConfig",
     },
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
+    "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.loss_scaler": {
+        "ztk.deepspeed.loss_scaler": (
+            "CONSECUTIVE_HYSTERESIS DELAYED_SHIFT INITIAL_LOSS_SCALE MIN_LOSS_SCALE SCALE_WINDOW DynamicLossScaler LossScaler "
+            "LossScalerBase"
+        ),
+    },
     "deepspeed.runtime.lr_schedules": {
+        "ztk.deepspeed.schedule_names": "*",
         "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
     },
     "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
@@ -119,8 +130,10 @@ MODULES: dict[str, Row] = {
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_only_unique_item move_to_device set_random_seed"
         ),
         "ztk.deepspeed.memory": "empty_cache get_ma_status memory_status see_memory_usage",
+        "ztk.deepspeed.partitions": "partition_balanced partition_uniform",
     },
     "deepspeed.runtime.zero": {"ztk.deepspeed.zero": "*"},
+    "deepspeed.runtime.zero.config": {"ztk.deepspeed.saved_types": "ZeroStageEnum"},
     "deepspeed.runtime.zero.offload_config": {
         "ztk.deepspeed.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
@@ -147,7 +160,14 @@ MODULES: dict[str, Row] = {
     "deepspeed.utils.init_on_device": {"ztk.deepspeed.helpers": "OnDevice"},
     "deepspeed.utils.nvtx": {"ztk.deepspeed.helpers": "instrument_w_nvtx"},
     "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
-    "deepspeed.utils.tensor_fragment": _PARAMETER_STATES,
+    "deepspeed.utils.tensor_fragment": {"ztk.deepspeed.saved_types": "fragment_address", **_PARAMETER_STATES},
+    "deepspeed.utils.timer": {
+        "ztk.deepspeed.timers": (
+            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
+            "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER "
+            "STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer trim_mean"
+        ),
+    },
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": "ztk.deepspeed.zero_to_fp32",
 }

@@ -1,0 +1,199 @@
+"""Names inside DeepSpeed that other projects import: what they do here."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ztk.deepspeed as deepspeed
+from ztk.deepspeed import timers
+from ztk.deepspeed.names.tree import module_of
+from ztk.deepspeed.version import git_hash
+from ztk.policies.zero import ZeroPolicy
+
+RECORDED = Path(__file__).parents[1] / "checkpoint" / "data" / "deepspeed"
+scalers = module_of("deepspeed.runtime.fp16.loss_scaler")
+utils = module_of("deepspeed.runtime.utils")
+ZeroStageEnum = module_of("deepspeed.runtime.zero.config").ZeroStageEnum
+fragment_address = module_of("deepspeed.utils.tensor_fragment").fragment_address
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_types_that_make_deepspeeds_checkpoints_safe_to_load(stage):
+    """As scripts do for torch.load: files recorded from DeepSpeed 0.19.8 name these three types."""
+    file = RECORDED / f"stage{stage}" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    allowed = [ZeroStageEnum, scalers.LossScaler, fragment_address]
+    with torch.serialization.safe_globals(allowed):
+        state = torch.load(file, weights_only=True)["optimizer_state_dict"]
+    assert state["zero_stage"] is ZeroStageEnum(stage) and state["zero_stage"] == stage
+    assert type(state["loss_scaler"]) is scalers.LossScaler and state["loss_scaler"].loss_scale == 1.0
+    if stage < 3:
+        addresses = [address for group in state["param_slice_mappings"] for address in group.values()]
+        assert addresses and all(type(address) is fragment_address for address in addresses)
+        assert addresses[0].start == 0 and addresses[1].start == addresses[0].numel
+
+
+def test_stages_are_their_numbers():
+    assert ZeroStageEnum.weights == 3 and ZeroStageEnum.max_stage is ZeroStageEnum.weights
+    assert [ZeroPolicy(stage=stage).shards_gradients for stage in ZeroStageEnum] == [False, False, True, True]
+
+
+def scales(scaler, overflows):
+    """The scale after each step."""
+    found = []
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        found.append(scaler.loss_scale)
+    return found
+
+
+def dynamic(**changes):
+    options = {
+        "init_scale": 256,
+        "scale_window": 2,
+        "min_scale": 64,
+        "delayed_shift": 1,
+        "consecutive_hysteresis": False,
+    }
+    return scalers.DynamicLossScaler(**options | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overflows", "expected"),
+    [  # recorded from DeepSpeed 0.19.8
+        ({}, [0, 0, 0, 0, 0], [256, 256, 512, 512, 1024]),
+        ({}, [1, 0, 0, 1, 0, 0, 0], [128, 128, 128, 64, 64, 64, 128]),
+        ({"delayed_shift": 2}, [1, 1, 1, 0, 0, 0, 1, 1], [256, 128, 64, 64, 64, 128, 128, 64]),
+        ({"delayed_shift": 2, "consecutive_hysteresis": True}, [1, 0, 1, 1], [256, 256, 256, 128]),
+        ({"min_scale": 128, "raise_error_at_min_scale": False}, [1, 1, 1], [128, 128, 128]),
+    ],
+)
+def test_a_dynamic_loss_scale_step_by_step(changes, overflows, expected):
+    assert scales(dynamic(**changes), overflows) == expected
+
+
+def test_a_dynamic_loss_scale_at_its_end():
+    scaler = dynamic(min_scale=128)
+    scaler.update_scale(True)
+    with pytest.raises(FloatingPointError, match="min_scale=128"):
+        scaler.update_scale(True)
+    with pytest.raises(ValueError, match="scale_window=0"):
+        dynamic(scale_window=0)
+
+
+def test_a_loss_scale_in_a_scripts_own_loop():
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    scaler = scalers.LossScaler(scale=8)
+    scaler.backward((weight * 2).sum())
+    assert weight.grad.item() == 16 and scaler.scale_gradient(None, [weight.grad], None)[0].item() == 128
+    assert scales(scaler, [True, False]) == [8, 8] and not scaler.dynamic
+    found = dynamic()
+    assert not found.has_overflow_serial([weight])
+    weight.grad.fill_(float("inf"))
+    assert found.has_overflow_serial([weight]) and found.dynamic
+
+
+def test_partitions_are_bounds():
+    assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10] and utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert utils.partition_balanced([1] * 2, 4) == [0, 1, 2, 2, 2]
+    assert utils.partition_balanced([0, 1, 2, 3, 3, 3], 4) == [0, 3, 4, 5, 6]
+    assert utils.partition_balanced([0.0, 1.1, 30, 3.0], 3) == [0, 2, 3, 4]
+    bert = [52559872, *[12596224] * 24, 0, 52559872]
+    bounds = utils.partition_balanced(bert, 8)
+    heaviest = max(sum(bert[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False))
+    assert bounds[0] == 0 and bounds[-1] == len(bert) and len(bounds) == 9
+    parts, room = 1, heaviest - 1  # filling parts up to a lower limit needs more of them
+    for weight in bert:
+        parts, room = (parts, room - weight) if weight <= room else (parts + 1, heaviest - 1 - weight)
+    assert parts > 8 or room < 0
+    with pytest.raises(ValueError, match="num_parts=0"):
+        utils.partition_uniform(3, 0)
+
+
+def test_words_about_the_build():
+    constants = module_of("deepspeed.constants")
+    assert deepspeed.__git_hash__ == git_hash == module_of("deepspeed.git_version_info").git_hash
+    assert constants.TORCH_DISTRIBUTED_DEFAULT_PORT == 29500 and constants.default_pg_timeout.total_seconds() == 600
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that the test moves by hand."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def test_timers_add_up_between_start_and_stop(clock, caplog):
+    clocks = module_of("deepspeed.utils.timer").SynchronizedWallClockTimer()
+    for seconds in (0.5, 0.25):
+        clocks("fwd").start()
+        clock.seconds += seconds
+        clocks("fwd").stop()
+        clock.seconds += 7  # not measured
+    assert clocks("fwd") is clocks.get_timers()["fwd"] and clocks("fwd").elapsed(reset=False) == 750
+    assert clocks.get_mean(["fwd", "bwd"], normalizer=3, reset=False) == {"fwd": 125}
+    with caplog.at_level("INFO", logger="ztk.deepspeed"):
+        clocks.log(["fwd", "bwd"], normalizer=2, memory_breakdown=True)
+    assert "time (ms) | fwd: 375.00 | mem_allocated" in caplog.text and clocks("fwd").elapsed() == 0
+    clocks("fwd").start()
+    clock.seconds += 1
+    assert clocks("fwd").elapsed() == 1000 and clocks("fwd").started_  # it goes on
+    with pytest.raises(RuntimeError, match="stop\\(\\) before start"):
+        clocks("fwd").start()
+    with pytest.raises(RuntimeError, match="'bwd' does not run"):
+        clocks("bwd").stop()
+    with pytest.raises(ValueError, match="normalizer=0"):
+        clocks.get_mean(["fwd"], normalizer=0)
+    assert timers.trim_mean([9.0, *[2.0] * 8, 0.0], 0.1) == 2 and timers.trim_mean([], 0.1) == 0
+
+
+def test_samples_per_second_of_a_scripts_own_loop(clock):
+    lines = []
+    timer = module_of("deepspeed.utils.timer").ThroughputTimer(
+        SimpleNamespace(enabled=True, synchronized=True),
+        12,
+        steps_per_output=2,
+        logging_fn=lines.append,
+        monitor_memory=True,
+    )
+    for step in range(5):
+        for micro in range(2):
+            timer.start()
+            clock.seconds += 10.0 if step < 2 else step - 1  # two steps of warm-up, then 2, 4 and 6 seconds
+            timer.stop(global_step=micro == 1)
+        if step < 2:
+            assert timer.avg_samples_per_sec() == float("-inf")
+    assert timer.avg_samples_per_sec() == 12 * 3 / (2 + 4 + 6) and timer.total_elapsed_time == 12
+    assert len(lines) == 2 and "vm %" in lines[1]
+    assert "micro_step=8/global_step=4, RunningAvgSamplesPerSec=4.0, CurrSamplesPerSec=3.0, MemAllocated" in lines[0]
+    off = timers.ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 12)
+    off.start()
+    off.stop(global_step=True)
+    assert off.global_step_count == 0
+
+
+def loader_of(*, rank, **changes):
+    options = {"batch_size": 2, "pin_memory": False, "local_rank": rank, "tput_timer": None}
+    cls = module_of("deepspeed.runtime.dataloader").DeepSpeedDataLoader
+    return cls(list(range(10)), data_parallel_world_size=2, data_parallel_rank=rank, **options | changes)
+
+
+def test_a_loader_of_each_ranks_part():
+    started = []
+    loaders = [loader_of(rank=0, tput_timer=SimpleNamespace(start=lambda: started.append(1))), loader_of(rank=1)]
+    seen = [[batch.tolist() for batch in loader] for loader in loaders]
+    assert [len(batch) for batch in seen[0]] == [2, 2, 1] and len(loaders[0]) == len(started) - 1 == 3
+    assert sorted(number for part in seen for batch in part for number in batch) == list(range(10))
+    assert [batch.tolist() for batch in loaders[1]] == seen[1]  # again, in the same order
+    loaders[1].data_sampler.set_epoch(1)
+    assert [batch.tolist() for batch in loaders[1]] != seen[1]
+    short = loader_of(rank=0, dataloader_drop_last=True, data_sampler=range(5), collate_fn=sum)
+    assert list(short) == [1, 5] and len(short) == 2
+    assert sum(map(len, loader_of(rank=-1))) == 10
+    with pytest.raises(RuntimeError, match="iter\\(loader\\)"):
+        next(loader_of(rank=0))
+    with pytest.raises(ValueError, match="curriculum_learning"):
+        loader_of(rank=0, deepspeed_dataloader_config={"curriculum_learning": True})
