@@ -21,6 +21,7 @@ def make(**settings):
         table[Setting[name]] = value
     state = torch.zeros(8)
     state[State.loss_scale], state[State.hysteresis_left] = 1024.0, values["hysteresis"]
+    state[State.good_steps] = -1.0
     hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0, 0.0, 0.0], [2e-3, 0.8, 0.95, 1e-6, 0.0, 0.9, 0.0, 0.0]])
     return {
         "state": state,
@@ -49,13 +50,15 @@ def backend(request):
 @pytest.mark.parametrize(
     "finite, consecutive, expected",
     [
-        ("...", 0, [1024, 1024, 2048]),  # grows after three good steps
-        ("..x...", 0, [1024, 1024, 1024, 1024, 1024, 2048]),  # hysteresis takes the overflow, the window starts again
+        ("....", 0, [1024, 1024, 1024, 2048]),  # grows after three good steps that count; the first one does not
+        (".......", 0, [1024, 1024, 1024, 2048, 2048, 2048, 4096]),  # after a growth every one counts
+        # hysteresis takes the overflow, the window starts again after one step
+        ("..x....", 0, [1024, 1024, 1024, 1024, 1024, 1024, 2048]),
         ("xx", 0, [1024, 512]),
         ("xxx", 0, [1024, 512, 256]),  # none left: every further overflow backs off
         ("x.x", 0, [1024, 1024, 512]),  # DeepSpeed: a good step does not refill
         ("x.x", 1, [1024, 1024, 1024]),  # apex: it does
-        ("x...xx", 0, [1024, 1024, 1024, 2048, 2048, 1024]),  # a growth refills
+        ("x....xx", 0, [1024, 1024, 1024, 1024, 2048, 2048, 1024]),  # a growth refills
     ],
 )
 def test_loss_scale_follows_the_window_and_the_hysteresis(finite, consecutive, expected):
@@ -64,7 +67,7 @@ def test_loss_scale_follows_the_window_and_the_hysteresis(finite, consecutive, e
 
 def test_loss_scale_keeps_its_bounds():
     assert run(make(min_scale=256, hysteresis=1), finite="xxxx") == [512, 256, 256, 256]
-    assert run(make(max_scale=2048, growth_interval=1), finite="...") == [2048, 2048, 2048]
+    assert run(make(max_scale=2048, growth_interval=1), finite="....") == [1024, 2048, 2048, 2048]
 
 
 def test_static_scale_skips_and_stays():

@@ -9,7 +9,9 @@
 A step with found_inf advances neither step nor lr. The loss scale follows DeepSpeed's DynamicLossScaler and apex's
 update_scale_hysteresis.cu: an overflow uses up one unit of hysteresis, and when none is left multiplies the scale by
 `backoff_factor`, not below `min_scale`; `growth_interval` good steps in a row multiply it by `growth_factor`, not above
-`max_scale`. Nothing is read by the host, so a whole training step can be captured in a CUDA graph.
+`max_scale`. The first good step of a run and the first one after an overflow do not count, as in DeepSpeed: `good_steps`
+is -1 then, in a fresh state (`ztk.precision.control_state`) too.
+Nothing is read by the host, so a whole training step can be captured in a CUDA graph.
 """
 
 import math
@@ -129,7 +131,7 @@ def _step_control(
     is_dynamic = dynamic > 0.0
     tl.store(state_ptr + _STEP, tl.where(found_inf, step, step + 1.0))
     tl.store(state_ptr + _LOSS_SCALE, tl.where(is_dynamic, tl.where(found_inf, backed_off, grown), loss_scale))
-    tl.store(state_ptr + _GOOD_STEPS, tl.where(found_inf | (grows & is_dynamic), 0.0, good_steps + 1.0))
+    tl.store(state_ptr + _GOOD_STEPS, tl.where(found_inf, -1.0, tl.where(grows & is_dynamic, 0.0, good_steps + 1.0)))
     next_left = tl.where(found_inf, left_after_inf, left_after_good)
     tl.store(state_ptr + _HYSTERESIS_LEFT, tl.where(is_dynamic, next_left, hysteresis_left))
     tl.store(state_ptr + _SKIPPED_STEPS, skipped_steps + found_inf.to(tl.float32))
@@ -180,7 +182,7 @@ def step_control_reference(
     if s[Setting.dynamic] > 0:
         _update_loss_scale(new, settings=s, found_inf=found_inf)
     else:
-        new[State.good_steps] = 0.0 if found_inf else old[State.good_steps] + 1
+        new[State.good_steps] = -1.0 if found_inf else old[State.good_steps] + 1
     new[State.step] = old[State.step] if found_inf else this_step
     new[State.skipped_steps] += found_inf
     new[State.found_inf] = float(found_inf)
@@ -191,7 +193,7 @@ def step_control_reference(
 def _update_loss_scale(state: list[float], *, settings: list[float], found_inf: bool) -> None:
     """The loss scale, its good steps and its hysteresis, in place."""
     if found_inf:
-        state[State.good_steps] = 0.0
+        state[State.good_steps] = -1.0
         if state[State.hysteresis_left] > 1:
             state[State.hysteresis_left] -= 1
         else:
