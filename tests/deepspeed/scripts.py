@@ -201,6 +201,25 @@ def overflow(process: Process, *, stage: int) -> list[tuple]:
     return rows
 
 
+def unscaled(process: Process, *, stage: int) -> tuple[str, float]:
+    """fp16: what `loss.backward()` says, and the gradient norm of `engine.scale(loss).backward()` after it."""
+    fp16 = {"enabled": True, "loss_scale": 256}
+    engine, *_ = deepspeed.initialize(
+        model=nn.Linear(4, 4, bias=False), config=config(stage=stage, fp16=fp16, gradient_clipping=0.0)
+    )
+    x = torch.ones(1, 4)
+    message = ""
+    try:
+        engine(x).sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    engine.scale(engine(x).sum()).backward()
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return message, norm
+
+
 # Checkpoints
 
 

@@ -97,3 +97,11 @@ def test_clipping_and_offloading(ranks):
 def test_bf16_learns(ranks, stage):
     found = ranks(2).run(train, ds_config=config(stage=stage, bf16={"enabled": True}), steps=30, period=3)[0]
     assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_without_the_loss_scale_is_refused(ranks, stage):
+    """DeepSpeed raises, too. The refused backward leaves nothing: 16 gradients of 1 have the norm 4."""
+    for message, norm in ranks(2).run(scripts.unscaled, stage=stage):
+        assert "engine.scale(loss).backward()" in message
+        assert norm == 4.0
