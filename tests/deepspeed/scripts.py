@@ -220,6 +220,20 @@ def unscaled(process: Process, *, stage: int) -> tuple[str, float]:
     return message, norm
 
 
+def huge(process: Process, *, stage: int, factor: float) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and final weights of steps whose losses are `factor` times too large, and whose gradients are clipped to 1."""
+    engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, gradient_clipping=1.0))
+    norms = []
+    for step in range(3):
+        x, y = (part.chunk(process.world_size)[process.rank] for part in data(step))
+        engine.backward(F.cross_entropy(engine(x), y) * factor)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    found = norms, weights(engine)
+    engine.destroy()
+    return found
+
+
 # Checkpoints
 
 

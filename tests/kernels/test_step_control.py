@@ -36,7 +36,7 @@ def run(tensors, *, finite: str):
     """One step per letter of `finite`: "." good, "x" overflow. Returns the loss scale after each."""
     scales = []
     for letter in finite:
-        sumsq = torch.tensor([1.0 if letter == "." else math.inf])
+        sumsq = torch.tensor([1.0 if letter == "." else math.inf], dtype=torch.float64)
         step_control(tensors["state"], sumsq=sumsq, **{k: v for k, v in tensors.items() if k != "state"})
         scales.append(tensors["state"][State.loss_scale].item())
     return scales
@@ -91,7 +91,7 @@ def test_skipped_step_advances_neither_step_nor_learning_rate():
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
 def test_coefficient_unscales_averages_and_clips(max_norm):
     tensors = make(max_norm=max_norm)
-    sumsq = torch.tensor([(3.0 * 1024 * 4) ** 2])  # the averaged, unscaled norm is 3
+    sumsq = torch.tensor([(3.0 * 1024 * 4) ** 2], dtype=torch.float64)  # the averaged, unscaled norm is 3
     step_control(tensors["state"], sumsq=sumsq, **{k: v for k, v in tensors.items() if k != "state"})
     clip = min(1.0, max_norm / (3.0 + 1e-6)) if max_norm else 1.0
     assert tensors["state"][State.grad_norm].item() == pytest.approx(3.0)
@@ -112,7 +112,7 @@ def test_bias_corrections_are_exact(step):
 
 def test_nan_counts_as_overflow():
     tensors = make()
-    sumsq = torch.tensor([math.nan])
+    sumsq = torch.tensor([math.nan], dtype=torch.float64)
     step_control(tensors["state"], sumsq=sumsq, **{k: v for k, v in tensors.items() if k != "state"})
     assert tensors["control"][0, Control.skip] == 1 and tensors["control"][0, Control.grad_coefficient] == 0
 

@@ -73,7 +73,7 @@ def test_scale_moves_as_in_deepspeed(window, hysteresis, consecutive):
     control, hyper = torch.zeros(1, kernels.CONTROL_COLUMNS), torch.zeros(1, kernels.HYPER_COLUMNS)
     scales = []
     for mark in MARKS:
-        sumsq = torch.tensor([float("nan") if mark == "x" else 1.0])
+        sumsq = torch.tensor([float("nan") if mark == "x" else 1.0], dtype=torch.float64)
         kernels.step_control(
             state, sumsq=sumsq, hyper=hyper, lr_table=torch.ones(1), control=control, settings=settings
         )
@@ -90,6 +90,11 @@ def test_static_scale_stays():
     control, hyper = torch.zeros(1, kernels.CONTROL_COLUMNS), torch.zeros(1, kernels.HYPER_COLUMNS)
     for sumsq in (1.0, float("inf"), 1.0):
         kernels.step_control(
-            state, sumsq=torch.tensor([sumsq]), hyper=hyper, lr_table=torch.ones(1), control=control, settings=settings
+            state,
+            sumsq=torch.tensor([sumsq], dtype=torch.float64),
+            hyper=hyper,
+            lr_table=torch.ones(1),
+            control=control,
+            settings=settings,
         )
     assert state[kernels.State.loss_scale] == 8.0

@@ -94,10 +94,10 @@ def _step_control(
 
     # Phase 2: the gradient's norm, overflow and the coefficient that unscales, averages and clips
     found_inf = (tl.abs(sumsq) < _INF) == 0  # NaN compares false
-    inverse = 1.0 / (loss_scale * divisor)
+    inverse = 1.0 / (loss_scale.to(tl.float64) * divisor)
     norm = tl.sqrt(sumsq) * inverse
     clip = tl.where(max_norm > 0.0, max_norm / (norm + _NORM_EPS), 1.0)
-    coefficient = tl.where(found_inf, 0.0, inverse * tl.where(clip < 1.0, clip, 1.0))
+    coefficient = tl.where(found_inf, 0.0, inverse * tl.where(clip < 1.0, clip, 1.0)).to(tl.float32)
 
     # Phase 3: one control row per parameter group
     o_g = tl.arange(0, BLOCK_G)
@@ -136,7 +136,7 @@ def _step_control(
     tl.store(state_ptr + _HYSTERESIS_LEFT, tl.where(is_dynamic, next_left, hysteresis_left))
     tl.store(state_ptr + _SKIPPED_STEPS, skipped_steps + found_inf.to(tl.float32))
     tl.store(state_ptr + _FOUND_INF, found_inf.to(tl.float32))
-    tl.store(state_ptr + _GRAD_NORM, norm)
+    tl.store(state_ptr + _GRAD_NORM, norm.to(tl.float32))
 
 
 def _launch(state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, control: Tensor, settings: Tensor) -> None:
@@ -227,9 +227,11 @@ def step_control(
 ) -> None:
     """Decide one optimizer step on the device: writes `control` and advances `state`, both in place.
 
-    All float32 and contiguous on one device: state [8] (`State`), sumsq [1] the global sum of squares of the scaled, summed
-    gradients, hyper [groups, 8] (`Hyper`), lr_table [steps] of learning-rate multipliers, control [groups, 16]
+    All contiguous on one device, and float32 but for sumsq [1], float64, the global sum of squares of the scaled, summed gradients:
+    state [8] (`State`), hyper [groups, 8] (`Hyper`), lr_table [steps] of learning-rate multipliers, control [groups, 16]
     (`Control`), settings [16] (`Setting`). Every data-parallel rank calls it with the same values and gets the same.
+
+    Raises ValueError for other shapes and dtypes.
     """
     groups = hyper.shape[0]
     expected = {
@@ -241,9 +243,10 @@ def step_control(
         "settings": (settings, (SETTINGS_SIZE,)),
     }
     for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        dtype = torch.float64 if name == "sumsq" else torch.float32
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"step_control: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous float32 {shape}"
+                f"step_control: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous {dtype} {shape}"
             )
     if lr_table.numel() == 0 or groups == 0:
         raise ValueError("step_control: lr_table and hyper need at least one row")
@@ -262,7 +265,7 @@ def _make_inputs(
     settings = [4.0, 0.05, float(dynamic), 2.0, 0.5, 8.0, 2.0, 1.0, 2.0**24] + [0.0] * 7
     return {
         "state": torch.tensor([5.0, 2.0**10, 7.0, 1.0, 3.0, 0.0, 0.0, 0.0]).to(device),
-        "sumsq": torch.tensor([sumsq]).to(device),
+        "sumsq": torch.tensor([sumsq], dtype=torch.float64).to(device),
         "hyper": hyper.to(device),
         "lr_table": torch.linspace(0.1, 1.0, 12).to(device),
         "control": torch.zeros(groups, CONTROL_COLUMNS).to(device),
@@ -278,7 +281,7 @@ SPEC = OpSpec(
     mutated=("state", "control"),
     small_shapes=((1,), (3,)),
     bench_shapes=((2,),),
-    variants=({}, {"sumsq": float("inf")}, {"sumsq": 1e12}, {"dynamic": False}),
+    variants=({}, {"sumsq": float("inf")}, {"sumsq": 1e12}, {"sumsq": 1e52}, {"dynamic": False}),
     num_bytes=lambda shape, itemsize: shape[0] * 24 * 4 + 128,
     num_flops=lambda shape: shape[0] * 200,
     dtypes=(torch.float32,),
@@ -288,7 +291,7 @@ SPEC = OpSpec(
             kernel=_step_control,
             signature={
                 "state_ptr": "*fp32",
-                "sumsq_ptr": "*fp32",
+                "sumsq_ptr": "*fp64",
                 "hyper_ptr": "*fp32",
                 "lr_table_ptr": "*fp32",
                 "control_ptr": "*fp32",
