@@ -54,7 +54,7 @@ def _partial_sums(grad_ptr, partial_ptr, N, num_tiles, BLOCK: tl.constexpr):
     wide = total.to(tl.float64)
     if (total < _INF) == 0:  # rare; NaN compares false
         wide = _strided_sum(grad_ptr, N, num_tiles, SHRINK, BLOCK).to(tl.float64) * GROW
-    tl.store(partial_ptr + tl.program_id(0), wide)
+    tl.store(partial_ptr + tl.program_id(0).to(tl.int64), wide)
 
 
 @triton.jit
