@@ -36,7 +36,7 @@ def test_one_group_without_momentum_trains_as_in_torch():
         reference.zero_grad()
         plain(torch.ones(1, 4)).square().sum().backward()
         reference.step()
-    for (name, ours), theirs in zip(engine.engine.zero.whole_parameters(), plain.parameters(), strict=True):
+    for (name, ours), theirs in zip(engine.engine.zero.full_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
     engine.destroy()
 
@@ -58,12 +58,12 @@ def test_loading_drops_the_gradients_of_a_step_that_was_begun(tmp_path):
     engine = begin()
     engine.save_checkpoint(tmp_path)
     run(engine, value=1.0, times=2)
-    expected = [value.clone() for _, value in engine.engine.zero.whole_parameters()]
+    expected = [value.clone() for _, value in engine.engine.zero.full_parameters()]
     engine.load_checkpoint(tmp_path)
     run(engine, value=100.0, times=1)
     engine.load_checkpoint(tmp_path)
     run(engine, value=1.0, times=2)
-    found = [value.clone() for _, value in engine.engine.zero.whole_parameters()]
+    found = [value.clone() for _, value in engine.engine.zero.full_parameters()]
     engine.destroy()
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
