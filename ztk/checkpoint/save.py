@@ -127,7 +127,7 @@ class Saver:
             self._job = job
             self._thread = threading.Thread(target=self._finish_behind, args=(job,), name="ztk-checkpoint", daemon=True)
             # A save that has begun is finished, also when the script ends without `close`.
-            end_with_process(self._thread, partial(self._thread.join, self._timeout_seconds))
+            end_with_process(self._thread, end=partial(self._thread.join, self._timeout_seconds))
             self._thread.start()
             return None
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 _threads: dict[threading.Thread, Callable[[], None]] = {}
 
 
-def end_with_process(thread: threading.Thread, end: Callable[[], None]) -> None:
+def end_with_process(thread: threading.Thread, *, end: Callable[[], None]) -> None:
     """`end()` is called before the interpreter ends if `thread` still runs; it returns when the thread has ended or may be left alone.
 
     thread: calls `forget` as the last thing it does. end: is kept until then, so it holds no more than it needs.

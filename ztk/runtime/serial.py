@@ -24,7 +24,7 @@ class SerialThread:
         """interrupt: makes a call that waits for another rank raise, for the end of the process; it must not hold this object."""
         self._calls = _Calls()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        end_with_process(self._thread, functools.partial(_end, self._thread, self._calls, interrupt))
+        end_with_process(self._thread, end=functools.partial(_end, self._thread, self._calls, interrupt))
         self._thread.start()
         weakref.finalize(self, self._calls.queue.put, None).atexit = False
 

@@ -51,7 +51,7 @@ class Watchdog:
         self._reported: set[tuple[int, int]] = set()  # (number, rank) already reported as late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ztk-watchdog", daemon=True)
-        end_with_process(self._thread, functools.partial(_end, self._thread, self._ended))
+        end_with_process(self._thread, end=functools.partial(_end, self._thread, self._ended))
         self._thread.start()
 
     def enter(self, label: str) -> _Entered:
