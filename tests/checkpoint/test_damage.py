@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,13 @@ def test_a_broken_pointer_is_named(ranks, copy):
     assert resolve(copy).name == "step-000003"
 
 
+@pytest.mark.parametrize("name", [".", "..", "../copy", "step-000003/.."])
+def test_a_pointer_out_of_the_folder_is_named(copy, name):
+    (copy / "latest").write_text(f"{name}\n")
+    with pytest.raises(CheckpointError, match="latest names"):
+        resolve(copy)
+
+
 def test_a_run_folder_means_its_checkpoints(copy, tmp_path):
     (tmp_path / "run").mkdir()
     copy.rename(tmp_path / "run" / "checkpoints")
@@ -124,14 +132,25 @@ def test_the_error_for_deepspeeds_own_folder_names_the_import(tmp_path, capsys):
 
 
 def test_another_version_is_refused(copy):
+    with pytest.raises(CheckpointError, match="version 2"):
+        read_manifest(rewritten(copy, lambda content: content | {"version": 2}))
+
+
+@pytest.mark.parametrize("key", ["files", "parameters", "step"])
+def test_a_manifest_that_lacks_a_key_is_damaged(copy, key):
+    with pytest.raises(CheckpointError, match=key):
+        read_manifest(rewritten(copy, lambda content: {k: v for k, v in content.items() if k != key}))
+
+
+def rewritten(copy: Path, change: Callable[[dict], dict]) -> Path:
+    """The last step's folder with another content of its manifest, under the right hash."""
     path = copy / "step-000003" / "manifest.json"
     text = path.read_bytes()[len('{"sha256":"') + 64 + len('",\n"manifest":') : -2]
-    changed = json.dumps(json.loads(text) | {"version": 2}).encode()
+    changed = json.dumps(change(json.loads(text))).encode()
     path.write_bytes(
         b'{"sha256":"' + hashlib.sha256(changed).hexdigest().encode() + b'",\n"manifest":' + changed + b"}\n"
     )
-    with pytest.raises(CheckpointError, match="version 2"):
-        read_manifest(path.parent)
+    return path.parent
 
 
 def test_another_optimizer_is_refused_and_weights_still_load(ranks, saved):

@@ -201,6 +201,39 @@ def overflow(process: Process, *, stage: int) -> list[tuple]:
     return rows
 
 
+def unscaled(process: Process, *, stage: int) -> tuple[str, float]:
+    """fp16: what `loss.backward()` says, and the gradient norm of `engine.scale(loss).backward()` after it."""
+    fp16 = {"enabled": True, "loss_scale": 256}
+    engine, *_ = deepspeed.initialize(
+        model=nn.Linear(4, 4, bias=False), config=config(stage=stage, fp16=fp16, gradient_clipping=0.0)
+    )
+    x = torch.ones(1, 4)
+    message = ""
+    try:
+        engine(x).sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    engine.scale(engine(x).sum()).backward()
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return message, norm
+
+
+def huge(process: Process, *, stage: int, factor: float) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and final weights of steps whose losses are `factor` times too large, and whose gradients are clipped to 1."""
+    engine, *_ = deepspeed.initialize(model=build(), config=config(stage=stage, gradient_clipping=1.0))
+    norms = []
+    for step in range(3):
+        x, y = (part.chunk(process.world_size)[process.rank] for part in data(step))
+        engine.backward(F.cross_entropy(engine(x), y) * factor)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    found = norms, weights(engine)
+    engine.destroy()
+    return found
+
+
 # Checkpoints
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.deepspeed.test_train import STAGES
+from tests.precision.recorded import MARKS, SCALES
 from ztk.runtime import Process
 
 # After each step: loss, get_lr()[0], get_global_grad_norm(), global_steps, micro_steps
@@ -58,3 +59,25 @@ def script(process: Process, *, stage: int) -> list[tuple]:
 def test_every_step_is_as_under_deepspeed(ranks, stage):
     for found, recorded in zip(ranks(2).run(script, stage=stage)[0], RECORDED, strict=True):
         assert found == pytest.approx(recorded, abs=1e-5)
+
+
+def scales(process: Process, *, stage: int) -> list[float]:
+    """The loss scale after every step of `tests/precision/recorded.py`."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 1}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=torch.nn.Linear(4, 4), config=scripts.config(stage=stage, fp16=fp16)
+    )
+    found = []
+    for mark in MARKS:
+        loss = engine(torch.ones(1, 4)).float().sum() * 1e-6
+        engine.backward(loss * (float("inf") if mark == "x" else 1.0))
+        engine.step()
+        found.append(optimizer.cur_scale)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_loss_scale_moves_as_under_deepspeed(ranks, stage):
+    """At stage 0 DeepSpeed has no hysteresis."""
+    assert ranks(2).run(scales, stage=stage)[0] == SCALES[2, 2 if stage else 1, False]

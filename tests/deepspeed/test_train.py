@@ -97,3 +97,22 @@ def test_clipping_and_offloading(ranks):
 def test_bf16_learns(ranks, stage):
     found = ranks(2).run(train, ds_config=config(stage=stage, bf16={"enabled": True}), steps=30, period=3)[0]
     assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_without_the_loss_scale_is_refused(ranks, stage):
+    """DeepSpeed raises, too. The refused backward leaves nothing: 16 gradients of 1 have the norm 4."""
+    for message, norm in ranks(2).run(scripts.unscaled, stage=stage):
+        assert "engine.scale(loss).backward()" in message
+        assert norm == 4.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_whose_squares_overflow_are_clipped(ranks, stage):
+    """1e30 is finite, its square is not in float32. Clipped, the gradients are those of a loss that is 2^20 times too large, but for rounding:
+    a few roundings of float32 (6e-8) per step in gradients, amplified by Adam's division where elements are small."""
+    norms, weights = ranks(2).run(scripts.huge, stage=stage, factor=2.0**100)[0]
+    small, expected = ranks(2).run(scripts.huge, stage=stage, factor=2.0**20)[0]
+    assert norms == pytest.approx([norm * 2.0**80 for norm in small], rel=1e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)  # three steps move by 3e-2

@@ -113,7 +113,7 @@ def test_sum_of_squares(planted, last_programs):
 
     def check(module):
         total = module._launch(behind(x, rows=BEYOND + 512 * 8192))  # the last tile belongs to the last program
-        torch.testing.assert_close(total, x.float().square().sum()[None])
+        torch.testing.assert_close(total.float(), x.float().square().sum()[None])
 
     offset = "start + tl.arange(0, BLOCK)"
     check_planted(check, modules=planted(sum_of_squares, old=offset, new=f"({offset}).to(tl.int32)"))

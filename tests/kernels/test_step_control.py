@@ -21,6 +21,7 @@ def make(**settings):
         table[Setting[name]] = value
     state = torch.zeros(8)
     state[State.loss_scale], state[State.hysteresis_left] = 1024.0, values["hysteresis"]
+    state[State.good_steps] = -1.0
     hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0, 0.0, 0.0], [2e-3, 0.8, 0.95, 1e-6, 0.0, 0.9, 0.0, 0.0]])
     return {
         "state": state,
@@ -35,7 +36,7 @@ def run(tensors, *, finite: str):
     """One step per letter of `finite`: "." good, "x" overflow. Returns the loss scale after each."""
     scales = []
     for letter in finite:
-        sumsq = torch.tensor([1.0 if letter == "." else math.inf])
+        sumsq = torch.tensor([1.0 if letter == "." else math.inf], dtype=torch.float64)
         step_control(tensors["state"], sumsq=sumsq, **{k: v for k, v in tensors.items() if k != "state"})
         scales.append(tensors["state"][State.loss_scale].item())
     return scales
@@ -49,13 +50,15 @@ def backend(request):
 @pytest.mark.parametrize(
     "finite, consecutive, expected",
     [
-        ("...", 0, [1024, 1024, 2048]),  # grows after three good steps
-        ("..x...", 0, [1024, 1024, 1024, 1024, 1024, 2048]),  # hysteresis takes the overflow, the window starts again
+        ("....", 0, [1024, 1024, 1024, 2048]),  # grows after three good steps that count; the first one does not
+        (".......", 0, [1024, 1024, 1024, 2048, 2048, 2048, 4096]),  # after a growth every one counts
+        # hysteresis takes the overflow, the window starts again after one step
+        ("..x....", 0, [1024, 1024, 1024, 1024, 1024, 1024, 2048]),
         ("xx", 0, [1024, 512]),
         ("xxx", 0, [1024, 512, 256]),  # none left: every further overflow backs off
         ("x.x", 0, [1024, 1024, 512]),  # DeepSpeed: a good step does not refill
         ("x.x", 1, [1024, 1024, 1024]),  # apex: it does
-        ("x...xx", 0, [1024, 1024, 1024, 2048, 2048, 1024]),  # a growth refills
+        ("x....xx", 0, [1024, 1024, 1024, 1024, 2048, 2048, 1024]),  # a growth refills
     ],
 )
 def test_loss_scale_follows_the_window_and_the_hysteresis(finite, consecutive, expected):
@@ -64,7 +67,7 @@ def test_loss_scale_follows_the_window_and_the_hysteresis(finite, consecutive, e
 
 def test_loss_scale_keeps_its_bounds():
     assert run(make(min_scale=256, hysteresis=1), finite="xxxx") == [512, 256, 256, 256]
-    assert run(make(max_scale=2048, growth_interval=1), finite="...") == [2048, 2048, 2048]
+    assert run(make(max_scale=2048, growth_interval=1), finite="....") == [1024, 2048, 2048, 2048]
 
 
 def test_static_scale_skips_and_stays():
@@ -88,7 +91,7 @@ def test_skipped_step_advances_neither_step_nor_learning_rate():
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
 def test_coefficient_unscales_averages_and_clips(max_norm):
     tensors = make(max_norm=max_norm)
-    sumsq = torch.tensor([(3.0 * 1024 * 4) ** 2])  # the averaged, unscaled norm is 3
+    sumsq = torch.tensor([(3.0 * 1024 * 4) ** 2], dtype=torch.float64)  # the averaged, unscaled norm is 3
     step_control(tensors["state"], sumsq=sumsq, **{k: v for k, v in tensors.items() if k != "state"})
     clip = min(1.0, max_norm / (3.0 + 1e-6)) if max_norm else 1.0
     assert tensors["state"][State.grad_norm].item() == pytest.approx(3.0)
@@ -109,7 +112,7 @@ def test_bias_corrections_are_exact(step):
 
 def test_nan_counts_as_overflow():
     tensors = make()
-    sumsq = torch.tensor([math.nan])
+    sumsq = torch.tensor([math.nan], dtype=torch.float64)
     step_control(tensors["state"], sumsq=sumsq, **{k: v for k, v in tensors.items() if k != "state"})
     assert tensors["control"][0, Control.skip] == 1 and tensors["control"][0, Control.grad_coefficient] == 0
 

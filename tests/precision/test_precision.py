@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.precision.recorded import MARKS, SCALES
 from ztk import kernels
 from ztk.precision import LossScalePolicy, PrecisionPolicy, control_settings, control_state
 
@@ -60,52 +61,27 @@ def test_settings_and_state_have_the_kernel_layout():
     state = control_state(policy)
     assert {entry.name: state[entry].item() for entry in kernels.State if state[entry]} == {
         "loss_scale": 512.0,
+        "good_steps": -1.0,
         "hysteresis_left": 3.0,
     }
 
 
-class DeepSpeedScaler:
-    """The published rule of DeepSpeed's DynamicLossScaler, word for word"""
-
-    def __init__(self, policy: LossScalePolicy) -> None:
-        self.policy, self.scale, self.left = policy, policy.initial, policy.hysteresis
-        self.iteration, self.last_overflow = 0, -1
-
-    def update(self, overflow: bool) -> None:
-        policy = self.policy
-        if overflow:
-            if policy.hysteresis == 1 or self.left == 1:
-                self.scale = max(self.scale * policy.backoff_factor, policy.floor)
-            else:
-                self.left -= 1
-            self.last_overflow = self.iteration
-        else:
-            if policy.consecutive_hysteresis:
-                self.left = policy.hysteresis
-            if (self.iteration - self.last_overflow) % policy.window == 0:
-                self.left = policy.hysteresis
-                self.scale *= policy.growth_factor
-        self.iteration += 1
-
-
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-@pytest.mark.parametrize("consecutive", [False, True])
-def test_scale_moves_as_in_deepspeed(hysteresis, consecutive):
-    policy = LossScalePolicy(initial=64.0, window=3, hysteresis=hysteresis, consecutive_hysteresis=consecutive)
-    reference = DeepSpeedScaler(policy)
+@pytest.mark.parametrize("window, hysteresis, consecutive", SCALES)
+def test_scale_moves_as_in_deepspeed(window, hysteresis, consecutive):
+    policy = LossScalePolicy(initial=256.0, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive)
     state, settings = control_state(policy), control_settings(policy, gradient_divisor=1)
     control, hyper = torch.zeros(1, kernels.CONTROL_COLUMNS), torch.zeros(1, kernels.HYPER_COLUMNS)
-    overflows = "..x...xx..x.xxxxxxxxxxx...x......"
-    for overflow in (mark == "x" for mark in overflows):
-        sumsq = torch.tensor([float("nan") if overflow else 1.0])
+    scales = []
+    for mark in MARKS:
+        sumsq = torch.tensor([float("nan") if mark == "x" else 1.0], dtype=torch.float64)
         kernels.step_control(
             state, sumsq=sumsq, hyper=hyper, lr_table=torch.ones(1), control=control, settings=settings
         )
-        reference.update(overflow)
-        assert state[kernels.State.loss_scale] == reference.scale
-        assert bool(control[0, kernels.Control.skip]) == overflow
-    assert state[kernels.State.skipped_steps] == overflows.count("x")
-    assert state[kernels.State.step] == overflows.count(".")
+        scales.append(state[kernels.State.loss_scale].item())
+        assert bool(control[0, kernels.Control.skip]) == (mark == "x")
+    assert scales == SCALES[window, hysteresis, consecutive]
+    assert state[kernels.State.skipped_steps] == MARKS.count("x")
+    assert state[kernels.State.step] == MARKS.count(".")
 
 
 def test_static_scale_stays():
@@ -114,6 +90,11 @@ def test_static_scale_stays():
     control, hyper = torch.zeros(1, kernels.CONTROL_COLUMNS), torch.zeros(1, kernels.HYPER_COLUMNS)
     for sumsq in (1.0, float("inf"), 1.0):
         kernels.step_control(
-            state, sumsq=torch.tensor([sumsq]), hyper=hyper, lr_table=torch.ones(1), control=control, settings=settings
+            state,
+            sumsq=torch.tensor([sumsq], dtype=torch.float64),
+            hyper=hyper,
+            lr_table=torch.ones(1),
+            control=control,
+            settings=settings,
         )
     assert state[kernels.State.loss_scale] == 8.0

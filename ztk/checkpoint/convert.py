@@ -35,7 +35,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama:
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)
 _CONTROL = {
     "loss_scale": 1.0,
-    "good_steps": 0.0,
+    "good_steps": -1.0,
     "hysteresis_left": 1.0,
     "skipped_steps": 0.0,
     "found_inf": 0.0,

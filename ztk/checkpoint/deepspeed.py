@@ -113,7 +113,14 @@ class DeepSpeedSource:
             "skipped_steps": float(skipped),
             "loss_scale": float(getattr(scaler, "cur_scale", 1.0)),
             "hysteresis_left": float(getattr(scaler, "cur_hysteresis", 1)),
+            "good_steps": _good_steps(scaler),
         }
+
+
+def _good_steps(scaler: object) -> float:
+    """Of `ztk.kernels.State`, by the steps since the last overflow; DeepSpeed's scale grows after each `scale_window` of them."""
+    stable = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
+    return float((stable - 1) % scaler.scale_window) if stable > 0 else -1.0
 
 
 def _step_folder(path: Path) -> Path:

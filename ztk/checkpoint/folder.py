@@ -79,7 +79,7 @@ def resolve(path: str | os.PathLike) -> Path:
     if not pointer.exists():  # killed between the first rename and the first pointer
         return found[-1]
     name = pointer.read_bytes().decode(errors="replace").strip()
-    if name and (path / name).is_dir():
+    if name and Path(name).name == name and name != ".." and (path / name).is_dir():
         return path / name if _STEP.fullmatch(name) else resolve(path / name)
     raise CheckpointError(f"{pointer} names {name!r}, which does not exist; {usable(path)}")
 

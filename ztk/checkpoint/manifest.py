@@ -144,7 +144,10 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format {content.get('format')} version {content.get('version')}; "
             f"this is ztk with format {FORMAT} version {VERSION}: load it with the version of ztk that wrote it"
         )
-    return _decode(content, path=str(folder))
+    try:
+        return _decode(content, path=str(folder))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} lacks a key or has one that this version does not know: {error}") from error
 
 
 def _decode(content: dict[str, Any], *, path: str) -> Manifest:

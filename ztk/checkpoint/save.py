@@ -29,6 +29,7 @@ from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.runtime import Comm, Tier
 from ztk.runtime.comm import connect
+from ztk.runtime.ending import end_with_process, forget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +86,7 @@ class Saver:
         self._engine, self._folder = engine, Path(folder)
         self._retention = retention or Retention()
         self._process = process = engine.process
-        self._trained_only = trained_only
+        self._trained_only, self._timeout_seconds = trained_only, timeout_seconds
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None  # the one that the thread runs
@@ -125,6 +126,8 @@ class Saver:
             job.stall_seconds += time.perf_counter() - started
             self._job = job
             self._thread = threading.Thread(target=self._finish_behind, args=(job,), name="ztk-checkpoint", daemon=True)
+            # A save that has begun is finished, also when the script ends without `close`.
+            end_with_process(self._thread, end=partial(self._thread.join, self._timeout_seconds))
             self._thread.start()
             return None
         finally:
@@ -268,6 +271,8 @@ class Saver:
             self._outcome = self._finish(job, stream=stream, comm=self._background)
         except Exception as error:
             self._outcome = error
+        finally:
+            forget(threading.current_thread())
 
     def _read_behind(self, job: _Job, append: Append) -> None:
         try:

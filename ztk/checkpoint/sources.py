@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import struct
 from collections.abc import Iterator
@@ -125,13 +126,12 @@ class TorchDistributedSource(_Weights):
     """
 
     def __init__(self, path: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         super().__init__()
         self._path = path
         try:
-            metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+            metadata = _safe_reader(path).read_metadata().state_dict_metadata
         except Exception as error:  # a pickle may raise any error
             raise CheckpointError(f"{path / '.metadata'} cannot be read: {error}") from error
         self._tensors = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
@@ -146,11 +146,11 @@ class TorchDistributedSource(_Weights):
         self._keys = {key: value for key, value in self._keys.items() if key[0] != "step"}
 
     def _load(self, key: str) -> Tensor:
-        from torch.distributed.checkpoint import FileSystemReader, load
+        from torch.distributed.checkpoint import load
 
         meta = self._tensors[key]
         state = {key: torch.empty(meta.size, dtype=meta.properties.dtype)}
-        load(state, storage_reader=FileSystemReader(self._path), no_dist=True)
+        load(state, storage_reader=_safe_reader(self._path), no_dist=True)
         return state[key]
 
     def shapes(self) -> dict[Key, tuple[int, ...]]:
@@ -158,3 +158,47 @@ class TorchDistributedSource(_Weights):
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
         yield self._load(self._keys[key]).contiguous().view(-1)
+
+
+_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("_codecs", "encode"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads `.metadata` without running what a stranger may have put there: it builds torch's records, sizes and dtypes alone."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module in _METADATA_MODULES and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _METADATA_NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into such a file and is not run")
+
+
+def _safe_reader(path: Path):
+    """A `FileSystemReader` whose metadata are read by `_MetadataUnpickler`."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: object, **kwargs: object):
+            del args, kwargs
+            with open(path / ".metadata", "rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(path)

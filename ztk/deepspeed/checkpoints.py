@@ -34,8 +34,8 @@ def save_checkpoint(
     """Collective. See `DeepSpeedEngine.save_checkpoint`."""
     folder, comm = Path(folder), engine.engine.comm
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if not tag or Path(tag).name != tag:
-        raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path")
+    if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
+        raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path and without spaces around it")
     _check_tag(tag, comm=comm, validation=engine.settings.tag_validation)
     scheduler = engine.lr_scheduler
     state = {
@@ -79,6 +79,9 @@ def load_checkpoint(
         if tag is None:
             logger.warning("%s has no file `latest`: nothing is loaded; give a tag to name a checkpoint", folder)
             return None, {}
+    if engine.optimizer is not None:
+        inner.discard_gradients()  # of micro-batches of a step that was begun before: they belong to the old weights
+        engine._since_step = 0
     # A custom function sets the weights; what else is asked for must still fit.
     strict = (strict and custom is None) or optimizer_states
     report = checkpoint.load(inner, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)

@@ -85,7 +85,10 @@ def groups_of_client(
     options = {key: _plain(first[key]) for key in ("lr", "weight_decay")}
     if name == "sgd":
         momenta = [float(group["momentum"]) for group in optimizer.param_groups]
-        options |= {"momentum": max(momenta), "nesterov": bool(first["nesterov"])}
+        nesterov = {bool(group["nesterov"]) for group in optimizer.param_groups if float(group["momentum"])}
+        if len(nesterov) > 1:
+            raise ValueError("optimizer: nesterov differs between groups, and one SGD runs them all; make it equal")
+        options |= {"momentum": max(momenta), "nesterov": nesterov == {True}}
     else:
         options["betas"] = tuple(map(float, first["betas"]))
     if "eps" in first:

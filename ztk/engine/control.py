@@ -57,7 +57,7 @@ class StepControl:
         self._settings[Setting.gradient_divisor] = divisor
 
     def decide(self, sum_of_squares: Tensor) -> None:
-        """Skip or step, clip or not, grow or shrink the scale: fills `control` from the gradients' sum of squares, fp32 [1]."""
+        """Skip or step, clip or not, grow or shrink the scale: fills `control` from the gradients' sum of squares, float64 [1]."""
         self._scale_before.copy_(self.loss_scale)
         kernels.step_control(
             self.state,

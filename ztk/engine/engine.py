@@ -44,6 +44,7 @@ class Engine:
         self.boundary: bool | None = None  # whether this micro-batch ends a step; None: counted by `accumulation_steps`
         self._synchronise = True
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
+        zero.reduction.needs_scaled_loss = self._scales_loss
         self._module_metrics = module_metrics
         self._guard = OverflowGuard(control, zero=zero, device=process.device)
 
@@ -68,8 +69,12 @@ class Engine:
             self._synchronise = before
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale: for `engine.scale(loss).backward()`."""
+        """The loss times the loss scale: for `engine.scale(loss).backward()`.
+
+        Where a loss scale is in effect, `loss.backward()` without it raises RuntimeError.
+        """
         self.prepare_backward()
+        self.zero.reduction.loss_is_scaled = True
         return loss.float() * self.control.loss_scale if self._scales_loss else loss  # 65536 is infinite in fp16
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

@@ -29,7 +29,7 @@ class OverflowGuard:
         if self._pending:
             self._pending = False  # first: after an error the next step begins anew
             self._event.synchronize()
-            self._judge(self._seen, step=step - 1, late=True)
+            self._judge(self._seen, step=step - 1)
         self._seen.copy_(self._control.overflow_status(), non_blocking=True)
         self._event.record()
         self._pending = True
@@ -47,10 +47,7 @@ class OverflowGuard:
     def _judge(self, overflow_status: Tensor, *, step: int, late: bool = False) -> None:
         if not self._control.is_unrecoverable(overflow_status):
             return
-        name = self._zero.first_non_finite()
-        if name is None:
-            assert late
-            name = "a parameter (which one, the next batch no longer shows)"
+        name = self._zero.first_non_finite() or "a parameter (which one, the next batch no longer shows)"
         scaling = self._control.scaling
         if scaling.dynamic:
             reason = f"at the smallest loss scale (precision.loss_scale.floor={scaling.floor:g})"

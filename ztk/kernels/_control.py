@@ -26,7 +26,7 @@ class State(IntEnum):
 
     step = 0  # optimizer steps taken; exact up to 2^24
     loss_scale = 1
-    good_steps = 2  # since the last overflow or growth
+    good_steps = 2  # since the last growth; -1 at the start and after an overflow
     hysteresis_left = 3
     skipped_steps = 4
     found_inf = 5  # 1 when the last step was skipped

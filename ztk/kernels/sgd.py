@@ -71,6 +71,7 @@ def _cpu(
 ) -> None:
     # Full 16-element units through torch's fused kernel: a function of the element alone, as in adamw.
     c = control
+    momentum = 0.0 if momentum_buffer is None else c[Control.momentum]  # 0 in one group among others that have some
     for start in range(0, master.numel(), UPDATE_PIECE):
         cut = slice(start, start + UPDATE_PIECE)
         p = master[cut]
@@ -78,12 +79,12 @@ def _cpu(
         torch._fused_sgd_(
             [p],
             [g],
-            [] if momentum_buffer is None else [momentum_buffer[cut]],
+            [momentum_buffer[cut]] if momentum else [],
             weight_decay=c[Control.weight_decay],
-            momentum=0.0 if momentum_buffer is None else c[Control.momentum],
+            momentum=momentum,
             lr=c[Control.lr],
             dampening=0.0,
-            nesterov=nesterov,
+            nesterov=nesterov and momentum > 0.0,
             maximize=False,
             is_first_step=False,
         )

@@ -9,7 +9,9 @@
 A step with found_inf advances neither step nor lr. The loss scale follows DeepSpeed's DynamicLossScaler and apex's
 update_scale_hysteresis.cu: an overflow uses up one unit of hysteresis, and when none is left multiplies the scale by
 `backoff_factor`, not below `min_scale`; `growth_interval` good steps in a row multiply it by `growth_factor`, not above
-`max_scale`. Nothing is read by the host, so a full training step can be captured in a CUDA graph.
+`max_scale`. The first good step of a run and the first one after an overflow do not count, as in DeepSpeed: `good_steps`
+is -1 then, in a fresh state (`ztk.precision.control_state`) too.
+Nothing is read by the host, so a full training step can be captured in a CUDA graph.
 """
 
 import math
@@ -92,10 +94,10 @@ def _step_control(
 
     # Phase 2: the gradient's norm, overflow and the coefficient that unscales, averages and clips
     found_inf = (tl.abs(sumsq) < _INF) == 0  # NaN compares false
-    inverse = 1.0 / (loss_scale * divisor)
+    inverse = 1.0 / (loss_scale.to(tl.float64) * divisor)
     norm = tl.sqrt(sumsq) * inverse
     clip = tl.where(max_norm > 0.0, max_norm / (norm + _NORM_EPS), 1.0)
-    coefficient = tl.where(found_inf, 0.0, inverse * tl.where(clip < 1.0, clip, 1.0))
+    coefficient = tl.where(found_inf, 0.0, inverse * tl.where(clip < 1.0, clip, 1.0)).to(tl.float32)
 
     # Phase 3: one control row per parameter group
     o_g = tl.arange(0, BLOCK_G)
@@ -129,12 +131,12 @@ def _step_control(
     is_dynamic = dynamic > 0.0
     tl.store(state_ptr + _STEP, tl.where(found_inf, step, step + 1.0))
     tl.store(state_ptr + _LOSS_SCALE, tl.where(is_dynamic, tl.where(found_inf, backed_off, grown), loss_scale))
-    tl.store(state_ptr + _GOOD_STEPS, tl.where(found_inf | (grows & is_dynamic), 0.0, good_steps + 1.0))
+    tl.store(state_ptr + _GOOD_STEPS, tl.where(found_inf, -1.0, tl.where(grows & is_dynamic, 0.0, good_steps + 1.0)))
     next_left = tl.where(found_inf, left_after_inf, left_after_good)
     tl.store(state_ptr + _HYSTERESIS_LEFT, tl.where(is_dynamic, next_left, hysteresis_left))
     tl.store(state_ptr + _SKIPPED_STEPS, skipped_steps + found_inf.to(tl.float32))
     tl.store(state_ptr + _FOUND_INF, found_inf.to(tl.float32))
-    tl.store(state_ptr + _GRAD_NORM, norm)
+    tl.store(state_ptr + _GRAD_NORM, norm.to(tl.float32))
 
 
 def _launch(state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, control: Tensor, settings: Tensor) -> None:
@@ -180,7 +182,7 @@ def step_control_reference(
     if s[Setting.dynamic] > 0:
         _update_loss_scale(new, settings=s, found_inf=found_inf)
     else:
-        new[State.good_steps] = 0.0 if found_inf else old[State.good_steps] + 1
+        new[State.good_steps] = -1.0 if found_inf else old[State.good_steps] + 1
     new[State.step] = old[State.step] if found_inf else this_step
     new[State.skipped_steps] += found_inf
     new[State.found_inf] = float(found_inf)
@@ -191,7 +193,7 @@ def step_control_reference(
 def _update_loss_scale(state: list[float], *, settings: list[float], found_inf: bool) -> None:
     """The loss scale, its good steps and its hysteresis, in place."""
     if found_inf:
-        state[State.good_steps] = 0.0
+        state[State.good_steps] = -1.0
         if state[State.hysteresis_left] > 1:
             state[State.hysteresis_left] -= 1
         else:
@@ -225,9 +227,11 @@ def step_control(
 ) -> None:
     """Decide one optimizer step on the device: writes `control` and advances `state`, both in place.
 
-    All float32 and contiguous on one device: state [8] (`State`), sumsq [1] the global sum of squares of the scaled, summed
-    gradients, hyper [groups, 8] (`Hyper`), lr_table [steps] of learning-rate multipliers, control [groups, 16]
+    All contiguous on one device, and float32 but for sumsq [1], float64, the global sum of squares of the scaled, summed gradients:
+    state [8] (`State`), hyper [groups, 8] (`Hyper`), lr_table [steps] of learning-rate multipliers, control [groups, 16]
     (`Control`), settings [16] (`Setting`). Every data-parallel rank calls it with the same values and gets the same.
+
+    Raises ValueError for other shapes and dtypes.
     """
     groups = hyper.shape[0]
     expected = {
@@ -239,9 +243,10 @@ def step_control(
         "settings": (settings, (SETTINGS_SIZE,)),
     }
     for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        dtype = torch.float64 if name == "sumsq" else torch.float32
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"step_control: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous float32 {shape}"
+                f"step_control: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous {dtype} {shape}"
             )
     if lr_table.numel() == 0 or groups == 0:
         raise ValueError("step_control: lr_table and hyper need at least one row")
@@ -260,7 +265,7 @@ def _make_inputs(
     settings = [4.0, 0.05, float(dynamic), 2.0, 0.5, 8.0, 2.0, 1.0, 2.0**24] + [0.0] * 7
     return {
         "state": torch.tensor([5.0, 2.0**10, 7.0, 1.0, 3.0, 0.0, 0.0, 0.0]).to(device),
-        "sumsq": torch.tensor([sumsq]).to(device),
+        "sumsq": torch.tensor([sumsq], dtype=torch.float64).to(device),
         "hyper": hyper.to(device),
         "lr_table": torch.linspace(0.1, 1.0, 12).to(device),
         "control": torch.zeros(groups, CONTROL_COLUMNS).to(device),
@@ -276,7 +281,7 @@ SPEC = OpSpec(
     mutated=("state", "control"),
     small_shapes=((1,), (3,)),
     bench_shapes=((2,),),
-    variants=({}, {"sumsq": float("inf")}, {"sumsq": 1e12}, {"dynamic": False}),
+    variants=({}, {"sumsq": float("inf")}, {"sumsq": 1e12}, {"sumsq": 1e52}, {"dynamic": False}),
     num_bytes=lambda shape, itemsize: shape[0] * 24 * 4 + 128,
     num_flops=lambda shape: shape[0] * 200,
     dtypes=(torch.float32,),

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ztk.pipeline.layers import Carry, Layer, MicroBatch
@@ -87,6 +88,7 @@ class PipelineModule(nn.Module):
             if isinstance(spec, TiedLayerSpec):
                 first_of.setdefault(spec.key, index)
         self._first_of = first_of  # a tied module is built with the seed of its first use
+        self._writes_input: dict[int, bool] = {}  # by the first layer of a recomputed group
         self.layers = [self._layer(index) for index in range(len(self.specs))]
 
     @property
@@ -144,7 +146,17 @@ class PipelineModule(nn.Module):
         return carry
 
     def _run_group(self, indices: range, batch: MicroBatch, carry: Carry) -> Carry:
-        return self._run_plainly(indices, carry=carry, batch=batch)
+        """A group that writes into its input gets a copy: the input itself is kept to run the group again. Its first run finds out."""
+        writes = self._writes_input.get(indices.start)
+        if writes is False:
+            return self._run_plainly(indices, carry=carry, batch=batch)
+        copied = tree_map_only(Tensor, Tensor.clone, carry)
+        tensors = [leaf for leaf in tree_leaves(copied) if isinstance(leaf, Tensor)]
+        before = [tensor._version for tensor in tensors]
+        out = self._run_plainly(indices, carry=copied, batch=batch)
+        if writes is None:
+            self._writes_input[indices.start] = [tensor._version for tensor in tensors] != before
+        return out
 
     def _run_plainly(self, indices: range, *, carry: Carry, batch: MicroBatch) -> Carry:
         for index in indices:

@@ -23,8 +23,9 @@ class LossScalePolicy:
 
     Dynamic scaling works as in apex and DeepSpeed: an overflow skips the step and uses up one unit of `hysteresis`;
     when none is left, every overflow multiplies the scale by `backoff_factor`, down to `floor`. After `window` steps
-    without overflow in a row the scale is multiplied by `growth_factor`, up to `maximum`, and the hysteresis is
-    restored; with `consecutive_hysteresis` every step without overflow restores it.
+    without overflow in a row, not counting the run's first and the first after an overflow, the scale is multiplied by
+    `growth_factor`, up to `maximum`, and the hysteresis is restored; with `consecutive_hysteresis` every step without overflow
+    restores it.
     Static scaling keeps `initial` for ever. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
 
     Raises ValueError for a value that cannot work, naming the key and a value that can.

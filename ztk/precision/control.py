@@ -8,11 +8,12 @@ from ztk.policies.loss_scale import LossScalePolicy
 
 
 def control_state(policy: LossScalePolicy, *, device: torch.device | str = "cpu") -> Tensor:
-    """Float32 [8], the state before the first step: step 0, the initial loss scale, full hysteresis. Part of a
-    checkpoint.
+    """Float32 [8], the state before the first step: step 0, the initial loss scale, full hysteresis, and -1 good steps because
+    the first one does not count (`ztk.kernels.step_control`). Part of a checkpoint.
     """
     state = torch.zeros(kernels.STATE_SIZE, dtype=torch.float32)
     state[kernels.State.loss_scale] = policy.initial
+    state[kernels.State.good_steps] = -1.0
     state[kernels.State.hysteresis_left] = policy.hysteresis
     return state.to(device)
 

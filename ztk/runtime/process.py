@@ -33,11 +33,9 @@ class Process:
         (path of a file that all ranks of one machine see; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
 
         Raises:
-            ValueError: the machine lacks the requested device.
+            ValueError: variables do not fit together, or the machine lacks the requested device.
         """
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        rank, world, local_rank, local_world = _read_place()
         chosen = _choose_device(device, local_rank=local_rank)
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
@@ -96,6 +94,27 @@ def all_replicas(comm: Comm) -> Mesh:
     alone = Comm(SingleRankTransport(), rank=0, size=1, device=comm.device)
     uncut = ("data", "expert_data", "inter_node")
     return Mesh(Topology(), world=comm, comms={axis: comm if axis in uncut else alone for axis in AXES})
+
+
+def _read_place() -> tuple[int, int, int, int]:
+    """Rank, world size, local rank, local world size. Raises ValueError at once for what the others would wait for in vain."""
+    world = _variable("WORLD_SIZE", default=1, least=1)
+    rank = _variable("RANK", default=0, most=world - 1)
+    if world > 1 and "RANK" not in os.environ:
+        raise ValueError(f"WORLD_SIZE={world} without RANK: set RANK to this process's number, 0 to {world - 1}")
+    local_world = _variable("LOCAL_WORLD_SIZE", default=world, least=1, most=world)
+    local_rank = _variable("LOCAL_RANK", default=rank, most=max(rank, local_world - 1))
+    return rank, world, local_rank, local_world
+
+
+def _variable(name: str, *, default: int, least: int = 0, most: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
+    bounds = f"{least} or more" if most is None else f"{least} to {most}"
+    if not (text.isascii() and text.isdigit()) or int(text) < least or (most is not None and int(text) > most):
+        raise ValueError(
+            f"{name}={text}: must be a whole number, {bounds}; start ranks by run.py or torchrun, which set it"
+        )
+    return int(text)
 
 
 def _choose_device(device: str, *, local_rank: int) -> torch.device:

@@ -1,42 +1,94 @@
 """One background thread that runs calls in order."""
 
+import functools
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from ztk.runtime.ending import end_with_process, forget, seconds_to_end
+
+LONGEST_CALL_SECONDS = 60.0  # what a call that waits for nobody may take when the process ends
+
 
 class SerialThread:
     """Like an executor with one worker, but the thread is a daemon.
 
-    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. When
-    this object is no longer referenced, the thread ends after the submitted calls.
+    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. It ends
+    after the calls that were submitted when nobody has this object any more, and before the interpreter does (`ztk.runtime.ending`);
+    what is submitted later runs at once, in the caller's thread.
     """
 
-    def __init__(self, *, name: str) -> None:
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+    def __init__(self, *, name: str, interrupt: Callable[[], None] | None = None) -> None:
+        """interrupt: makes a call that waits for another rank raise, for the end of the process; it must not hold this object."""
+        self._calls = _Calls()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        end_with_process(self._thread, end=functools.partial(_end, self._thread, self._calls, interrupt))
         self._thread.start()
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        weakref.finalize(self, self._calls.queue.put, None).atexit = False
 
     def submit(self, call: Callable) -> Future:
         """Runs `call()` after all calls submitted before it."""
         future: Future = Future()
-        self._calls.put((call, future))
+        with self._calls.lock:
+            ended = self._calls.ended
+            if not ended:
+                self._calls.queue.put((call, future))
+        if ended:
+            _run([call], future)
         return future
 
     def close(self) -> None:
         """Returns when everything submitted has run."""
-        self._calls.put(None)
+        self._calls.queue.put(None)
         self._thread.join()
 
 
-def _serve(calls: queue.SimpleQueue) -> None:
-    while (item := calls.get()) is not None:
-        call, future = item
-        try:
-            future.set_result(call())
-        except BaseException as error:  # the caller of `result()` gets it
-            future.set_exception(error)
-        del item, call, future
+class _Calls:
+    """What a thread is to run; None ends it once nothing else is left."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.ended = False
+
+
+def _serve(calls: _Calls) -> None:
+    while True:
+        item = calls.queue.get()
+        if item is not None:
+            call, future = [item[0]], item[1]
+            del item
+            _run(call, future)
+            del call, future  # an idle thread keeps nothing alive
+            continue
+        with calls.lock:
+            if calls.queue.empty():
+                calls.ended = True
+                break
+        calls.queue.put(None)
+    forget(threading.current_thread())
+
+
+def _run(call: list[Callable], future: Future) -> None:
+    """The one call of the list. It and its tensors are freed before anybody is told that it is done, who may end the process then."""
+    try:
+        result = call[0]()
+    except BaseException as error:  # belongs to whoever waits for the result
+        call.clear()
+        future.set_exception(error)
+    else:
+        call.clear()
+        future.set_result(result)
+
+
+def _end(thread: threading.Thread, calls: _Calls, interrupt: Callable[[], None] | None) -> None:
+    calls.queue.put(None)
+    if interrupt is None:
+        thread.join(LONGEST_CALL_SECONDS)
+        return
+    thread.join(seconds_to_end())
+    if thread.is_alive():
+        interrupt()
+        thread.join(seconds_to_end())

@@ -15,7 +15,7 @@ class BucketGradient:
     """The gradient half of a bucket.
 
     full: [layout.size], this rank's local gradient; None: there is none.
-    squares: fp32 [1], the sum of squares of the reduced shard; None: this step's gradient is not reduced yet.
+    squares: float64 [1], the sum of squares of the reduced shard; None: this step's gradient is not reduced yet.
     is_launched: its reduction has started in this backward. is_final: this step's gradient is reduced, and `full` must not change.
     has_earlier: the stored shard contains gradients of earlier micro-batches of this step.
     """

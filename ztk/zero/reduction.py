@@ -76,6 +76,8 @@ class GradientReduction:
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
         self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
         self._announced = Backward()
+        self.needs_scaled_loss = False  # a loss scale other than 1 is in effect
+        self.loss_is_scaled = False  # the coming backward's: `Engine.scale` says so
         self._current: Backward | None = None  # the backward that runs
         self._plan: list[Bucket] = []  # what it completes
         self._num_launched = 0  # of the plan
@@ -135,13 +137,20 @@ class GradientReduction:
     def accept(self, bucket: Bucket, *, index: int) -> None:
         """Takes the gradient that autograd has finished for parameter `index` of `bucket`, and reduces what is complete.
 
-        Raises RuntimeError for a gradient of a bucket that is reduced already.
+        Raises RuntimeError for a gradient of a bucket that is reduced already, and for that of a loss without the loss scale in effect.
         """
         if (
             gradient_of(bucket.parameters[index]) is None
         ):  # an autograd function returned None; PyTorch calls the hook all the same
             return
         if self._current is None:
+            if self.needs_scaled_loss and not self.loss_is_scaled:
+                bucket.parameters[index].grad = None  # autograd stops here, so no other parameter has one
+                self._gathering.reshard_all()
+                raise RuntimeError(
+                    "loss.backward() with a loss scale in effect: the step would divide the gradients by a scale that the loss never had. "
+                    "Call engine.backward(loss), or engine.scale(loss).backward()"
+                )
             self.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         if bucket.gradient.is_launched:
@@ -169,7 +178,7 @@ class GradientReduction:
             for bucket in self._plan:
                 bucket.gradient.is_launched, bucket.gradient.is_final = False, not self._policy.shards_gradients
         self._gathering.reshard_all()
-        self._current = None
+        self._current, self.loss_is_scaled = None, False
         if backward.reduces and self._completed is not None and self._plan[-1:] == self._order[-1:]:
             self._settle_order(self._completed)
             self._completed = None
@@ -280,7 +289,7 @@ class GradientReduction:
             for parameter in bucket.parameters:
                 set_gradient(parameter, None)
         self._gathering.reshard_all()
-        self._current = None
+        self._current, self.loss_is_scaled = None, False
         self.forget()
 
     def forget(self) -> None:

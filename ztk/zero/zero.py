@@ -124,7 +124,7 @@ class Zero:
     # Step
 
     def sum_of_squares(self) -> Tensor:
-        """fp32 [1]: of all ranks' gradients, scaled and summed as they are; the same bits at every stage and on every rank.
+        """float64 [1]: of all ranks' gradients, scaled and summed as they are; the same bits at every stage and on every rank.
 
         Raises RuntimeError if no backward was reduced since the last step. A collective call.
         """
@@ -133,7 +133,7 @@ class Zero:
         self.reduction.finish_step()
         self._copies.add_up()
         counted = [bucket.gradient.squares for bucket in self._trained if bucket.traits.counted]
-        partial = torch.cat(counted or [torch.zeros(1, device=self._comm.device)]).sum().view(1)
+        partial = torch.cat(counted or [torch.zeros(1, dtype=torch.float64, device=self._comm.device)]).sum().view(1)
         return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
 
     def update(self, control: Tensor) -> None:

@@ -49,6 +49,7 @@ def test_a_hostfile(tmp_path):
         ("one slots=2\nonly-a-name\n", "line 2: 'only-a-name' must look like `worker-0 slots=4`"),
         ("one slots=2\none slots=2\n", "line 2: one is listed twice"),
         ("# nothing\n", "lists no machine"),
+        ("-oProxyCommand=true slots=1\n", "line 1: -oProxyCommand=true is no machine's name"),
     ],
 )
 def test_a_wrong_hostfile(tmp_path, text, fault):

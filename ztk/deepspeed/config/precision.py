@@ -65,8 +65,8 @@ DATA_TYPES = {
 class Precision:
     """The dtypes of a run as the configuration has them."""
 
-    def __init__(self, given: dict, *, top: dict, findings: Findings) -> None:
-        """given: the full configuration; top: its top-level values that take effect."""
+    def __init__(self, given: dict, *, top: dict, stage: int, findings: Findings) -> None:
+        """given: the full configuration; top: its top-level values that take effect; stage: of ZeRO."""
         fp16 = read_section(given.get("fp16", {}), path="fp16.", keys=FP16, findings=findings)
         if "bf16" in given and "bfloat16" in given:
             findings.faults.append("bfloat16: is the old name of bf16, which is given too; keep bf16")
@@ -86,6 +86,8 @@ class Precision:
         self.grad_accum_dtype = types.get("grad_accum_dtype")
         if self.fp16 and self.bf16:
             findings.faults.append("fp16.enabled and bf16.enabled: a model has one dtype; switch one of them off")
+        if self.fp16 and stage == 0:
+            _drop_hysteresis(fp16, findings=findings)
         if not self.fp16:
             findings.notes += [f"fp16.{key}: without effect while fp16 is off" for key in fp16 if key != "enabled"]
         reduce_dtype = _reduce_dtype(types, top=top, findings=findings)
@@ -101,6 +103,16 @@ class Precision:
         except ValueError as error:
             findings.faults.append(f"fp16: {error}")
             return PrecisionPolicy()
+
+
+def _drop_hysteresis(fp16: dict, *, findings: Findings) -> None:
+    """DeepSpeed's optimizer of stage 0 (`FP16_Optimizer`) has none: every overflow halves the scale."""
+    for key, usual in (("hysteresis", 1), ("consecutive_hysteresis", False)):
+        if fp16.get(key, usual) != usual:
+            findings.notes.append(
+                f"fp16.{key}={fp16[key]}: without effect at stage 0, as in DeepSpeed; stages 1 to 3 use it"
+            )
+        fp16[key] = usual
 
 
 def _loss_scale(fp16: dict, *, static: float) -> LossScalePolicy:

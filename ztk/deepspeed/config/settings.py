@@ -71,8 +71,8 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)
     tensor = read_tensor_parallel(given.get("tensor_parallel"), world_size=world_size, findings=findings)
     batch = solve_batch(top, world_size=world_size // tensor.degree, findings=findings)
-    precision = Precision(given, top=top, findings=findings)
     zero = Zero(given.get("zero_optimization", {}), findings=findings)
+    precision = Precision(given, top=top, stage=zero.stage, findings=findings)
     offload = read_offload(
         given, optimizer=zero.offload_optimizer, parameters=zero.offload_param, stage=zero.stage, findings=findings
     )

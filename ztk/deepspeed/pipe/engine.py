@@ -9,7 +9,6 @@ from torch import Tensor
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.loader import RepeatingLoader
-from ztk.deepspeed.pipe.topology import PipelineParallelGrid
 from ztk.pipeline import MicroBatch
 
 
@@ -26,7 +25,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator: Iterator | None = None
         self.batch_fn: Callable | None = None
         self.agg_train_loss: Tensor | None = None
-        self.grid: PipelineParallelGrid = self.module.mpu()
+        self.grid = self.mpu = self.module.mpu()
         self.num_stages, self.stage_id = self.module.num_stages, self.grid.stage_id
         self.micro_batches = self.gradient_accumulation_steps()
 

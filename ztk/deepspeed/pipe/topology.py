@@ -4,6 +4,9 @@ from collections import namedtuple
 from itertools import product
 from math import prod
 
+import torch.distributed as dist
+
+from ztk.deepspeed.started import this_process
 from ztk.runtime import Process
 
 
@@ -93,7 +96,25 @@ class PipeModelDataParallelTopology(ProcessTopology):
 class PipelineParallelGrid:
     """Where this rank is: what scripts ask of `engine.grid` and of `model.mpu()`."""
 
-    def __init__(self, topology: ProcessTopology, *, process: Process) -> None:
+    def __init__(
+        self,
+        topology: ProcessTopology | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        process: Process | None = None,
+    ) -> None:
+        """topology: None, as in DeepSpeed, is one stage of all ranks. process_group: accepted; groups of ranks are `utils.groups`'s.
+
+        process: None is that of `init_distributed`. Raises ValueError for a topology of another number of ranks.
+        """
+        del process_group
+        process = process or this_process()
+        topology = topology or PipeDataParallelTopology(num_pp=1, num_dp=process.world_size)
+        if topology.world_size() != process.world_size:
+            raise ValueError(
+                f"topology: has {topology.world_size()} ranks, and {process.world_size} were started; give dimensions whose product "
+                f"is {process.world_size}"
+            )
         self._topo, self.global_rank, self.world_size = topology, process.rank, process.world_size
         self.pipe_parallel_size = max(1, topology.get_dim("pipe"))
         self.data_parallel_size = max(1, topology.get_dim("data"))

@@ -31,6 +31,10 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"--hostfile={path}, line {number}: {line!r} must look like `worker-0 slots=4`")
+        if match["name"].startswith("-"):  # ssh and pdsh would take it for an option
+            raise ValueError(
+                f"--hostfile={path}, line {number}: {match['name']} is no machine's name: it begins with '-'"
+            )
         if match["name"] in hosts:
             raise ValueError(f"--hostfile={path}, line {number}: {match['name']} is listed twice; keep one line")
         hosts[match["name"]] = Host(name=match["name"], slots=tuple(map(str, range(int(match["slots"])))))

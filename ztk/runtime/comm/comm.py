@@ -95,7 +95,9 @@ class Comm:
         self.before: Callable[[str], None] | None = None
         self.observe: Callable[[str, str, int, float], None] | None = None
         self._transport, self._watchdog = transport, watchdog
-        self._thread = SerialThread(name="ztk-comm") if size > 1 and transport.blocking else None
+        self._thread = (
+            SerialThread(name="ztk-comm", interrupt=transport.close) if size > 1 and transport.blocking else None
+        )
         self._message_threads: dict[str, SerialThread] = {}
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
@@ -233,7 +235,7 @@ class Comm:
         if not self._transport.blocking or self.size == 1:
             return Work(task(), counters=self.counters)
         if direction not in self._message_threads:
-            self._message_threads[direction] = SerialThread(name=f"ztk-{direction}")
+            self._message_threads[direction] = SerialThread(name=f"ztk-{direction}", interrupt=self._transport.close)
         return Work(self._message_threads[direction].submit(task), counters=self.counters)
 
     def _check(self, full: Tensor) -> None:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ztk.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
-from ztk.runtime.comm.sockets import PeerSockets
+from ztk.runtime.comm.sockets import PeerSockets, hang_up
 
 _MESSAGE = struct.Struct("<Q88s")  # running number of the barrier, label
 _RANK = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class NodeGroup:
@@ -68,6 +69,8 @@ class NodeGroup:
             connection.sendall(_RANK.pack(self.rank))
         except OSError as error:  # it listened before the barrier, and stops after all calls
             raise PeerLost(f"rank {peer} is gone (connecting): {error}") from error
+        if not _is_ours(connection):
+            raise PeerLost(f"rank {peer} does not belong to this user (connecting): start all ranks as one user")
         return connection
 
     def _await_calls(self, listener: socket.socket, *, made: dict[int, socket.socket]) -> dict[int, socket.socket]:
@@ -92,6 +95,9 @@ class NodeGroup:
                 connection, _ = listener.accept()
             except BlockingIOError:
                 return heard
+            if not _is_ours(connection):  # any user of the machine may connect to an abstract name, and say nothing
+                connection.close()
+                continue
             connection.settimeout(self._timeout)
             said = connection.recv(_RANK.size, socket.MSG_WAITALL)
             if len(said) == _RANK.size:  # else it died between its two calls; its other connection shows that
@@ -163,5 +169,12 @@ class NodeGroup:
             )
 
     def close(self) -> None:
+        """Also from another thread than the one that waits, which gets PeerLost then."""
         for connection in self._sockets.values():
-            connection.close()
+            hang_up(connection)
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """The process at the other end belongs to this process's user: memory is handed to no other."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()

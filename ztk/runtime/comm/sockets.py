@@ -4,6 +4,7 @@ These are separate from the sockets of the barriers, because a message concerns 
 process dies the kernel closes its sockets, so a rank that sends to it or waits for it gets an error at once.
 """
 
+import contextlib
 import ctypes
 import socket
 import struct
@@ -85,8 +86,16 @@ class PeerSockets:
             raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
 
     def close(self) -> None:
+        """Also from another thread than those that wait, which get PeerLost then."""
         for connection in self._sockets.values():
-            connection.close()
+            hang_up(connection)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Closes it and wakes the threads that wait at it, which `close` alone does not. Idempotent."""
+    with contextlib.suppress(OSError):  # the other end is gone already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -6,6 +6,7 @@ named once, because it may only be slow. On a GPU the host may be in a call that
 seconds after the error is found, unless the program has exited by itself.
 """
 
+import functools
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ztk.runtime.comm.errors import CommMismatch
+from ztk.runtime.ending import end_with_process, forget, seconds_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Watchdog:
         self._reported: set[tuple[int, int]] = set()  # (number, rank) already reported as late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ztk-watchdog", daemon=True)
+        end_with_process(self._thread, end=functools.partial(_end, self._thread, self._ended))
         self._thread.start()
 
     def enter(self, label: str) -> _Entered:
@@ -74,6 +77,12 @@ class Watchdog:
         self._ended.set()
 
     def _watch(self) -> None:
+        try:
+            self._look()
+        finally:
+            forget(threading.current_thread())
+
+    def _look(self) -> None:
         published = 0
         while not self._ended.wait(self._patience / 4):
             with self._lock:
@@ -120,3 +129,8 @@ class Watchdog:
 
     def _key(self, rank: int) -> str:
         return f"ztk/watchdog/{self._name}/{rank}"
+
+
+def _end(thread: threading.Thread, ended: threading.Event) -> None:
+    ended.set()
+    thread.join(seconds_to_end())

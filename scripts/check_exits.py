@@ -1,0 +1,142 @@
+"""Processes that end without `destroy()`, also by an exception, end as they should: no abort while threads are inside torch.
+
+    python scripts/check_exits.py                       200 exits beside two busy processes per core, some minutes
+    python scripts/check_exits.py --exits 12 --busy 0   what the tests run
+
+Every exit is a fork of this process, in which torch is imported, that runs a script to its end and lets the interpreter end. Prints a line
+per kind of script; exit code 1 if any process ended by a signal or with another code than its script's.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch._dynamo  # what the scripts would import one by one, seconds each
+import torch.distributed
+from torch import nn
+
+import ztk.deepspeed as deepspeed
+import ztk.deepspeed.build
+import ztk.deepspeed.serving.entry  # noqa: F401
+
+WIDTH, LIMIT_SECONDS = 1024, 120
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def train(*, fails: bool = False) -> None:
+    """Stage 3 with everything in main memory: the last update runs on when the script ends."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    section = {"type": "AdamW", "params": {"lr": 1e-3}}
+    ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": section}
+    engine, *_ = deepspeed.initialize(model=model(), config=ds_config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+        engine.step()
+    if fails and os.environ["RANK"] == "0":
+        raise RuntimeError("as intended")
+
+
+def infer() -> None:
+    """Sharded inference with a forward that keeps a graph: units are gathered ahead when the script ends."""
+    engine = deepspeed.init_inference(model(), config={"dtype": "fp32", "zero": {"stage": 3}})
+    engine(torch.ones(1, WIDTH))
+
+
+def fail() -> None:
+    train(fails=True)
+
+
+# kind -> (script, ranks, exit codes of rank 0)
+KINDS: dict[str, tuple[Callable[[], None], int, int]] = {
+    "train, 1 rank": (train, 1, 0),
+    "train, 2 ranks": (train, 2, 0),
+    "inference, 2 ranks": (infer, 2, 0),
+    "error, 2 ranks": (fail, 2, 1),
+}
+
+
+def burn() -> None:
+    while True:
+        sum(range(10_000))
+
+
+def start(kind: str, *, folder: str, number: int) -> list[int]:
+    """The process ids of one run's ranks. A child returns an empty list: it has run its script, and only has to end."""
+    script, world_size, _ = KINDS[kind]
+    children = []
+    for rank in range(world_size):
+        if child := os.fork():
+            children.append(child)
+            continue
+        log = os.open(f"{folder}/{number}.{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ["LOCAL_WORLD_SIZE"], os.environ["ZTK_STORE"] = str(world_size), f"{folder}/{number}.store"
+        script()
+        return []
+    return children
+
+
+def wait(children: list[int]) -> list[str]:
+    """How each ended, in rank order: its exit code or signal."""
+    ended, deadline = {}, time.monotonic() + LIMIT_SECONDS
+    while len(ended) < len(children):
+        for child in children:
+            if child not in ended and (status := os.waitpid(child, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(status[1])
+                ended[child] = f"signal {-code}" if code < 0 else f"exit {code}"
+            elif child not in ended and time.monotonic() > deadline:
+                os.kill(child, 9)
+        time.sleep(0.005)
+    return [ended[child] for child in children]
+
+
+def main() -> bool:
+    """Whether all ended as they should; True in a child, whose own exit is looked at."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exits", type=int, default=200, help="runs in all")
+    parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1), help="busy processes beside them")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    busy = [multiprocessing.get_context("spawn").Process(target=burn, daemon=True) for _ in range(options.busy)]
+    for process in busy:
+        process.start()
+    parent, wrong = os.getpid(), Counter()
+    folder = tempfile.mkdtemp(prefix="ztk-exits-")
+    for number in range(options.exits):
+        kind = list(KINDS)[number % len(KINDS)]
+        children = start(kind, folder=folder, number=number)
+        if os.getpid() != parent:
+            return True
+        started = time.monotonic()
+        ended = wait(children)
+        print(f"{number}: {kind}: {', '.join(ended)} after {time.monotonic() - started:.1f} s", flush=True)
+        expected = f"exit {KINDS[kind][2]}"
+        # A rank whose peer failed may end by its own error.
+        bad = ended[0] != expected or any(end not in (expected, "exit 0", "exit 1") for end in ended)
+        if bad:
+            wrong[kind] += 1
+            print(f"{kind}: {', '.join(ended)}; see {folder}/{number}.*", flush=True)
+    for process in busy:
+        process.kill()
+    for number, kind in enumerate(KINDS):
+        runs = len(range(number, options.exits, len(KINDS)))
+        print(f"{kind}: {runs - wrong[kind]} of {runs} ended as they should")
+    return not wrong
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)
