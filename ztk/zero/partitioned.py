@@ -140,6 +140,12 @@ class PartitionedParameter:
     @_without_hooks
     def fill(self, read: Callable[[int, int], Tensor]) -> None:
         """Sets this rank's slice, without the other ranks. read(start, stop): the parameter's flat elements, on any device."""
+        if self.pins:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self._shape)} is filled inside GatheredParameters, whose end would undo it: leave "
+                "GatheredParameters before"
+            )
+        self.shard(source=None)  # a parent may have made it full: its old values must not come back
         comm, size = self.init_context.comm, self._slot.shape[0]
         start, stop = (min(self._numel, size * rank) for rank in (comm.rank, comm.rank + 1))
         own = torch.zeros(size, dtype=self._slot.dtype, device=comm.device)
