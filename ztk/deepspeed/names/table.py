@@ -120,6 +120,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
     "deepspeed.runtime.pipe.engine": {"ztk.deepspeed.pipe.engine": "PipelineEngine PipelineError"},
     "deepspeed.runtime.pipe.module": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec"},
+    "deepspeed.runtime.pipe.schedule": {"ztk.deepspeed.pipe_schedules": "*"},
     "deepspeed.runtime.pipe.topology": {
         "ztk.deepspeed.pipe": (
             "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
