@@ -89,7 +89,8 @@ class _Construction:
     def finish(self) -> None:
         """Shards what is still full after the last constructor."""
         self._settle(all_of_them=True)
-        for module in list(self._built):  # parameters that were replaced after their module's constructor
+        built, self._built = list(self._built), weakref.WeakKeyDictionary()
+        for module in built:  # parameters that were replaced after their module's constructor
             shard_module(module, init_context=self._init_context)
 
     # See [Note: End of a constructor]
@@ -121,7 +122,10 @@ class _Construction:
     def _wrap(self, constructor: Callable) -> Callable:
         @functools.wraps(constructor)
         def __init__(module: nn.Module, *args, **kwargs) -> None:
-            if any(module is other for other in self._unfinished):  # a base class's constructor of the same object
+            is_base = any(
+                module is other for other in self._unfinished
+            )  # a base class's constructor of the same object
+            if is_base or self.is_suspended:
                 constructor(module, *args, **kwargs)
                 return
             self._unfinished.append(module)
