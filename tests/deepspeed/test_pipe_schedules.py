@@ -49,7 +49,7 @@ def test_steps_are_deepspeeds(arguments, expected):
 
 @pytest.mark.parametrize("name", ["TrainSchedule", "InferenceSchedule"])
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
-def test_every_send_meets_its_receive(name, micro_batches, stages):
+def test_every_send_has_its_receive(name, micro_batches, stages):
     """In the same step of the neighbour, as often as there are micro-batches, between buffers that exist."""
     made = [getattr(schedule, name)(micro_batches, stages, stage) for stage in range(stages)]
     ranks = [list(each) for each in made]

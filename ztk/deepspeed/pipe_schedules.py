@@ -145,7 +145,7 @@ class InferenceSchedule(PipeSchedule):
                 send.append(SendActivation(1 - buffer))
             if computes and not self.is_first_stage:
                 receive.append(RecvActivation(buffer))
-            # Of two neighbours one sends first, so that blocking transfers meet.
+            # Of two neighbours one sends first: blocking transfers cannot wait for each other.
             instructions += receive + send if self.stage_id % 2 else send + receive
             yield instructions + ([ForwardPass(buffer)] if computes else [])
 
