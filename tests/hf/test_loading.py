@@ -130,29 +130,45 @@ def test_from_config_under_init(hf, tie):
     assert found["losses"][-1] < 0.7 * found["losses"][0]
 
 
-def kept_alive(*, source: str) -> dict:
-    """The values that `from_pretrained` leaves under Inits of the script's own."""
+def kept_alive(*, source: str, way: str) -> dict:
+    """`from_pretrained` under an Init of the script's own, and initialize inside or after it; the values before it and the first loss."""
     from transformers import AutoModelForCausalLM
 
     import ztk.deepspeed as deepspeed
 
-    keep, config = hf_config(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    config = small.ds_config(3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    config = {**config, "gradient_clipping": 1.0, "gradient_accumulation_steps": 1, "train_batch_size": 4}
+    config.update(train_micro_batch_size_per_gpu=2, fp16={"enabled": False}, bf16={"enabled": False})
+    keep = hf_config()
     with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
         model = AutoModelForCausalLM.from_pretrained(source)
+        values = {}
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters(parameter):
+                values[name] = parameter.detach().clone()
+        if way == "inside":
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+    if way == "after":
+        engine, *_ = deepspeed.initialize(model=model, config=config)
     assert keep.is_zero3()
-    values = {}
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters(parameter):
-            values[name] = parameter.detach().clone()
-    return values
+    tokens = torch.tensor([row["input_ids"] for row in small.rows(2)])
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return {"values": values, "loss": loss.item()}
 
 
-def test_an_init_of_the_scripts_own_around_from_pretrained(hf, model_folder):
+@pytest.mark.parametrize("way", ["inside", "after"])
+def test_an_init_of_the_scripts_own_around_from_pretrained(hf, model_folder, way):
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
-    for found in hf(kept_alive, source=model_folder):
-        same_values(found, plain)
+    tokens = torch.tensor([row["input_ids"] for row in small.rows(2)])
+    expected = plain(input_ids=tokens, labels=tokens).loss.item()
+    for found in hf(kept_alive, source=model_folder, way=way):
+        same_values(found["values"], plain)
+        assert found["loss"] == pytest.approx(expected, rel=1e-5)  # fp32; another order of sums over 8 tokens
 
 
 def resized(*, source: str) -> dict:

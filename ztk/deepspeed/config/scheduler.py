@@ -52,7 +52,7 @@ TYPES = {
         "cycle_max_lr": takes(_rate),
         "decay_lr_rate": takes(at_least(0)),
         "cycle_first_step_size": takes(whole_number(1)),
-        "cycle_second_step_size": takes(_or_none(whole_number(1))),
+        "cycle_second_step_size": takes(_or_none(whole_number(0))),
         "cycle_first_stair_count": takes(whole_number(0)),
         "cycle_second_stair_count": takes(_or_none(whole_number(0))),
         "decay_step_size": takes(whole_number(0)),
