@@ -298,7 +298,16 @@ SPEC = OpSpec(
     num_flops=lambda shape: 4 * shape[0] * shape[1],
     aot=(
         *(_aot_case(_rms_norm_fwd, N=N, residual=N == 4096) for N in (1024, 4096, 5120, 8192, 16384)),
-        *(_aot_case(_rms_norm_bwd, N=N, residual=N in (4096, 5120), resident=True) for N in (1024, 4096, 5120, 8192)),
+        *(_aot_case(_rms_norm_bwd, N=N, residual=N in (4096, 5120), resident=True) for N in (4096, 5120, 8192)),
+        _aot_case(_rms_norm_bwd, N=1024, resident=True, targets=("sm_80", "sm_90", "gfx942")),
+        _aot_case(
+            _rms_norm_bwd,
+            N=1024,
+            resident=True,
+            targets=("sm_100",),
+            max_stack_bytes=8,
+            stack_reason="two words a thread go through the first-level cache so that 80 registers let three programs run at once",
+        ),
         _aot_case(_rms_norm_bwd, N=16384, resident=True, targets=("sm_90",)),
         _aot_case(
             _rms_norm_bwd,
