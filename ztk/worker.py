@@ -26,8 +26,9 @@ def main() -> None:
         failure = run_task(load(sys.argv[1]), rank=int(os.environ["RANK"]))
     except KeyboardInterrupt:
         leave(130)
-    if failure is not None:
-        leave(1)
+    else:
+        if failure is not None:
+            leave(1)
 
 
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
@@ -55,6 +56,7 @@ def import_task(name: str) -> ModuleType:
             "experiments", installed / "__init__.py", submodule_search_locations=[str(installed)]
         )
         sys.modules["experiments"] = package = importlib.util.module_from_spec(spec)
+        assert spec is not None
         spec.loader.exec_module(package)
     return importlib.import_module(name)
 

@@ -46,7 +46,9 @@ class Retention:
 
 def step_of(folder: Path) -> int:
     """The step in a checkpoint folder's name."""
-    return int(_STEP.fullmatch(folder.name).group(1))
+    found = _STEP.fullmatch(folder.name)
+    assert found is not None, folder
+    return int(found.group(1))
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def complete(modeling_utils: ModuleType) -> None:
     modeling_utils.PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
 
 
-def load_slices(model: nn.Module, *, files: list[str], load_config: object) -> object:
+def load_slices(model: nn.Module, *, files: list[str], load_config: Any) -> Any:
     """Fills `model`, which was built under zero.Init.
 
     load_config: transformers' LoadStateDictConfig. Returns transformers' LoadStateDictInfo: keys that were missing, unexpected or of

@@ -45,6 +45,7 @@ class AsyncAllToAll:
 
     def wait_forward(self) -> None:
         """Waits for `start_forward`."""
+        assert self._work is not None
         self._work.wait()
         self._work = self._source = None
 

@@ -42,6 +42,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         batches = self._take(self.micro_batches)
         with self._watcher.batch():
+            assert self.optimizer is not None
             loss = self.optimizer.train_batch(batches)
             self.agg_train_loss = self._mean_of_replicas(loss)
         self._watcher.note_loss(self.agg_train_loss)
@@ -142,6 +143,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _after_batch(self) -> None:
         self.micro_steps += self.micro_batches
         self.global_samples += self.settings.batch.train
+        assert self.optimizer is not None
         self._step_applied = not self.optimizer.overflow
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()

@@ -257,6 +257,7 @@ class Comm:
                 self._run(run, name=name) if self.observe is None else self._run_observed(run, name=name, tensor=tensor)
             )
             if entered is not None:
+                assert self._watchdog is not None
                 self._watchdog.leave(entered, work=pending)
             return pending
 
