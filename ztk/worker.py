@@ -55,8 +55,8 @@ def import_task(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(
             "experiments", installed / "__init__.py", submodule_search_locations=[str(installed)]
         )
+        assert spec is not None and spec.loader is not None
         sys.modules["experiments"] = package = importlib.util.module_from_spec(spec)
-        assert spec is not None
         spec.loader.exec_module(package)
     return importlib.import_module(name)
 

@@ -358,7 +358,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self.engine.close()
 
 
-def _cast(value: object, *, dtype: torch.dtype) -> object:
+def _cast(value: Any, *, dtype: torch.dtype) -> Any:
     """Floating-point tensors in tuples, lists and dicts as `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value

@@ -93,7 +93,7 @@ def _by_name(
     return plain, others
 
 
-def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: ModuleType) -> object:
+def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: Any) -> Any:
     """Converts `entries` with transformers' own code, one group in memory at a time. Its report lists all other tensors as missing."""
     lazy = {key: _Lazy(entry) for key, entry in entries.items()}
     with _without_threads(), _filling(core):

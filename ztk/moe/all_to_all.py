@@ -56,6 +56,7 @@ class AsyncAllToAll:
 
     def wait_backward(self) -> Tensor:
         """Waits for `start_backward`; the sent rows' gradients [sum(send), C]."""
+        assert self._back is not None, "start_backward comes first"
         (back, out), self._back = self._back, None
         back.wait_forward()
         return out

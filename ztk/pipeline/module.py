@@ -174,6 +174,7 @@ class PipelineModule(nn.Module):
         spec = self.specs[index]
         if isinstance(spec, nn.Module):
             return spec
+        assert isinstance(spec, LayerSpec), "a function has nothing to build"
         if self._base_seed is None:
             return spec.build()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

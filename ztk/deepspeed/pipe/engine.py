@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.loader import RepeatingLoader
+from ztk.engine.pipeline import PipelineEngine as PipelinedEngine
 from ztk.pipeline import MicroBatch
 
 
@@ -19,6 +21,9 @@ class PipelineError(Exception):
 class PipelineEngine(DeepSpeedEngine):
     """`train_batch` and `eval_batch` take micro-batches `(inputs, labels)` from an iterator, on the first and the last stage's ranks;
     the others' iterators are not touched and may be None."""
+
+    engine: PipelinedEngine
+    module: Any  # a PipelineModule
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
