@@ -136,6 +136,7 @@ def train(
             if saves:
                 with reporter.aside():
                     judged = config.checkpoint.keep_best and math.isfinite(measured.get("validation_loss", math.nan))
+                    assert saver is not None
                     saver.save(
                         data_state=stream.state_dict(),
                         extra=reporter.past(),

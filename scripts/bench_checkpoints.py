@@ -114,6 +114,7 @@ class Torch:
         self.pending = dcp.async_save(self._state(), storage_writer=self._writer(), process_group=self.group)
 
     def finish_save(self) -> None:
+        assert self.pending is not None
         self.pending.result()
 
     def load(self) -> None:

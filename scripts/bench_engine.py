@@ -69,8 +69,11 @@ class ZeroInitContext:
     def run(self, **task) -> dict | str:
         """The measurement, or an error's text."""
         try:
+            assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(task) + "\n")
+            assert self._process.stdin is not None
             self._process.stdin.flush()
+            assert self._process.stdout is not None
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""
@@ -81,6 +84,7 @@ class ZeroInitContext:
 
     def close(self) -> None:
         with suppress(BrokenPipeError):  # it may have failed with an error
+            assert self._process.stdin is not None
             self._process.stdin.close()
         self._process.wait()
 

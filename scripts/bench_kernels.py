@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import kernels_page
 import torch
@@ -114,7 +115,7 @@ def prepared(spec: OpSpec, inputs: dict) -> dict:
             return [copied(item) for item in value]
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    copy = {name: copied(value) for name, value in inputs.items()}
+    copy: dict[str, Any] = {name: copied(value) for name, value in inputs.items()}
     for name in spec.differentiable:
         if isinstance(copy[name], Tensor):
             copy[name].requires_grad_()
@@ -269,7 +270,7 @@ def main() -> int:
                 file.write_text(json.dumps(document, indent=1) + "\n")
     if device == "cuda":
         kernels_page.write()
-        print(f"{len(rows)} rows in {file.relative_to(ROOT)}; docs/kernels.md written")
+        print(f"{len(rows)} rows in {path.relative_to(ROOT)}; docs/kernels.md written")
     return 0
 
 

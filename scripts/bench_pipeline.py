@@ -19,6 +19,8 @@ from pathlib import Path
 
 import matplotlib
 
+from ztk.engine.pipeline import PipelineEngine
+
 matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot
@@ -121,6 +123,7 @@ def run(process: Process, *, schedule: str, options: argparse.Namespace) -> list
     )
     numbers = torch.ones(int(options.activation_mb * 1e6) // 4)
     batches = [(numbers.clone().requires_grad_(), numbers) for _ in range(options.micro_batches)]
+    assert isinstance(engine, PipelineEngine)
     engine.record_timeline = True
     measured = []
     for batch in range(options.warmup + options.batches):

@@ -184,6 +184,7 @@ def compute(task: Task) -> Step:
         loss.backward()
         if half:
             for master, parameter in zip(masters, parameters, strict=True):
+                assert parameter.grad is not None
                 master.grad, parameter.grad = parameter.grad.float(), None
         optimizer.step()
         if half:

@@ -208,6 +208,7 @@ def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Co
         command = [sys.executable, str(RUNNER), str(tree), str(plan)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as runner:
             for configuration, folder, log in zip(configurations, folders, logs, strict=True):
+                assert runner.stdout is not None
                 codes = runner.stdout.readline().strip()
                 if not codes or any(json.loads(codes)):
                     runner.terminate()

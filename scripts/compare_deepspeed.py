@@ -85,12 +85,13 @@ class Side:
     def train(self, **task) -> list[dict]:
         """The ranks' answers."""
         for rank in self._ranks:
+            assert rank.stdin is not None
             rank.stdin.write(json.dumps(task) + "\n")
             rank.stdin.flush()
         return self._answers()
 
     def _answers(self) -> list[dict]:
-        lines = [rank.stdout.readline() for rank in self._ranks]
+        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout is not None]
         if not all(lines):
             self._log.seek(0)
             raise SystemExit(f"{self.name} failed:\n{self._log.read().decode(errors='replace')[-4000:]}")
@@ -98,6 +99,7 @@ class Side:
 
     def close(self) -> None:
         for rank in self._ranks:
+            assert rank.stdin is not None
             rank.stdin.close()
         for rank in self._ranks:
             rank.wait()

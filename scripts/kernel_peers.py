@@ -75,7 +75,10 @@ class _TorchAdamW:
 
 
 def _grouped_mm(x, weight, *, offsets, order=None, position=None):
-    rows = x if order is None else x.index_select(0, order // position.shape[1])
+    if order is None or position is None:
+        rows = x
+    else:
+        rows = x.index_select(0, order // position.shape[1])
     return torch._grouped_mm(rows, weight, offs=offsets[1:])
 
 

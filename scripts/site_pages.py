@@ -133,7 +133,7 @@ def _definition(module: str, *, name: str) -> ast.FunctionDef | ast.ClassDef | N
                 return node
             if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(module):
                 found = [alias.name for alias in node.names if name in (alias.name, alias.asname)]
-                if found and node.module.startswith("ztk."):
+                if found and node.module and node.module.startswith("ztk."):
                     return _definition(node.module, name=found[0])
     return None
 

@@ -26,8 +26,9 @@ def main() -> None:
         failure = run_task(load(sys.argv[1]), rank=int(os.environ["RANK"]))
     except KeyboardInterrupt:
         leave(130)
-    if failure is not None:
-        leave(1)
+    else:
+        if failure is not None:
+            leave(1)
 
 
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
@@ -54,6 +55,7 @@ def import_task(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(
             "experiments", installed / "__init__.py", submodule_search_locations=[str(installed)]
         )
+        assert spec is not None and spec.loader is not None
         sys.modules["experiments"] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
     return importlib.import_module(name)

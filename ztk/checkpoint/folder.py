@@ -46,7 +46,14 @@ class Retention:
 
 def step_of(folder: Path) -> int:
     """The step in a checkpoint folder's name."""
-    return int(_STEP.fullmatch(folder.name).group(1))
+    return _order(folder)[0]
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    """The step, and which save of it."""
+    found = _STEP.fullmatch(folder.name)
+    assert found is not None, folder
+    return int(found.group(1)), int(found.group(2) or 1)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -54,7 +61,7 @@ def checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and child.is_dir()]
-    return sorted(found, key=lambda child: (step_of(child), int(_STEP.fullmatch(child.name).group(2) or 1)))
+    return sorted(found, key=_order)
 
 
 def resolve(path: str | os.PathLike) -> Path:

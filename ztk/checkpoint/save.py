@@ -145,7 +145,10 @@ class Saver:
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome and replace(outcome, stall_seconds=self._job.stall_seconds)
+        if outcome is None:
+            return None
+        assert self._job is not None, "an outcome is a job's"
+        return replace(outcome, stall_seconds=self._job.stall_seconds)
 
     def close(self) -> SaveReport | None:
         """`wait`, then ends the background connections. Idempotent."""
@@ -278,11 +281,13 @@ class Saver:
         try:
             job.source.stream(append, aside=True)
         finally:
+            assert job.read is not None
             job.read.set()
 
     def _await_reading(self, job: _Job) -> None:
         """Called by the engine before it changes its state."""
         started = time.perf_counter()
+        assert job.read is not None
         job.read.wait()
         seconds = time.perf_counter() - started
         job.stall_seconds += seconds

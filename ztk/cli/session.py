@@ -139,6 +139,7 @@ class Session:
         from ztk.worker import leave, run_task
 
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
+        assert self._external is not None, "the machine's launcher started this process"
         if self._external.rank == 0:
             configuration.save(config, Path(config.output_dir, "config.yaml"))
         self._external.remember_folder(config.output_dir)

@@ -133,6 +133,7 @@ def _group_faults(
         return
     if value in ("null", "") and group in ("experiment", "sweep"):
         return
+    assert value is not None
     for word in value.split(","):
         plain = re.fullmatch(r"[\w.-]*", word.strip())
         if plain and word.strip() not in options[group]:

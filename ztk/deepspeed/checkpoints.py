@@ -133,6 +133,7 @@ def module_state_dict(
             )
         full = checkpoint.full_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
         state = {} if destination is None else destination
+        assert full is not None
         state |= {f"{prefix}{name}": value for name, value in full.items()}
         return state
     state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -116,7 +116,7 @@ class CommsLog:
         own = {
             name: {size: calls.seconds for size, calls in sizes.items()} for name, sizes in list(self.records.items())
         }
-        everyone: list[dict | None] = [None] * dist.get_world_size()
+        everyone: list[dict] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         found: dict[str, dict[int, dict]] = {}
         for name, sizes in own.items():

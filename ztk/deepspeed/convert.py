@@ -114,6 +114,7 @@ def _offload(settings: Settings, *, out: Overrides) -> None:
 
 def _precision(settings: Settings, *, out: Overrides) -> None:
     precision, scale = settings.precision, settings.precision.loss_scale
+    assert scale is not None, "settings have a loss scale for every dtype"
     out.add(precision=_WORD_OF[precision.dtype])
     if precision.reduce_dtype is not None:
         out.add(precision__reduce_dtype=_WORD_OF[precision.reduce_dtype])
@@ -151,6 +152,7 @@ def _optimizer(settings: Settings, *, out: Overrides) -> None:
 def _peak(settings: Settings) -> float:
     """What multiplier 1 of the schedule stands for."""
     params = settings.schedule.params if settings.schedule else {}
+    assert settings.optimizer is not None
     default = 0.001 if settings.schedule and settings.schedule.type == "WarmupDecayLR" else settings.optimizer.lr
     if settings.schedule and settings.schedule.type == "LRRangeTest":
         return _one(params.get("lr_range_test_min_lr", 1e-3))

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         *,
         builder: Builder,
         optimizer: ShardedOptimizer | None,
-        lr_scheduler: object | None,
+        lr_scheduler: Any,
         collate_fn: Callable | None,
     ) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._closed = self._warned_of_drop = False
         self._watcher = Watcher(self)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -129,10 +130,12 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._announce()
+        assert self.optimizer is not None
         self.optimizer.step(of_engine=True)
         # A step may have ended early: the engine counts complete ones.
         self.engine.micro_steps = self.engine.global_steps * self.engine.accumulation_steps
         self.global_samples += self.settings.batch.train
+        assert self.optimizer is not None
         self._step_applied = not self.optimizer.overflow
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
@@ -355,7 +358,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self.engine.close()
 
 
-def _cast(value: object, *, dtype: torch.dtype) -> object:
+def _cast(value: Any, *, dtype: torch.dtype) -> Any:
     """Floating-point tensors in tuples, lists and dicts as `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value

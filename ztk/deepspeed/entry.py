@@ -216,7 +216,10 @@ def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups
         SCHEDULES[settings.schedule.type](scratch, **settings.schedule.params)
 
 
-def _scheduler(given: object, *, settings: Settings, optimizer: ShardedOptimizer | None) -> object | None:
+def _scheduler(given: Any, *, settings: Settings, optimizer: ShardedOptimizer | None) -> Any:
     if settings.schedule is not None:
         return SCHEDULES[settings.schedule.type](optimizer, **settings.schedule.params)
-    return given if given is None or hasattr(given, "step") else given(optimizer.optimizer)
+    if given is None or hasattr(given, "step"):
+        return given
+    assert optimizer is not None, "a schedule is built for an optimizer"
+    return given(optimizer.optimizer)

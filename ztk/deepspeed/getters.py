@@ -1,5 +1,7 @@
 """DeepSpeed's engine answers many questions by methods; a script that calls them must find methods."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
@@ -7,11 +9,23 @@ from ztk.deepspeed.parsed import DeepSpeedConfig
 from ztk.deepspeed.process_groups import data_parallel_group_of
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import MonitorMaster
+from ztk.engine import Engine
 from ztk.runtime import Tier
+
+if TYPE_CHECKING:
+    from ztk.deepspeed.config import Settings
+    from ztk.deepspeed.optimizer import ShardedOptimizer
+    from ztk.deepspeed.watch.watcher import Watcher
 
 
 class Getters:
-    """Mixed into the engine, which has `settings`, `engine`, `optimizer`."""
+    """Mixed into the engine."""
+
+    # What the engine has.
+    settings: "Settings"
+    engine: Engine
+    optimizer: "ShardedOptimizer | None"
+    _watcher: "Watcher"
 
     def train_batch_size(self) -> int:
         return self.settings.batch.train

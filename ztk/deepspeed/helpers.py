@@ -4,6 +4,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy
 import torch
@@ -24,7 +25,7 @@ def ensure_directory_exists(filename: str) -> None:
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
-def move_to_device(item: object, device: object, criterion_func: Callable[[object], bool] | None = None) -> object:
+def move_to_device(item: Any, device: object, criterion_func: Callable[[object], bool] | None = None) -> Any:
     """Tensors in lists, tuples and dicts to a device. What criterion_func is true for keeps being the same tensor object."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
@@ -36,7 +37,7 @@ def move_to_device(item: object, device: object, criterion_func: Callable[[objec
     return item.to(device) if hasattr(item, "to") else item
 
 
-def copy_to_device(item: object, device: object, criterion_func: Callable[[object], bool]) -> object:
+def copy_to_device(item: Any, device: object, criterion_func: Callable[[object], bool]) -> Any:
     """Copies of what criterion_func is true for, in lists, tuples and dicts; the rest as it is."""
     if criterion_func(item):
         return item.to(device)
@@ -107,5 +108,6 @@ class OnDevice:
 
     def __exit__(self, *error: object) -> None:
         if self.enabled:
+            assert self._place is not None
             self._place.__exit__(*error)
             torch.set_default_dtype(self._before)

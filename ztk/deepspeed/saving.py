@@ -2,14 +2,20 @@
 
 import os
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ztk.deepspeed import checkpoints
 
+if TYPE_CHECKING:
+    from ztk.deepspeed.offloading import StateOffload
+
 
 class Saving:
     """Mixed into the engine. Every rank calls these alike, but for what is said to be local."""
+
+    _states: "StateOffload"
 
     def save_checkpoint(
         self,

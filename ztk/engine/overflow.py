@@ -28,9 +28,11 @@ class OverflowGuard:
             return
         if self._pending:
             self._pending = False  # first: after an error the next step begins anew
+            assert self._event is not None
             self._event.synchronize()
             self._judge(self._seen, step=step - 1)
         self._seen.copy_(self._control.overflow_status(), non_blocking=True)
+        assert self._event is not None
         self._event.record()
         self._pending = True
 
@@ -38,6 +40,7 @@ class OverflowGuard:
         """The run ends after `step` steps: looks at the last overflow status. Raises FloatingPointError."""
         if self._pending:
             self._pending = False
+            assert self._event is not None
             self._event.synchronize()
             if self._control.is_unrecoverable(self._seen):
                 raise FloatingPointError(

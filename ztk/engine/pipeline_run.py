@@ -135,6 +135,7 @@ class PipelineRun:
         key = action.stage, action.micro_batch
         gradients = self._wait(self._arriving_gradients.pop(key)) if key in self._arriving_gradients else None
         graph = self._graphs.pop(key)
+        assert self._trainer is not None
         with self._computing(action, phase="backward"), self._trainer.backward_of(action):
             if graph.outputs:
                 torch.autograd.backward(graph.outputs, gradients)
@@ -143,6 +144,7 @@ class PipelineRun:
         ]
 
     def _backward_input(self, action: Action) -> None:
+        assert self._trainer is not None
         collector = self._trainer.deferred
         collector.collecting = self._deferred[action.stage, action.micro_batch] = []
         try:
@@ -151,6 +153,7 @@ class PipelineRun:
             collector.collecting = None
 
     def _backward_weight(self, action: Action) -> None:
+        assert self._trainer is not None
         with self._computing(action, phase="backward"), self._trainer.backward_of(action):
             deferred.finish(self._deferred.pop((action.stage, action.micro_batch)))
 

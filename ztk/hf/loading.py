@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def complete(modeling_utils: ModuleType) -> None:
     modeling_utils.PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
 
 
-def load_slices(model: nn.Module, *, files: list[str], load_config: object) -> object:
+def load_slices(model: nn.Module, *, files: list[str], load_config: Any) -> Any:
     """Fills `model`, which was built under zero.Init.
 
     load_config: transformers' LoadStateDictConfig. Returns transformers' LoadStateDictInfo: keys that were missing, unexpected or of
@@ -92,7 +93,7 @@ def _by_name(
     return plain, others
 
 
-def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: ModuleType) -> object:
+def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: Any) -> Any:
     """Converts `entries` with transformers' own code, one group in memory at a time. Its report lists all other tensors as missing."""
     lazy = {key: _Lazy(entry) for key, entry in entries.items()}
     with _without_threads(), _filling(core):

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from math import prod
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 class TensorSlice:
     """A tensor in a file, not read yet."""
 
-    def __init__(self, key: str, *, entry: object, counter: "SliceCounter") -> None:
+    def __init__(self, key: str, *, entry: Any, counter: "SliceCounter") -> None:
         self.key, self.shape = key, tuple(entry.get_shape())
         self._entry, self._counter = entry, counter
 

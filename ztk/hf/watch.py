@@ -59,6 +59,7 @@ class _Completing(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = (
             self._loader
         )  # tracebacks and inspect ask the loader for the source

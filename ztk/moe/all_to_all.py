@@ -45,6 +45,7 @@ class AsyncAllToAll:
 
     def wait_forward(self) -> None:
         """Waits for `start_forward`."""
+        assert self._work is not None
         self._work.wait()
         self._work = self._source = None
 
@@ -55,6 +56,7 @@ class AsyncAllToAll:
 
     def wait_backward(self) -> Tensor:
         """Waits for `start_backward`; the sent rows' gradients [sum(send), C]."""
+        assert self._back is not None, "start_backward comes first"
         (back, out), self._back = self._back, None
         back.wait_forward()
         return out

@@ -103,6 +103,7 @@ class MoE(nn.Module):
         results, mlp = self._through_experts(places, capacity=chosen.capacity, hidden=hidden_states)
         output = _combine(results, slots=slots, weights=chosen.weights).view_as(hidden_states)
         if mlp is not None:
+            assert self.coefficient is not None, "it weighs the residual MLP"
             mix = self.coefficient(hidden_states).softmax(dim=-1)
             output = output * mix[..., :1] + mlp * mix[..., 1:]
         return output, chosen.l_aux, chosen.exp_counts

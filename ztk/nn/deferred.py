@@ -33,6 +33,7 @@ class DeferredGradients:
 
     def defer(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
         """Keeps `product`; `product()` is a part of `parameter`'s gradient, in its shape."""
+        assert self.collecting is not None
         self.collecting.append((parameter, product))
 
     def attach(self, model: nn.Module) -> None:

@@ -92,6 +92,7 @@ class IoEngine:
             assert not self._closing, "the store is closed"
             self._unfinished.add(transfer)
             self._num_writes += transfer.direction is Direction.write
+            assert transfer.memory is not None, "it has its memory until it has ended"
             if transfer.memory.is_cuda:
                 transfer.ready = torch.cuda.Event()
                 transfer.ready.record(torch.cuda.current_stream(transfer.memory.device))

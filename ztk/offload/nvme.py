@@ -338,6 +338,7 @@ class NvmeStore:
             transfer.kept = self._pool.memory(slot.kept)
             source = transfer.kept if source is None else source
         failed = slot.write is not None and slot.write.error is not None
+        assert out is not None
         if source is None or source.is_cuda or out.is_cuda or failed:
             return False
         ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending
@@ -418,6 +419,7 @@ class _Fetch:
 
     def is_value(self, value: Tensor) -> bool:
         """`value` is the fetched tensor, or a reshape of it."""
+        assert self.memory is not None
         return self.transfer.done and value.device.type == "cpu" and value.data_ptr() == self.memory.data_ptr()
 
 

@@ -125,8 +125,9 @@ class PipelineModule(nn.Module):
 
     def forget(self, index: int) -> None:
         """Drops layer `index`; a tied layer only if no other layer of its key is built."""
-        if self._modules.pop(str(index), None) is None and isinstance(self.specs[index], TiedLayerSpec):
-            del self.tied_modules[self.specs[index].key]
+        spec = self.specs[index]
+        if self._modules.pop(str(index), None) is None and isinstance(spec, TiedLayerSpec):
+            del self.tied_modules[spec.key]
 
     def forward(self, inputs: Carry, labels: object = None) -> Carry:
         """The full model on one rank; builds layers that are not built yet."""
@@ -173,6 +174,7 @@ class PipelineModule(nn.Module):
         spec = self.specs[index]
         if isinstance(spec, nn.Module):
             return spec
+        assert isinstance(spec, LayerSpec), "a function has nothing to build"
         if self._base_seed is None:
             return spec.build()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

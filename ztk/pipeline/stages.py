@@ -121,9 +121,10 @@ def _check_nothing_shared(model: PipelineModule, *, boundaries: tuple[range, ...
     first: dict[nn.Parameter, tuple[int, int]] = {}
     for stage, indices in enumerate(boundaries):
         for index in indices:
-            if not isinstance(model.specs[index], nn.Module):
+            spec = model.specs[index]
+            if not isinstance(spec, nn.Module):
                 continue
-            for name, parameter in model.specs[index].named_parameters():
+            for name, parameter in spec.named_parameters():
                 other, rank = first.setdefault(parameter, (index, stage % num_ranks))
                 if rank != stage % num_ranks:
                     raise ValueError(

@@ -87,9 +87,10 @@ class OptimizerPolicy:
             yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
         elif self.nesterov:
             yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
-        for group in (self, *self.groups):
+        yield from _group_faults(self, name=self.name)
+        for group in self.groups:
             yield from _group_faults(group, name=self.name)
-            if group is not self and self.name == "sgd" and bool(group.momentum) and not self.momentum:
+            if self.name == "sgd" and bool(group.momentum) and not self.momentum:
                 yield (
                     f"optimizer.groups momentum={group.momentum} for {group.pattern!r} needs a momentum buffer: "
                     "set optimizer.momentum too, to a small value if other parameters need little"

@@ -48,6 +48,7 @@ class Arena:
 
     def _grow(self, numel: int) -> None:
         if len(self._free) < self._slots:
+            assert self._buffer is not None
             raise RuntimeError(
                 f"recompute.contiguous: an input of {numel} elements came while the buffer has inputs of "
                 f"{self._buffer.shape[1]}: it needs inputs of one size; use recompute.contiguous=false"

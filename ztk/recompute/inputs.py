@@ -57,6 +57,7 @@ class _SavedPart:
         part = self._data
         if part.device != self._form.device:
             self._fetch()
+            assert self._fetched is not None
             part, self._fetched = self._fetched.wait(), None
             if self._previous is not None and (before := self._previous()) is not None:
                 before._fetch()
@@ -187,6 +188,7 @@ class _Copies:
         with torch.cuda.stream(self._stream):
             out = torch.empty(data.shape, dtype=data.dtype, device=device)
             out.copy_(data, non_blocking=True)
+            assert self._stream is not None
             event = self._stream.record_event()
 
         def finish() -> None:

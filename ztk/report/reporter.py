@@ -151,6 +151,7 @@ class Reporter:
             from ztk.report.plot import plot_run  # here: matplotlib takes a second, and only rank 0 draws
 
             folder = self._policy.folder
+            assert self._folder is not None
             self._folder.write_summary(summary)
             self._close(summary, failed=False)
             picture = plot_run(folder)
@@ -199,6 +200,7 @@ class Reporter:
             self._tracker.notice = None
 
     def _close(self, summary: dict[str, Any], *, failed: bool) -> None:
+        assert self._progress is not None and self._folder is not None, "rank 0 closes"
         self._progress.close()
         self._folder.write_summary(summary)
         self._folder.close()

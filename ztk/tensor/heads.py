@@ -1,6 +1,7 @@
 """Where attention may be cut: between groups of heads, whose sizes the model's configuration gives."""
 
 from dataclasses import dataclass
+from typing import Any
 
 _ONE_KEY = ("k_proj", "v_proj", "key", "value", "k", "v")
 _FUSED = ("query_key_value",)  # GPT-NeoX, BLOOM: [heads, (query, key, value)] in one weight
@@ -15,7 +16,7 @@ class Heads:
     size: int
 
     @staticmethod
-    def of(config: object) -> "Heads | None":
+    def of(config: Any) -> "Heads | None":
         """The heads of a Hugging Face configuration, or None if it names none."""
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         query = getattr(config, "num_attention_heads", None)

@@ -120,7 +120,7 @@ class _Cutter:
         if style is Style.partial:
             self.partial.update(self._canonical[parameter] for parameter in module.parameters())
             return
-        if not isinstance(getattr(module, "weight", None), nn.Parameter) or module.weight.dim() != 2:
+        if not isinstance(weight := getattr(module, "weight", None), nn.Parameter) or weight.dim() != 2:
             raise ValueError(
                 f"tensor plan {name}={style.value}: {type(module).__name__} has no weight with two dimensions"
             )

@@ -14,8 +14,9 @@ write to a view of it. So the model gets the same values as in an ordinary const
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,7 +149,7 @@ class _Construction:
             if parameter not in self._touched:
                 self._touched.append(parameter)
 
-    def _settle(self, *, but: list[PartitionedParameter] = (), all_of_them: bool = False) -> None:
+    def _settle(self, *, but: Sequence[PartitionedParameter] = (), all_of_them: bool = False) -> None:
         kept = []
         for touched in self._touched:
             if touched.parameter is None:  # replaced or deleted since
@@ -181,7 +182,7 @@ class _TouchMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _is_passive(function: Callable) -> bool:
+def _is_passive(function: Any) -> bool:
     name = function.__name__
     if name == "__get__":  # of an attribute
         return function.__self__.__name__ not in ("data", "T", "mT", "H", "mH", "real", "imag")

@@ -54,7 +54,9 @@ class QuantizedCollectives(Exchange):
 
     def gather(self, full: Tensor, *, label: str, after: Handle) -> Pending:
         if self._copy_is_current:
+            assert self._intra_node is not None
             full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._copy)
+            assert self._intra_node is not None
             return self._intra_node.all_gather(full, label=f"{label} inside the node")
         if self._policy.quantized_weights:
             work = self._gather_quantized(full, label=label, after=after)
@@ -77,6 +79,7 @@ class QuantizedCollectives(Exchange):
         return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), action=unpack)
 
     def _keep_copy(self, full: Tensor) -> None:
+        assert self._intra_node is not None
         part = full.chunk(self._intra_node.size)[self._intra_node.rank]
         if self._copy is None:
             self._copy = torch.empty_like(part)
@@ -95,12 +98,13 @@ class QuantizedCollectives(Exchange):
         if not self._policy.quantized_gradients:
             return super().reduce_scatter(full, out=out, label=label)
         label = f"{label} as int4"
-        if self._intra_node is None or self._inter_node.size == 1:
+        if self._intra_node is None or self._inter_node is None or self._inter_node.size == 1:
             return _sum_quantized(full.view(self._comm.size, -1), out=out, comm=self._comm, label=label)
         return self._reduce_in_two_hops(full, out=out, label=label)
 
     def _reduce_in_two_hops(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         """First inside the node, where rank n collects the shards of all ranks at place n of their nodes; then between those ranks."""
+        assert self._intra_node is not None and self._inter_node is not None
         intra, inter = self._intra_node.size, self._inter_node.size
         shards = full.view(inter, intra, -1).transpose(0, 1).reshape(intra, -1)  # [intra, inter * shard]
         partial = torch.empty(shards.shape[1], dtype=torch.float32, device=full.device)

@@ -171,6 +171,7 @@ class ModelHooks:
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _SavedParameter):
             self._gathering.unshard(saved.bucket)
+            assert saved.bucket.full is not None
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.restore() if isinstance(saved, PackedOutside) else saved
 

@@ -89,14 +89,18 @@ class PartitionedParameter:
     @property
     def own(self) -> Tensor:
         """A copy of this rank's slice, flat, without padding."""
+        assert self._slot is not None
         comm, size = self.init_context.comm, self._slot.shape[0]
         used = max(0, min(size, self._numel - comm.rank * size))
+        assert self._slot is not None
         own = torch.empty(size, dtype=self._slot.dtype, device=comm.device)
         return self.init_context.store.fetch_into(self._slot, out=own).wait()[:used]
 
     def gather(self) -> Tensor:
         """The full values, flat [numel], on the device that computes. The parameter stays as it is."""
+        assert self._slot is not None
         comm, size = self.init_context.comm, self._slot.shape[0]
+        assert self._slot is not None
         full = torch.empty(size * comm.size, dtype=self._slot.dtype, device=comm.device)
         self.init_context.store.fetch_into(self._slot, out=full[comm.rank * size :][:size]).wait()
         comm.all_gather(full, label=self._label).wait()
@@ -116,6 +120,7 @@ class PartitionedParameter:
         if not self.is_full:
             return
         if source is not None:
+            assert self.parameter is not None
             self._keep(self.parameter.data, source=source)
         self.is_full = False
         device = self.init_context.comm.device
@@ -148,6 +153,7 @@ class PartitionedParameter:
         self.shard(source=None)  # a parent may have made it full: its old values must not come back
         comm, size = self.init_context.comm, self._slot.shape[0]
         start, stop = (min(self._numel, size * rank) for rank in (comm.rank, comm.rank + 1))
+        assert self._slot is not None
         own = torch.zeros(size, dtype=self._slot.dtype, device=comm.device)
         if start < stop:
             own[: stop - start] = read(start, stop)
@@ -177,7 +183,9 @@ class PartitionedParameter:
 
     @_without_hooks
     def _keep_pinned(self, *, source: int) -> None:
+        assert self.parameter is not None
         self._keep(self.parameter.data, source=source)
+        assert self.parameter is not None
         self.parameter.data.copy_(self.gather().view(self._shape))
 
     def _keep(self, value: Tensor, *, source: int) -> None:

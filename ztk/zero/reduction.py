@@ -162,6 +162,7 @@ class GradientReduction:
         if bucket.gradient.is_complete:
             if self._completed is not None:
                 self._completed.append(bucket)
+            assert self._current is not None
             if self._current.reduces:
                 while self._num_launched < len(self._plan) and self._plan[self._num_launched].gradient.is_complete:
                     self._launch_next()
@@ -226,6 +227,7 @@ class GradientReduction:
     # Reduction of one bucket
 
     def _launch_next(self) -> None:
+        assert self._current is not None
         bucket, is_last = self._plan[self._num_launched], self._current.is_last
         self._num_launched += 1
         bucket.gradient.is_launched = True
@@ -243,6 +245,7 @@ class GradientReduction:
             while any(other.bucket is bucket for other in self._in_flight):  # few buckets: the last micro-batch's
                 self._finish_oldest()
             local = bucket.gradient.take()
+            assert local is not None
             shard = self._shards.acquire(bucket, dtype=local.dtype)
             work = bucket.exchange.reduce_scatter(local, out=shard, label=label)
         self._in_flight.append(_Reduction(bucket=bucket, work=work, local=local, shard=shard, is_last=is_last))

@@ -91,6 +91,7 @@ class Residency:
         else:
             self._note_lost_writes()
         if self._placeholder is None:
+            assert self.full is not None
             self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
             release(parameter, value=self._placeholder.expand(placement.shape))
@@ -148,6 +149,7 @@ class Residency:
         return [self._store.fetch_into(piece.parameter, out=piece.of(self.full)) for piece in self._pieces]
 
     def _finish_work(self) -> None:
+        assert self._work is not None
         self._work.wait()
         self._work = None
 

@@ -231,6 +231,7 @@ class ShardUpdate:
             states = fetched.states.wait()
             gradient = fetched.gradient.wait() if fetched.gradient else piece.of(bucket.gradient.full)
         if self._on_host:
+            assert gradient is not None
             gradient = gradient.cpu()
         rows = rows_by_kind(states, names=self._optimizer.state_names)
         resident = self._resident_parameter(bucket, piece=piece)

@@ -1,6 +1,7 @@
 """zero_optimization.leaf_module: which modules stage 3 gathers as one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ztk.deepspeed.config.keys import Findings, read_section, takes
 
@@ -35,5 +36,5 @@ def read_leaf_modules(given: object, *, findings: Findings) -> LeafModules:
     """The section, or DeepSpeed's usual classes if there is none."""
     if given is None:
         return LeafModules()
-    values = read_section(given, path="zero_optimization.leaf_module.", keys=KEYS, findings=findings)
+    values: dict[str, Any] = read_section(given, path="zero_optimization.leaf_module.", keys=KEYS, findings=findings)
     return LeafModules(**values, wanted=frozenset(word for words in values.values() for word in words))

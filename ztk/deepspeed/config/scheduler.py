@@ -1,6 +1,7 @@
 """The scheduler section: which of the five schedules, with which parameters."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ztk.deepspeed.config.keys import (
     Convert,
@@ -100,7 +101,7 @@ def read_scheduler(given: object, *, findings: Findings) -> ScheduleChoice | Non
         near = did_you_mean(str(name), known=TYPES)
         findings.faults.append(f"scheduler.type={shown(name)}: must be one of {', '.join(TYPES)}{near}")
         return None
-    params = section.get("params") or {}
+    params: Any = section.get("params") or {}
     values = read_section(params, path="scheduler.params.", keys=TYPES[name], findings=findings)
     for key in _REQUIRED.get(name, ()):
         if params.get(key) is None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -74,7 +75,7 @@ class TensorSettings:
         plan: dict[str, object] = dict(plan_of(model).matches(model)) if self.keeps_plan else {}
         unused = {pattern for pattern, _ in self.specs}
         for name, module in model.named_modules():
-            if not isinstance(getattr(module, "weight", None), nn.Parameter) or module.weight.dim() != 2:
+            if not isinstance(weight := getattr(module, "weight", None), nn.Parameter) or weight.dim() != 2:
                 continue
             for pattern, kind in self.specs:
                 if re.search(pattern, f"{name}.weight"):
@@ -128,7 +129,7 @@ def _specs(given: object, *, path: str, findings: Findings) -> Iterator[tuple[st
     for number, spec in enumerate(given):
         where = f"{path}layer_specs[{number}]."
         values = read_section(spec, path=where, keys=_SPEC, findings=findings)
-        patterns = values.get("patterns", [])
+        patterns: Any = values.get("patterns", [])
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not patterns or "partition_type" not in values:
             findings.faults.append(f"{where.rstrip('.')}: needs patterns and partition_type")

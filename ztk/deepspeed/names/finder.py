@@ -60,6 +60,7 @@ class Finder(DistributionFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """The module is ready; one that is ztk's own keeps the spec it was imported by."""
+        assert module.__spec__ is not None
         name = module.__spec__.name
         module.__spec__ = self._spec_of.pop(name) or module.__spec__
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.loader import RepeatingLoader
+from ztk.engine.pipeline import PipelineEngine as PipelinedEngine
 from ztk.pipeline import MicroBatch
 
 
@@ -19,6 +21,9 @@ class PipelineError(Exception):
 class PipelineEngine(DeepSpeedEngine):
     """`train_batch` and `eval_batch` take micro-batches `(inputs, labels)` from an iterator, on the first and the last stage's ranks;
     the others' iterators are not touched and may be None."""
+
+    engine: PipelinedEngine
+    module: Any  # a PipelineModule
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -42,6 +47,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         batches = self._take(self.micro_batches)
         with self._watcher.batch():
+            assert self.optimizer is not None
             loss = self.optimizer.train_batch(batches)
             self.agg_train_loss = self._mean_of_replicas(loss)
         self._watcher.note_loss(self.agg_train_loss)
@@ -142,6 +148,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _after_batch(self) -> None:
         self.micro_steps += self.micro_batches
         self.global_samples += self.settings.batch.train
+        assert self.optimizer is not None
         self._step_applied = not self.optimizer.overflow
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()

@@ -5,6 +5,7 @@ the text) or a cache with more keys than queries, torch's attention computes as 
 """
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from torch import Tensor, nn
@@ -71,6 +72,6 @@ def _fits(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, dro
     )
 
 
-def _torch() -> object:
+def _torch() -> Callable:
     modeling: ModuleType = sys.modules[_MODELS]
     return modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]

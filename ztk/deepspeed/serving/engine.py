@@ -80,6 +80,7 @@ class InferenceEngine(nn.Module):
 
         def end(module: nn.Module, args: tuple, output: object) -> None:
             self._wait()
+            assert self._times is not None
             self._times.append(1e3 * (time.perf_counter() - started.pop()))
 
         self.module.register_forward_pre_hook(begin)

@@ -93,11 +93,11 @@ def _rules(layer: nn.Module, *, suffixes: tuple[str, ...], heads: Heads | None) 
             )
         if not isinstance(module, nn.Linear):
             continue
-        in_heads = heads is not None and is_attention(name)
-        if in_heads and name not in rows:
-            _check_one_projection(module, name=name, heads=heads)
+        of_heads = heads if is_attention(name) else None
+        if of_heads is not None and name not in rows:
+            _check_one_projection(module, name=name, heads=of_heads)
         style = Style.row if name in rows else Style.column
-        rules[name] = TensorRule(style=style, grain=heads.grain(name) if in_heads else 1)
+        rules[name] = TensorRule(style=style, grain=1 if of_heads is None else of_heads.grain(name))
     return rules
 
 

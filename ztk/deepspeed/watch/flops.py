@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class FlopsProfiler:
     ds_engine: a DeepSpeedEngine whose sizes and phase times are printed, too. recompute_fwd_factor: forwards that a backward repeats.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
         self.costs: dict[nn.Module, ModuleCost] = {}

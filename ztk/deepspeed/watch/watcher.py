@@ -64,12 +64,14 @@ class Watcher:
             self._throughput.start()
         profiled = self._profiles_now()
         if profiled:
+            assert self.flops is not None
             self.flops.start_profile()
         try:
             with self._timed("fwd"):
                 yield
         finally:
             if profiled:
+                assert self.flops is not None
                 self.flops.stop_profile()
         self._see("after forward")
 
@@ -93,6 +95,7 @@ class Watcher:
         if self._every:
             self._throughput.start()
         if self._profiles_now():
+            assert self.flops is not None
             self.flops.start_profile(once=True)
         with self.step():
             yield
@@ -103,6 +106,7 @@ class Watcher:
         with self._timed("step"):
             yield
         if self._prints_times:
+            assert self.clock is not None
             _log_times({f"{name}_microstep": spent for name, spent in self.clock.micro.items()})
 
     def after_step(self) -> None:
@@ -114,6 +118,7 @@ class Watcher:
             if self.monitor.enabled:
                 self.monitor.write_events(self._events())
             if self._prints_times:
+                assert self.clock is not None
                 _log_times(self.clock.step)
             if self._every and step % self._every == 0:
                 self._report(step)
@@ -131,10 +136,11 @@ class Watcher:
     def _profiles_now(self) -> bool:
         policy = self._settings.watching.flops
         is_asked = self.flops is not None and (self._is_first or self._stages.size > 1)
-        return is_asked and self._facade.global_steps == policy.profile_step
+        return is_asked and policy is not None and self._facade.global_steps == policy.profile_step
 
     def _print_profile(self, step: int) -> None:
-        policy = self._settings.watching.flops
+        policy, flops = self._settings.watching.flops, self.flops
+        assert policy is not None and flops is not None, "only what is profiled is printed"
         what = {
             "module_depth": policy.module_depth,
             "top_modules": policy.top_modules,
@@ -144,12 +150,12 @@ class Watcher:
         if self._stages.size > 1:
             parts = self._facade.module.parts
             layers = range(parts[self._stages.rank], parts[self._stages.rank + 1])
-            stages = self._stages.gather_objects(self.flops.stage_profile(layers=layers, **what))
+            stages = self._stages.gather_objects(flops.stage_profile(layers=layers, **what))
             if self._is_first:
-                self.flops.print_pipeline_profile(stages, **where)
+                flops.print_pipeline_profile(stages, **where)
         else:
-            self.flops.print_model_profile(**what, **where)
-        self.flops.end_profile()
+            flops.print_model_profile(**what, **where)
+        flops.end_profile()
 
     def _events(self) -> list[Event]:
         facade = self._facade
@@ -162,6 +168,7 @@ class Watcher:
         if facade.fp16_enabled():
             events.append(("Train/Samples/loss_scale", facade.optimizer.cur_scale, samples))
         if self._settings.wall_clock_breakdown:
+            assert self.clock is not None
             spent = self.clock.step
             events += [
                 (f"Train/Samples/elapsed_time_ms_{word}", spent[name], samples)

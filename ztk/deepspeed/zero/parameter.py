@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Iterable
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,15 @@ _STATUS = {
     ParameterState.sharded: ZeroParamStatus.NOT_AVAILABLE,
 }
 
+# What ZeroNames is mixed into; at run time a base would order the bases of subclasses.
+_Parameter = nn.Parameter if TYPE_CHECKING else object
 
-class ZeroNames:
+
+class ZeroNames(_Parameter):
     """Mixed into the class of every parameter that stage 3 takes."""
 
     ds_param_type = ZeroParamType.PARTITIONED
+    ds_id: int
 
     @property
     def ds_shape(self) -> torch.Size:

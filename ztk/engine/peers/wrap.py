@@ -8,6 +8,7 @@ compare the formulas with every collective that a dispatch mode sees.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ class FullyShardedPeer:
             self._groups.append(_Group.of(parameters, world_size=process.world_size))
         for unit in [*blocks, module]:
             fully_shard(unit, mesh=mesh, mp_policy=mixed)
-        self._module: FSDPModule = module
+        self._module: Any = module  # FSDPModule, which fully_shard makes it, and nn.Module
         self._dtype, self._wire = precision.dtype, precision.reduce_dtype or precision.dtype
         self._root_is_full = False
 

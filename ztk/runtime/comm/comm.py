@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Work:
 
     def __init__(
         self,
-        pending: "Future | Callable | object | None",
+        pending: Any,
         *,
         counters: CommCounters,
         watchdog: Watchdog | None = None,
@@ -111,7 +112,7 @@ class Comm:
             made = self._thread.submit(lambda: self._transport.empty(numel, dtype=dtype, label=name)).result()
         return torch.empty(numel, dtype=dtype, device=self.device) if made is None else made
 
-    def all_gather(self, full: Tensor, *, label: str, after: object | None = None) -> Work:
+    def all_gather(self, full: Tensor, *, label: str, after: Any = None) -> Work:
         """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` runs first, if given.
 
         after: an object with `wait()` and `is_immediate`. Without a communication thread (a world of one, NCCL) a collective that depends
@@ -257,6 +258,7 @@ class Comm:
                 self._run(run, name=name) if self.observe is None else self._run_observed(run, name=name, tensor=tensor)
             )
             if entered is not None:
+                assert self._watchdog is not None
                 self._watchdog.leave(entered, work=pending)
             return pending
 
@@ -265,7 +267,7 @@ class Comm:
             return Work(task() if is_immediate else task, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
 
-    def _run(self, run: Callable, *, name: str) -> object | None:
+    def _run(self, run: Callable, *, name: str) -> Any:
         """Starts the collective; on a blocking transport it is complete on return."""
         start = time.perf_counter()
         try:
@@ -288,4 +290,5 @@ class Comm:
         seconds = time.perf_counter() - start
         self.counters.busy_seconds += seconds
         kind, _, label = name.partition(" ")
+        assert self.observe is not None
         self.observe(kind, label, tensor.nbytes, seconds)

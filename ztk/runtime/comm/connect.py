@@ -22,6 +22,7 @@ def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> 
     """Connects all ranks of the running process group. A collective call: every rank makes it."""
     group, number = dist.group.WORLD, next(_connected)
     transport = _transport(group, device=device, one_node=one_node, timeout_seconds=timeout_seconds)
+    assert group is not None
     return _comm(
         transport,
         ranks=range(group.size()),

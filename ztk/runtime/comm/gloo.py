@@ -31,6 +31,7 @@ class GlooTransport(SeparateMemory):
                 for source, part in enumerate(full.chunk(self._size))
             ]
             for work in works:
+                assert work is not None
                 work.wait()
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> None:

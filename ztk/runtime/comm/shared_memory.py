@@ -49,6 +49,7 @@ class SharedMemoryTransport:
         segments = self._node.share(numel * dtype.itemsize, label=label)
         everyone: list[Tensor | None] = [torch.frombuffer(segment, dtype=dtype) for segment in segments]
         own, everyone[self._rank] = everyone[self._rank], None
+        assert own is not None, "everyone has the own segment"
         self._shared[own.data_ptr()] = everyone
         weakref.finalize(segments[self._rank], self._shared.pop, own.data_ptr())  # after its last view is gone
         return own

@@ -1,6 +1,6 @@
 """How bytes get from rank to rank: the protocol, and the order of summation of every transport on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,9 @@ class Transport(Protocol):
 
 class SeparateMemory:
     """The common part of transports whose ranks do not share memory."""
+
+    reduce_scatter: Callable
+    all_gather: Callable
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
         self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the order of the two

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ class _Entered:
     number: int
     label: str
     since: float
-    work: object | None = None  # of a transport that does not block: `is_completed()`
+    work: Any = None  # of a transport that does not block: `is_completed()`
 
 
 class Watchdog:

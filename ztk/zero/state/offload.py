@@ -133,6 +133,7 @@ class StateOffloader:
 
     def _rows(self, piece: Piece, *, kinds: frozenset[StateKind]) -> slice:
         """Which rows of a piece's states [k, n] are of `kinds`: first the master weights, if there are some, then the moments."""
+        assert piece.states is not None
         count = piece.states.shape[0]
         moments = count - self._num_moments
         start = 0 if StateKind.hp_params in kinds else moments
