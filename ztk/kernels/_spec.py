@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class AotCase:
     A zero vector width (with a reason) or a None switches that budget off. A program is a CTA, a processor an SM.
     """
 
-    kernel: Callable
+    kernel: Any  # triton's JITFunction
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
     inputs: Mapping[str, object] = field(default_factory=dict)

@@ -105,6 +105,7 @@ class ParameterWrites:
         return frozen
 
     def _changed(self, bucket: Bucket) -> Iterator:
+        assert bucket.full is not None
         first, size, versions = bucket.full.data_ptr(), bucket.full.element_size(), self._versions[bucket]
         for index, (parameter, place) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             version, is_marked = parameter._version, take_data_mark(parameter)
