@@ -86,7 +86,7 @@ class OpSpec:
     name: str
     op: Callable[..., Tensor | tuple[Tensor, ...] | None]
     reference: Callable[..., Tensor | tuple[Tensor, ...] | None]
-    make_inputs: Callable[..., dict[str, object]]
+    make_inputs: Callable[..., dict[str, Any]]
     eager: Callable[..., Tensor | tuple[Tensor, ...] | None] | None = None
     differentiable: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -352,7 +353,7 @@ def _eager_product(
     return torch.cat([part @ w for part, w in zip(rows.split(offsets.diff().tolist()), weight, strict=True)])
 
 
-def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
+def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, Any]:
     T, E, D, N = shape
     k = min(2, E)
     routing = random_routing(T, E, k, device)

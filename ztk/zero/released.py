@@ -6,6 +6,7 @@ writes, and while it is released its class turns that refusal into an error that
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def _unguarded(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _replaces(function: object, args: tuple) -> bool:
+def _replaces(function: Any, args: tuple) -> bool:
     """`function` would give a released parameter other memory."""
     if not args or not isinstance(args[0], _Guard):
         return False

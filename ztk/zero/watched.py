@@ -12,6 +12,7 @@ class _Watched:
     """Mixed into the class of every parameter of an engine."""
 
     _own_class: type
+    _data_was_read: bool
 
     @property
     def data(self) -> Tensor:

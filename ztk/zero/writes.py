@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
+from ztk.zero.layout import Placement
 from ztk.zero.piece_states import MASTER, PieceStates
 from ztk.zero.released import restore
 from ztk.zero.watched import take_data_mark
@@ -116,7 +117,7 @@ class ParameterWrites:
             versions[index] = version
             yield place
 
-    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: object) -> None:
+    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement) -> None:
         value = torch.Tensor.data.__get__(parameter)
         if value.dtype != bucket.traits.dtype or value.shape != torch.Size(place.shape):
             raise ValueError(

@@ -74,7 +74,7 @@ def _root_mean_square(module: nn.Module, *, tried: dict) -> tuple[str, Forward] 
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if list(module._parameters) != ["weight"] or module._modules or not isinstance(eps, float):
         return None
-    if module.weight is None or module.weight.dim() != 1:
+    if not isinstance(module.weight, Tensor) or module.weight.dim() != 1:
         return None
     key = type(module), f"rms_norm {eps}"
     if key not in tried:
