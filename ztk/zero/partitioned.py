@@ -75,6 +75,7 @@ class PartitionedParameter:
         self._parameter, self._slot = weakref.ref(parameter), None
         init_context.num_slices += 1
         self._remove = weakref.finalize(parameter, init_context.remove, 1)  # it may die before an engine takes it over
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._remove.atexit = False
         _partitioned[parameter] = self
         self.shard(source=0)

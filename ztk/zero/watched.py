@@ -17,10 +17,12 @@ class _Watched:
     @property
     def data(self) -> Tensor:
         self._data_was_read = True
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         torch.Tensor.data.__set__(self, value)
 
 

@@ -118,6 +118,7 @@ class ParameterWrites:
             yield place
 
     def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement) -> None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         value = torch.Tensor.data.__get__(parameter)
         if value.dtype != bucket.traits.dtype or value.shape != torch.Size(place.shape):
             raise ValueError(

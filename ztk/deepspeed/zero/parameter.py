@@ -125,6 +125,7 @@ def name_parameter(parameter: nn.Parameter) -> None:
     if not isinstance(parameter, ZeroNames):
         change_class(parameter, make=_with_names)
     if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class and no number
+        # pyrefly: ignore[missing-attribute]  # its class has it now
         parameter.ds_id = next(_numbers)
 
 
