@@ -226,6 +226,7 @@ def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> R
             device=process.device,
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
+        # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
         parameters=engine.module.config.parameter_count(),
         **past,
     )

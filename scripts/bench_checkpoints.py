@@ -194,6 +194,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pi
             found.clear()  # first touches of memory and files
     for contender in contenders.values():
         empty(contender.folder)
+    # pyrefly: ignore[missing-attribute]  # the contender "ztk" has an engine
     parameters = contenders["ztk"].engine.zero.num_parameters
     pipe.send(({key: statistics.median(values) for key, values in found.items()}, parameters))
     os._exit(0)

@@ -224,7 +224,7 @@ def bench_one(
     shares = {"memory": memory / limits.copy_gb_per_s}
     if any(case.matrix_instructions for case in spec.aot) or spec.name == "linear_cross_entropy":
         shares["matmul"] = matmul / limits.matmul_tflop_per_s
-    limit = max(shares, key=shares.get)
+    limit = max(shares, key=lambda name: shares[name])
     return Row(
         op=spec.name, shape=shape, dtype=str(dtype)[6:], direction="forward+backward" if backward else "forward",
         provider=name, p20=p20, p50=p50, p80=p80, floor_bytes=floor_bytes, floor_flops=flops, gb_per_s=memory,

@@ -39,6 +39,7 @@ def on_rank(folder: Path, *, reader: str) -> None:
 
     keep = HfDeepSpeedConfig(STAGE_3)
     if reader == "transformers":
+        # pyrefly: ignore[missing-attribute]  # ztk's wrapper by functools.wraps
         PreTrainedModel._load_pretrained_model = staticmethod(PreTrainedModel._load_pretrained_model.__wrapped__)
     AutoModelForCausalLM.from_pretrained(folder / "small")
     gc.collect()

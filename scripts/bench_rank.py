@@ -97,6 +97,7 @@ def measure(step: Step, *, task: Task, process: Process) -> Measurement:
         wall_seconds=(time.perf_counter() - wall) / task.steps,
         cpu_seconds=(time.process_time() - cpu) / task.steps,
         peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        # pyrefly: ignore[unbound-name]  # there is a step
         loss=float(process.comm.gather_scalars(loss.detach().float().view(1), label="loss").mean()),
     )
 
@@ -123,6 +124,7 @@ def build(task: Task, *, process: Process) -> Step:
     if name in ("ddp", "fsdp2", "fsdp2-keep"):
         engine = parallelize_peer(model, kind=name.removesuffix("-keep"), **common)
         if name == "fsdp2-keep":
+            # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
             engine.module.set_reshard_after_forward(False)
     else:
         stage = int(name.removeprefix("ztk"))

@@ -191,6 +191,7 @@ def speed(process: Process, *, contender: str) -> dict:
         "mfu": flops / peak if peak else None,
         "of_matmul": flops / matmul_flops(process.device),
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        # pyrefly: ignore[unbound-name]  # there is a step
         "loss": float(loss),
     }
 

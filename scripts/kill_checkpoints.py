@@ -251,6 +251,7 @@ def moment_of_kill(folder: Path, *, before: set[str], run: Run) -> str:
     leftovers = [path for path in fresh if ".tmp-" in path.name]
     pointed = (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
     unpointed = (
+        # pyrefly: ignore[no-matching-overload]  # get(None) is the default
         complete and complete.get(pointed, 0) < newest and any(complete.get(path.name) == newest for path in fresh)
     )
     if unpointed or any(path.name.startswith("latest") for path in leftovers):

@@ -22,6 +22,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the reference to the navigation."""
     pages = [{"Configuration": CONFIGURATION}, {"Library": LIBRARY}]
     pages += [{f"ztk.{package}": PACKAGES.format(package)} for package in packages()]
+    # pyrefly: ignore[not-iterable]  # a list in mkdocs.yml
     config.nav = [*config.nav, {"Reference": pages}]
     return config
 

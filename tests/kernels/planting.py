@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import ztk.kernels
 
@@ -45,6 +46,6 @@ def planted(
             del sys.modules[loaded]
 
 
-def spec_of(package: ModuleType, op: str) -> object:
+def spec_of(package: ModuleType, op: str) -> Any:
     """The package's OpSpec of that name."""
     return next(spec for spec in package.ALL_OPS if spec.name == op)

@@ -120,6 +120,7 @@ class DeepSpeedSource:
 def _good_steps(scaler: object) -> float:
     """Of `ztk.kernels.State`, by the steps since the last overflow; DeepSpeed's scale grows after each `scale_window` of them."""
     stable = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
+    # pyrefly: ignore[missing-attribute]  # DeepSpeed's scaler
     return float((stable - 1) % scaler.scale_window) if stable > 0 else -1.0
 
 

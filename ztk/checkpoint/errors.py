@@ -33,6 +33,7 @@ def describe(error: BaseException) -> str:
     """An error as half a sentence with its fix."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
+        # pyrefly: ignore[no-matching-overload]  # get(None) is the default
         fix = _FIXES.get(error.errno, "check that disk, or save to another one")
         return f"{where}{error.strerror or error}; {fix}"
     if isinstance(error, (CheckpointError, SaveFailed)):

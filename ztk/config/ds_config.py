@@ -50,6 +50,7 @@ def _is_given(word: str, *, chosen: set[str]) -> bool:
 
 def _ranks(overrides: list[str], *, machine: Machine) -> int:
     """The number of ranks that the line asks for, or the default. The global batch does not depend on it."""
+    # pyrefly: ignore[no-matching-overload]  # partition gives three parts
     values = dict(word.partition("=")[::2] for word in overrides)
     named = values.get("launch.ranks", "")
     gpus = 0 if values.get("launch.device") == "cpu" else machine.gpus

@@ -121,7 +121,7 @@ EFFECTS = (
     ),
     Effect(
         keys=("topology.virtual_stages",),
-        when=lambda c, m: c.topology.pipeline > 1 and c.topology.schedule is PipelineSchedule["interleaved"],
+        when=lambda c, m: c.topology.pipeline > 1 and c.topology.schedule is PipelineSchedule("interleaved"),
         only="topology.schedule=interleaved and topology.pipeline above 1",
     ),
     Effect(
@@ -280,4 +280,4 @@ def settle_parameter_tier(config: Config) -> None:
     """`auto` becomes the optimizer states' tier where parameters are sharded, else the device."""
     if config.offload.parameters is ParameterTier.auto:
         sharded = config.zero.stage == 3
-        config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier["none"]
+        config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier("none")

@@ -24,9 +24,11 @@ class ZeroEngine(StrEnum):
 
 
 # `auto` follows `offload.optimizer` at stage 3 and is `none` below.
+# pyrefly: ignore[invalid-literal]  # the members follow another enum
 ParameterTier = StrEnum("ParameterTier", ["auto", *Tier])
 
 # Members are named as on the command line, and `1f1b` is no name that a class body can have.
+# pyrefly: ignore[invalid-argument]  # the members follow another enum
 PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for name in ScheduleName])
 
 

@@ -136,7 +136,7 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
     ranks = topology.pipeline
     if ranks == 1:
         return
-    interleaved = topology.schedule is PipelineSchedule["interleaved"]
+    interleaved = topology.schedule is PipelineSchedule("interleaved")
     if interleaved:
         yield from interleaved_faults(
             num_ranks=ranks, num_micro_batches=micro_batches, virtual_stages=topology.virtual_stages

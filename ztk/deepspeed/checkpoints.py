@@ -163,6 +163,7 @@ def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, cust
         prefix = f"{prefix}." if prefix else ""
         parameters = list(part.parameters(recurse=False))
         with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+            # pyrefly: ignore[missing-attribute]  # every parameter of the engine has an owner
             if any(owner.bucket.comm.rank == 0 for owner in map(owner_of, parameters)):
                 part._load_from_state_dict(dict(own), prefix, {}, False, [], [], errors)
     if errors := [error for rank in comm.gather_objects(errors) for error in rank]:

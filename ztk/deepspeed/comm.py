@@ -104,6 +104,7 @@ def configure(
     if prof_ops is not None:
         given["prof_ops"] = tuple(prof_ops)
     if deepspeed_config is not None:
+        # pyrefly: ignore[missing-attribute]  # a mapping or a configuration object with get
         section = deepspeed_config.get("comms_logger", {})
         given = section | {key: value for key, value in given.items() if value is not None}
     for key, value in given.items():

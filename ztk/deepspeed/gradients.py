@@ -31,6 +31,7 @@ class _WithGradient:
 
     @property
     def grad(self) -> Tensor | None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         own = torch.Tensor.grad.__get__(self)
         if own is not None:
             return own
@@ -39,10 +40,13 @@ class _WithGradient:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self not in _shown and _show(self) is None:
+            # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
             torch.Tensor.grad.__set__(self, value)
             return
+        # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
         if value is not None and value.shape != self.shape:
             raise RuntimeError(
+                # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
                 f"p.grad = a tensor of shape {tuple(value.shape)}: the parameter has {tuple(self.shape)}"
             )
         _shown[self] = value, _shown[self][1]

@@ -59,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _mark_stepped(self) -> None:
         if self.optimizer is not self:
+            # pyrefly: ignore[missing-attribute]  # torch's own mark
             self.optimizer._opt_called = True  # a torch scheduler warns if its optimizer has not stepped before it
 
     def zero_grad(self, set_to_none: bool = True) -> None:

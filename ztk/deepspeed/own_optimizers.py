@@ -15,6 +15,7 @@ class _GradNone:
     set_grad_none = True
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        # pyrefly: ignore[missing-attribute]  # mixed into an optimizer
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
 

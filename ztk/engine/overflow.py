@@ -31,6 +31,7 @@ class OverflowGuard:
             assert self._event is not None
             self._event.synchronize()
             self._judge(self._seen, step=step - 1)
+        assert self._seen is not None
         self._seen.copy_(self._control.overflow_status(), non_blocking=True)
         assert self._event is not None
         self._event.record()

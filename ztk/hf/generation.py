@@ -9,6 +9,7 @@ from types import ModuleType
 
 def complete(utils: ModuleType) -> None:
     """utils: trl.models.utils."""
+    # pyrefly: ignore[missing-attribute]  # replaces a function of the module
     utils.remove_hooks = utils.add_hooks = _nothing_to_do
 
 

@@ -18,4 +18,5 @@ def complete(utils: ModuleType) -> None:
     def maybe_gather_lm_head_ctx(*params):
         return original(*(parameter for parameter in params if isinstance(parameter, nn.Parameter)))
 
+    # pyrefly: ignore[missing-attribute]  # replaces a function of the module
     utils.maybe_gather_lm_head_ctx = maybe_gather_lm_head_ctx

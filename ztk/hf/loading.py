@@ -110,6 +110,7 @@ class _Lazy:
         self._entry = entry
 
     def __getitem__(self, index: object) -> Tensor:
+        # pyrefly: ignore[bad-index]  # the index of a slice of a file
         return self._entry.full()[index]
 
 
@@ -126,10 +127,12 @@ def _filling(core: ModuleType) -> Iterator[None]:
             loading_info.missing_keys.discard(target_name)
             _fill(target, entry=param_value)
 
+    # pyrefly: ignore[missing-attribute]  # replaces a function of the module
     core.set_param_for_module = set_param_for_module
     try:
         yield
     finally:
+        # pyrefly: ignore[missing-attribute]  # replaces a function of the module
         core.set_param_for_module = original
 
 
@@ -156,4 +159,5 @@ def _fill(target: Tensor, *, entry: TensorSlice | Tensor) -> None:
         )
     else:
         target.copy_(entry.full() if isinstance(entry, TensorSlice) else entry)
+    # pyrefly: ignore[missing-attribute]  # transformers' mark
     target._is_hf_initialized = True

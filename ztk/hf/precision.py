@@ -19,4 +19,5 @@ def complete(training_args: ModuleType) -> None:
         on_cpu = not torch.cuda.is_available() and int(os.environ.get("LOCAL_RANK", -1)) != -1
         return on_cpu or original()
 
+    # pyrefly: ignore[missing-attribute]  # replaces a function of the module
     training_args.is_torch_bf16_gpu_available = is_torch_bf16_gpu_available

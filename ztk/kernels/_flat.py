@@ -34,6 +34,7 @@ def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected 
     for tensors [ceil(n / group)].
     """
     first, (param, _) = next(iter(tensors.items()))
+    assert param is not None
     n = param.numel()
     if n % ALIGNMENT:
         raise ValueError(f"{op}: {first} has {n} elements; pad the flat partition to a multiple of {ALIGNMENT}")

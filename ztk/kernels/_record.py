@@ -5,8 +5,9 @@ ztk op to its Triton launcher, and Triton's `run` is replaced by one that notes 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +30,7 @@ ALIGNMENT = 16  # bytes of a pointer and multiples of an integer that Triton com
 class Launch:
     """One call `kernel[grid](...)`, specialised as Triton's runtime would."""
 
-    kernel: Callable
+    kernel: Any  # triton's JITFunction
     grid: tuple[int, ...]
     signature: dict[str, str]  # name -> type, "constexpr" for what is compiled in
     constexprs: dict[str, object]

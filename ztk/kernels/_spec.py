@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class AotCase:
     A zero vector width (with a reason) or a None switches that budget off. A program is a CTA, a processor an SM.
     """
 
-    kernel: Callable
+    kernel: Any  # triton's JITFunction
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
     inputs: Mapping[str, object] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class OpSpec:
     name: str
     op: Callable[..., Tensor | tuple[Tensor, ...] | None]
     reference: Callable[..., Tensor | tuple[Tensor, ...] | None]
-    make_inputs: Callable[..., dict[str, object]]
+    make_inputs: Callable[..., dict[str, Any]]
     eager: Callable[..., Tensor | tuple[Tensor, ...] | None] | None = None
     differentiable: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()

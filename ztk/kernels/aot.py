@@ -188,6 +188,7 @@ def _dissect(binary, *, arch: str) -> Anatomy:
         file.write(binary.asm["cubin"])
         file.flush()
         usage, sass = (_cuobjdump(flag, file.name) for flag in ("-res-usage", "-sass"))
+    # pyrefly: ignore[missing-attribute]  # the pattern always matches
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     return dissect_sass(sass, arch=arch, registers=registers, stack_bytes=stack, shared_bytes=binary.metadata.shared)
 

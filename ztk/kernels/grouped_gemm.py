@@ -19,6 +19,7 @@ Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -327,7 +328,7 @@ def grouped_matmul_reference(
 ) -> Tensor:
     """One product per expert in float32, rounded once."""
     dtype = compute_dtype(x)
-    rows = x if order is None else x.index_select(0, order // position.shape[1])
+    rows = x if order is None or position is None else x.index_select(0, order // position.shape[1])
     *parts, rest = rows.to(dtype).split([*offsets.diff().tolist(), rows.shape[0] - int(offsets[-1])])
     outs = [part @ w for part, w in zip(parts, weight.to(dtype), strict=True)]
     return torch.cat([*outs, rest.new_zeros(rest.shape[0], weight.shape[2])]).to(x.dtype)
@@ -348,11 +349,11 @@ def _eager_pair(x: Tensor, weight: Tensor, weight2: Tensor, **where: Tensor | No
 def _eager_product(
     x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None = None, position: Tensor | None = None
 ) -> Tensor:
-    rows = x if order is None else x.index_select(0, order // position.shape[1])
+    rows = x if order is None or position is None else x.index_select(0, order // position.shape[1])
     return torch.cat([part @ w for part, w in zip(rows.split(offsets.diff().tolist()), weight, strict=True)])
 
 
-def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]:
+def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, Any]:
     T, E, D, N = shape
     k = min(2, E)
     routing = random_routing(T, E, k, device)

@@ -50,7 +50,9 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in groups:
         shared, own = split_params_into_shared_and_expert_params(group["params"])
         group["params"] = shared
+        # pyrefly: ignore[missing-attribute]  # the mark of DeepSpeed's expert parameters
         for name in sorted({parameter.group_name for parameter in own}):
+            # pyrefly: ignore[missing-attribute]  # the mark of DeepSpeed's expert parameters
             of_name = [parameter for parameter in own if parameter.group_name == name]
             options = {**group, "name": name, "moe": True}
             experts += [{**options, "params": chunk} for chunk in _chunks(of_name, limit=max_group_size)]

@@ -64,6 +64,7 @@ class MoE(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.experts = nn.ModuleDict({str(number): copy.deepcopy(expert) for number in range(num_experts)})
         for parameter in self.experts.parameters():
+            # pyrefly: ignore[missing-attribute]  # the mark of DeepSpeed's expert parameters
             parameter.allreduce, parameter.group_name = False, f"ep_size_{ep_size}"
         self.mlp = expert if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None

@@ -40,6 +40,7 @@ class DeferredGradients:
         """Makes the linear layers in `model`, and other modules that can, defer their weight gradients."""
         for module in model.modules():
             if hasattr(module, "defer_weight_gradients"):
+                # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
                 module.defer_weight_gradients(self)
             elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward):
                 module.forward = functools.partial(self._forward, module)

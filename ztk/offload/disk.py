@@ -44,6 +44,7 @@ class DiskFile:
         self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         os.unlink(path)  # See [Note: Unlinked offload files]
         self._close = weakref.finalize(self, os.close, self._fd)
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._close.atexit = False  # a thread may still be writing then
 
     def preallocate(self, *, offset: int, nbytes: int) -> None:
@@ -95,7 +96,9 @@ class DiskFile:
             done += complete
 
     def _error(self, action: str, *, nbytes: int, offset: int, cause: OSError) -> DiskError:
+        # pyrefly: ignore[no-matching-overload]  # get(None) is the default
         fix = _FIXES.get(cause.errno, "check that disk, or set offload.nvme_path to a folder on another one")
+        # pyrefly: ignore[no-matching-overload]  # get(None) is the default
         name = errno.errorcode.get(cause.errno, "unknown error")
         text = f"{action} {nbytes} bytes at offset {offset} of {self.path} failed: {cause.strerror} ({name}); {fix}"
         return DiskError(cause.errno, text)

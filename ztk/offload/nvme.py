@@ -124,6 +124,7 @@ class NvmeStore:
         self._closed = False
         # A store that is dropped without `close`, with its engine in a notebook, keeps neither threads nor memory nor disk space.
         self._drop = weakref.finalize(self, _drop, self._engine, self._pool)
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._drop.atexit = False
 
     # Space #

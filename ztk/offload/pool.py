@@ -26,6 +26,7 @@ class AlignedRegion:
         self.bytes = self._aligned[:nbytes]  # uint8 [nbytes]
         self._pinned = False
         if pin:
+            # pyrefly: ignore[missing-attribute]  # None is without a GPU
             _cuda_check(torch.cuda.cudart().cudaHostRegister(self._aligned.data_ptr(), size, 0), "page-locking", size)
             self._pinned = True
 
@@ -33,6 +34,7 @@ class AlignedRegion:
         """Unlocks the pages; they are freed with the last tensor that views them."""
         if self._pinned:
             size = self._aligned.numel()
+            # pyrefly: ignore[missing-attribute]  # None is without a GPU
             _cuda_check(torch.cuda.cudart().cudaHostUnregister(self._aligned.data_ptr()), "unlocking", size)
             self._pinned = False
 

@@ -199,6 +199,7 @@ def place_buffers(plan: Plan) -> None:
     if any(buffer.is_meta for buffer in model.buffers()):
         if not hasattr(model, "materialise_buffers"):
             raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")
+        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         model.materialise_buffers(device)
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -30,6 +30,7 @@ def measure_costs(model: LayeredModel, *, batch: MicroBatch, device: torch.devic
             key = layer.kind, tuple(tuple(p.shape) for module in modules for p in module.parameters())
             with _Materialised(modules, device=device):
                 if hasattr(model.module, "materialise_buffers"):
+                    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
                     model.module.materialise_buffers(device)
                 output = layer.run(carry, batch)
                 if key not in known or index in (0, len(model.layers) - 1):

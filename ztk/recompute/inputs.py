@@ -111,6 +111,7 @@ class InputStore:
             self._book(saved, target)
         else:
             arena, slot = arena_slot
+            # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
             weakref.finalize(saved, arena.give, slot).atexit = False
         return saved
 
@@ -153,6 +154,7 @@ class InputStore:
             return
         entry = {"tier": self._tier, "category": CATEGORY, "nbytes": data.numel() * data.itemsize}
         self._ledger.add(**entry)
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         weakref.finalize(handle, self._ledger.remove, **entry).atexit = False
 
     def _book_arena(self, *, freed: int, taken: int) -> None:

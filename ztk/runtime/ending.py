@@ -37,4 +37,5 @@ def _end_all() -> None:
 
 
 # Before `atexit`'s functions and before threads that are no daemons are waited for, as concurrent.futures does.
+# pyrefly: ignore[missing-attribute]  # CPython's, used by concurrent.futures
 threading._register_atexit(_end_all)

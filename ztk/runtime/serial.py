@@ -26,6 +26,7 @@ class SerialThread:
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         end_with_process(self._thread, end=functools.partial(_end, self._thread, self._calls, interrupt))
         self._thread.start()
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         weakref.finalize(self, self._calls.queue.put, None).atexit = False
 
     def submit(self, call: Callable) -> Future:

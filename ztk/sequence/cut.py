@@ -68,10 +68,13 @@ def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm, carry_pa
         is_absent = tokens is None and targets is None  # on a middle rank, in training
         _begin(layers, comm=comm, length=length, is_cut=is_absent or targets is not None)
         if targets is None:
+            # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
             return original(stage, carry, batch)
         own = _own(targets, comm=comm)
         own_tokens = None if tokens is None else _own(tokens, comm=comm)
+        # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
         out = original(stage, carry, replace(batch, args=(own_tokens, own), kwargs={}))
+        # pyrefly: ignore[missing-attribute]  # the forward of a stage, which a pipeline has put there
         return out * _share(own, targets=targets, comm=comm) if stage == original.num_stages - 1 else out
 
     return forward

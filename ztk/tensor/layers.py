@@ -154,4 +154,5 @@ def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 def _set_size(module: nn.Module, *, name: str, dim: int) -> None:
     if hasattr(module, name):
+        # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
         setattr(module, name, module.weight.shape[dim])

@@ -130,6 +130,7 @@ class _Cutter:
                 "nn.Linear, or leave it out of the plan"
             )
         dim = 1 if style in (Style.row, Style.row_split) else 0
+        # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
         size = module.weight.shape[dim]
         own = self._range(size, name=name, grain=rule.grain, part=comm.rank)
         sizes = tuple(len(self._range(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))

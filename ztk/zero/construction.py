@@ -106,6 +106,7 @@ class _Construction:
                 cls.__init__ = self._wrap(cls.__init__)
 
         def init_subclass(cls: type, **kwargs) -> None:
+            # pyrefly: ignore[invalid-argument]  # cls is a subclass of nn.Module
             super(nn.Module, cls).__init_subclass__(**kwargs)
             wrap(cls)
 

@@ -55,6 +55,7 @@ class Gathering:
         bucket.residency.start_gather()
         with self._clock.phase("communication"):
             bucket.residency.finish_gather()
+        assert bucket.full is not None
         self._by_storage[bucket.full.untyped_storage()._cdata] = bucket
         bucket.residency.is_used = True
 
@@ -64,6 +65,7 @@ class Gathering:
         residency = bucket.residency
         if not bucket.traits.shards_parameters or residency.state is ParameterState.sharded or residency.is_kept:
             return
+        assert bucket.full is not None
         self._by_storage.pop(bucket.full.untyped_storage()._cdata, None)
         residency.release()
 

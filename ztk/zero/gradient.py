@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ztk.zero.layout import BucketLayout
 
 # What autograd has left in a parameter; a subclass may show scripts something else.
+# pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
 gradient_of, set_gradient = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
 
 

@@ -75,6 +75,7 @@ class PartitionedParameter:
         self._parameter, self._slot = weakref.ref(parameter), None
         init_context.num_slices += 1
         self._remove = weakref.finalize(parameter, init_context.remove, 1)  # it may die before an engine takes it over
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._remove.atexit = False
         _partitioned[parameter] = self
         self.shard(source=0)
@@ -124,6 +125,7 @@ class PartitionedParameter:
             self._keep(self.parameter.data, source=source)
         self.is_full = False
         device = self.init_context.comm.device
+        assert self._slot is not None
         empty = placeholder(self._shape, dtype=self._slot.dtype, device=device)
         release(self.parameter, value=empty)
 
@@ -151,6 +153,7 @@ class PartitionedParameter:
                 "GatheredParameters before"
             )
         self.shard(source=None)  # a parent may have made it full: its old values must not come back
+        assert self._slot is not None
         comm, size = self.init_context.comm, self._slot.shape[0]
         start, stop = (min(self._numel, size * rank) for rank in (comm.rank, comm.rank + 1))
         assert self._slot is not None
@@ -173,7 +176,9 @@ class PartitionedParameter:
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             if not self.is_full:
                 return False
+            assert self.parameter is not None
             own, value = self.own, self.parameter.data.detach().reshape(-1)
+            assert self._slot is not None
             start = self.init_context.comm.rank * self._slot.shape[0]
             return not same_bits(own.to(value.device), second=value[start : start + own.numel()])
 

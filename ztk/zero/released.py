@@ -6,6 +6,7 @@ writes, and while it is released its class turns that refusal into an error that
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,14 @@ def placeholder(shape: torch.Size | tuple[int, ...], *, dtype: torch.dtype, devi
 
 def release(parameter: nn.Parameter, *, value: Tensor) -> None:
     """`parameter` shows `value`, a `placeholder` of its shape, until `restore`."""
+    # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
     torch.Tensor.data.__set__(_unguarded(parameter), value)
     parameter.__class__ = _released(type(parameter))
 
 
 def restore(parameter: nn.Parameter, *, value: Tensor) -> None:
     """`parameter` is `value` again, of any shape."""
+    # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
     torch.Tensor.data.__set__(_unguarded(parameter), value)
 
 
@@ -55,6 +58,7 @@ class _Guard:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if _replaces(function, args):
+                # pyrefly: ignore[bad-index]  # _replaces has looked at args[0]
                 raise RuntimeError(_message(args[0]))
             try:
                 result = function(*args, **kwargs)
@@ -69,6 +73,7 @@ class _Guard:
             return result.as_subclass(_View) if is_view else result
 
 
+# pyrefly: ignore[inconsistent-inheritance]  # the guard comes first
 class _View(_Guard, Tensor):
     """A view of a released parameter."""
 
@@ -79,6 +84,7 @@ class _Released(_Guard):
     _gathered_class: type
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        # pyrefly: ignore[missing-attribute]  # mixed into a Tensor
         copied = super().__deepcopy__(memo)
         if isinstance(copied, _Released):  # a copy is nobody's: it may be written
             copied.__class__ = copied._gathered_class
@@ -96,7 +102,7 @@ def _unguarded(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _replaces(function: object, args: tuple) -> bool:
+def _replaces(function: Any, args: tuple) -> bool:
     """`function` would give a released parameter other memory."""
     if not args or not isinstance(args[0], _Guard):
         return False

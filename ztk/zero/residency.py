@@ -121,6 +121,7 @@ class Residency:
 
     def _note_lost_writes(self) -> None:
         """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
+        assert self.full is not None
         first, size = self.full.data_ptr(), self.full.element_size()
         for parameter, placement, version in zip(
             self._parameters, self._layout.placements, self._versions, strict=True

@@ -237,11 +237,13 @@ class ShardUpdate:
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
             master, out = resident, None  # master weight and parameter are one
+        # pyrefly: ignore[missing-attribute]  # there while the update runs
         elif resident is not None and resident.device == states.device:
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         frozen = [fragment.place for fragment in piece.fragments if fragment.name in self._frozen]
+        # pyrefly: ignore[not-iterable]  # there while the update runs
         kept = [(row[place], row[place].clone()) for place in frozen for row in (*states, resident) if row is not None]
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
@@ -272,6 +274,7 @@ class ShardUpdate:
             self._stores.gradients.forget(piece.gradient)
         if out is not None and bucket.traits.shards_parameters:
             puts.append(self._stores.parameters.put(piece.parameter, value=out))
+        # pyrefly: ignore[missing-attribute]  # there while the update runs
         elif out is not None and out.device != bucket.full.device:
             piece.of(bucket.full).copy_(out)
         return _WriteBack(puts=tuple(puts), parameter=out if self.pool.owns(out) else None)

@@ -12,14 +12,17 @@ class _Watched:
     """Mixed into the class of every parameter of an engine."""
 
     _own_class: type
+    _data_was_read: bool
 
     @property
     def data(self) -> Tensor:
         self._data_was_read = True
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         torch.Tensor.data.__set__(self, value)
 
 

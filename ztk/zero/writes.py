@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
+from ztk.zero.layout import Placement
 from ztk.zero.piece_states import MASTER, PieceStates
 from ztk.zero.released import restore
 from ztk.zero.watched import take_data_mark
@@ -105,6 +106,7 @@ class ParameterWrites:
         return frozen
 
     def _changed(self, bucket: Bucket) -> Iterator:
+        assert bucket.full is not None
         first, size, versions = bucket.full.data_ptr(), bucket.full.element_size(), self._versions[bucket]
         for index, (parameter, place) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             version, is_marked = parameter._version, take_data_mark(parameter)
@@ -115,7 +117,8 @@ class ParameterWrites:
             versions[index] = version
             yield place
 
-    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: object) -> None:
+    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement) -> None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         value = torch.Tensor.data.__get__(parameter)
         if value.dtype != bucket.traits.dtype or value.shape != torch.Size(place.shape):
             raise ValueError(

@@ -201,6 +201,7 @@ class Zero:
         if self._is_sharded:
             self.hooks.compile(functools.partial(torch.compile, **options))
         else:
+            # pyrefly: ignore[no-matching-overload]  # keywords of torch.compile as the user gave them
             model.forward = torch.compile(model.forward, **options)
 
     # End

@@ -97,6 +97,7 @@ class _Parser:
 
     def _separate(self, end: str) -> None:
         """A comma, the end of a line, or the end of the object or list that this is in."""
+        # pyrefly: ignore[missing-attribute]  # the pattern always matches
         self._at = _BLANK.match(self._source, self._at).end()
         if self._next() == ",":
             self._at += 1
@@ -123,6 +124,7 @@ class _Parser:
             raise self._error(f"{quoted} is no text") from None
 
     def _skip(self) -> None:
+        # pyrefly: ignore[missing-attribute]  # the pattern always matches
         self._at = _SPACE.match(self._source, self._at).end()
 
     def _next(self) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from ztk.policies.ranges import INT64_MAX, Range
 
@@ -56,7 +57,7 @@ def fixed(*usual: object, why: str) -> Key:
 
 def read_section(
     given: object, *, path: str, keys: Mapping[str, Key], findings: Findings, elsewhere: Mapping[str, str] | None = None
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The converted values of a section's keys that take effect; everything else goes to `findings`.
 
     path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> what to do instead.

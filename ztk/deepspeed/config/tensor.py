@@ -143,6 +143,7 @@ def _specs(given: object, *, path: str, findings: Findings) -> Iterator[tuple[st
 
 def _is_expression(pattern: object) -> bool:
     try:
+        # pyrefly: ignore[no-matching-overload]  # of the converter's type
         re.compile(pattern)
     except (re.error, TypeError):
         return False

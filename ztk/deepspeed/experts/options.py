@@ -33,6 +33,7 @@ def give_layer_options(model: nn.Module, *, options: LayerOptions) -> None:
         if "ep_size" in options.values:
             layer.ep_size = options.values["ep_size"]
             for parameter in layer.experts.parameters():
+                # pyrefly: ignore[missing-attribute]  # the mark of DeepSpeed's expert parameters
                 parameter.group_name = f"ep_size_{layer.ep_size}"
 
 

@@ -17,6 +17,7 @@ class ProcessTopology:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or min(dims, default=1) < 1:
             raise ValueError(f"axes={axes}, dims={dims}: one size of at least 1 for each of different names")
         self.axes, self.dims = list(axes), list(dims)
+        # pyrefly: ignore[bad-class-definition]  # the axes are known when it is built
         self.ProcessCoord = namedtuple("ProcessCoord", axes)
         self.mapping = {
             self.ProcessCoord(*point): rank for rank, point in enumerate(product(*(range(size) for size in dims)))
@@ -166,5 +167,6 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of another stage with this rank's other coordinates, or those of `kwargs`."""
+        # pyrefly: ignore[missing-attribute]  # the axes are known when it is built
         coord = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | kwargs
         return self._topo.get_rank(**coord)

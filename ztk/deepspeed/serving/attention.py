@@ -35,6 +35,7 @@ def use_attention(model: nn.Module) -> str | None:
 
 def restore_attention(model: nn.Module, *, implementation: str) -> None:
     """As before `use_attention`."""
+    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
     model.set_attn_implementation(implementation)
 
 

@@ -234,6 +234,7 @@ def _tensor_parallel(values: dict[str, object], *, findings: Findings) -> Tensor
         return TensorParallel()
     if sizes and mpu is not None:
         findings.faults.append("mpu: says how many ranks share the model, and so does tp_size; keep one")
+    # pyrefly: ignore[no-matching-overload]  # of the converter's type
     return TensorParallel(tp_size=min(sizes, default=1), mpu=mpu)
 
 

@@ -65,6 +65,7 @@ class InferenceEngine(nn.Module):
                 f"max_out_tokens={limit}: the prompt has {prompt.shape[1]} tokens; give init_inference max_out_tokens={prompt.shape[1]} "
                 "or more"
             )
+        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         return self.module.generate(*args, **kwargs)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
@@ -103,6 +104,7 @@ class InferenceEngine(nn.Module):
         if self._is_compiled:
             return
         if self._streaming is not None:
+            # pyrefly: ignore[missing-attribute]  # the engine of ZeRO-Inference
             self._streaming.compile(backend=backend, compile_kwargs=compile_kwargs)
         else:
             self.module.compile(backend=backend, **(compile_kwargs or {}))
@@ -120,6 +122,7 @@ class InferenceEngine(nn.Module):
             return
         self._closed = True
         if self._streaming is not None:
+            # pyrefly: ignore[missing-attribute]  # the engine of ZeRO-Inference
             self._streaming.destroy()
             self.module.__dict__.pop("generate", None)
         if self._injection is not None:

@@ -143,6 +143,7 @@ def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Proc
     """None where every rank has all of the model. Raises ValueError for one that neither a policy nor a plan of its own cuts."""
     if process.mesh.comm("tp").size == 1:
         return None
+    # pyrefly: ignore[missing-attribute]  # with mpu the model has parts
     if config.tensor_parallel.mpu is not None and not all(p.is_full for p in parts_of(model, process=process).values()):
         raise ValueError("mpu: the model is cut over ranks already; initialize(model=..., mpu=...) evaluates it")
     policy = config.injection_policy

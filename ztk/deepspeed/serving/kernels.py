@@ -60,6 +60,7 @@ def inject_kernels(model: nn.Module) -> Injection:
                 break
     made.attention = use_attention(model)
     if made.attention is not None:
+        # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
         made.counts["attention of full prompts -> attention"] = model.config.get_text_config().num_hidden_layers
     if not made.counts:
         raise ValueError(
@@ -74,7 +75,7 @@ def _root_mean_square(module: nn.Module, *, tried: dict) -> tuple[str, Forward] 
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if list(module._parameters) != ["weight"] or module._modules or not isinstance(eps, float):
         return None
-    if module.weight is None or module.weight.dim() != 1:
+    if not isinstance(module.weight, Tensor) or module.weight.dim() != 1:
         return None
     key = type(module), f"rms_norm {eps}"
     if key not in tried:
@@ -106,6 +107,7 @@ def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
     op = tried[key]
     if op is None:
         return None
+    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
     return op.__name__, lambda x: module.down_proj(op(module.gate_proj(x), module.up_proj(x)))
 
 
@@ -132,6 +134,7 @@ def _first_equal(twin: nn.Module, candidates: dict[Callable, Forward]) -> Callab
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
     linear.weight.data, linear.bias.data = _numbers(outputs, inputs) / inputs**0.5, _numbers(outputs)
     return linear
 

@@ -46,6 +46,7 @@ def settings_of(config: DeepSpeedInferenceConfig, *, replicas: int) -> Settings 
         faults += [fault.replace("zero_optimization", "zero") for fault in error.faults]
     if faults:
         raise DeepSpeedConfigError(faults)
+    # pyrefly: ignore[unbound-name]  # unbound only with faults, which have raised
     return settings if settings.zero.stage == 3 else None
 
 
@@ -79,6 +80,7 @@ def generate_in_step(model: nn.Module) -> None:
     def generate(*args, **kwargs):
         if kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True
+        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         return original(*args, **kwargs)
 
     model.generate = generate

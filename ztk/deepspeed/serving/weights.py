@@ -31,9 +31,11 @@ def load_weights(model: nn.Module, *, checkpoint: object, base_dir: str = "") ->
     if on_meta:
         model.to_empty(device="cpu")
         if hasattr(model, "tie_weights"):
+            # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
             model.tie_weights()
     folder = Path(base_dir) / checkpoint if isinstance(checkpoint, (str, os.PathLike)) else None
     if folder is not None and (folder / "config.json").is_file() and _is_pretrained(model):
+        # pyrefly: ignore[missing-attribute]  # _is_pretrained has looked
         loaded = type(model).from_pretrained(folder, config=copy.deepcopy(model.config))
         _copy_all(loaded, to=model)
         return

@@ -235,9 +235,11 @@ def get_model_profile(
     call = model if mode == "forward" else model.generate
     model.eval()
     for _ in range(warm_up):
+        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         call(*args, **kwargs)
     profiler = FlopsProfiler(model)
     profiler.start_profile(ignore_list=ignore_modules)
+    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
     call(*args, **kwargs)
     profiler.stop_profile()
     found = (

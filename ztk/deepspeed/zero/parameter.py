@@ -85,7 +85,9 @@ class ZeroNames(_Parameter):
         if owner is None:
             raise AttributeError("ds_tensor: the parameter belongs to no engine any more")
         kind = weights_of(owner)
-        return owner.engine.zero.named_state.read_local(owner.bucket, name=owner.name, kind=kind).to(self.dtype)
+        own = owner.engine.zero.named_state.read_local(owner.bucket, name=owner.name, kind=kind)
+        assert own is not None, "None is for gradients alone"
+        return own.to(self.dtype)
 
     @property
     def ds_active_sub_modules(self) -> set:
@@ -123,6 +125,7 @@ def name_parameter(parameter: nn.Parameter) -> None:
     if not isinstance(parameter, ZeroNames):
         change_class(parameter, make=_with_names)
     if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class and no number
+        # pyrefly: ignore[missing-attribute]  # its class has it now
         parameter.ds_id = next(_numbers)
 
 

@@ -242,9 +242,7 @@ class Comm:
     def _check(self, full: Tensor) -> None:
         assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)
 
-    def _submit(
-        self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: object | None = None
-    ) -> Work:
+    def _submit(self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: Any = None) -> Work:
         """size: the size in the label, the same on all ranks; None: the number of elements."""
         name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
 

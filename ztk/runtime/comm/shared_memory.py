@@ -57,6 +57,7 @@ class SharedMemoryTransport:
     def _buffers(self, full: Tensor) -> list[Tensor] | None:
         """Every rank's `full`, if `empty` made it; else None."""
         everyone = self._shared.get(full.data_ptr())
+        # pyrefly: ignore[missing-attribute]  # only the own entry is None
         if everyone is None or everyone[self._rank - 1].numel() != full.numel():
             return None
         return [full if buffer is None else buffer for buffer in everyone]

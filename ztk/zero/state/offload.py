@@ -119,12 +119,14 @@ class StateOffloader:
             if piece.states is not None and self._stores.optimizer.tier is Tier.device:
                 rows = self._rows(piece, kinds=kinds)
                 if rows.start < rows.stop:
+                    # pyrefly: ignore[missing-attribute]  # a slot of the device's store is a DeviceSlot
                     yield piece.states.tensor, rows, "optimizer"
             for slot, store, kind, category in (
                 (piece.gradient, self._stores.gradients, StateKind.lp_grads, "gradients"),
                 (piece.parameter, self._stores.parameters, StateKind.lp_params, "parameters"),
             ):
                 if slot is not None and store.tier is Tier.device and kind in kinds:
+                    # pyrefly: ignore[missing-attribute]  # a slot of the device's store is a DeviceSlot
                     yield slot.tensor, slice(None), category
         if StateKind.lp_params in kinds:
             yield from ((bucket.full, slice(None), "parameters") for bucket in self._unsharded)
