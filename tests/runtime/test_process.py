@@ -13,7 +13,7 @@ from ztk.runtime import Process
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: must be"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be a whole number, 1 or more"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2: must be"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=-2: must be"),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: must be"),
     ],
 )

@@ -103,7 +103,8 @@ def _read_place() -> tuple[int, int, int, int]:
     if world > 1 and "RANK" not in os.environ:
         raise ValueError(f"WORLD_SIZE={world} without RANK: set RANK to this process's number, 0 to {world - 1}")
     local_world = _variable("LOCAL_WORLD_SIZE", default=world, least=1, most=world)
-    local_rank = _variable("LOCAL_RANK", default=rank, most=max(rank, local_world - 1))
+    # Not bounded by LOCAL_WORLD_SIZE: it names the GPU, and ranks that go on without a lost one keep theirs.
+    local_rank = _variable("LOCAL_RANK", default=rank)
     return rank, world, local_rank, local_world
 
 

@@ -275,7 +275,7 @@ def test_what_is_not_installed_is_refused(monkeypatch):
             {"flops_profiler": {"enabled": True, "profile_step": -1}},
             "flops_profiler.profile_step=-1: must be a whole number",
         ),
-        ({"flops_profiler": {"module_depth": -2}}, "or -1 for the innermost"),
+        ({"flops_profiler": {"module_depth": -2}}, "-1 is for the innermost modules"),
         ({"comms_logger": {"enabled": True, "prof_op": []}}, "did you mean prof_ops"),
         ({"comms_logger": {"prof_ops": "all_reduce"}}, "must be a list of texts"),
         ({"csv_monitor": {"enabled": "yes"}}, "must be true or false"),
