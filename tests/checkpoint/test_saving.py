@@ -244,7 +244,7 @@ def save_slowly(process, *, folder: str) -> tuple[float, bool, float, int]:
     fast = tensorfile.write_at
 
     def slow(*args, **kwargs):
-        time.sleep(0.06)  # the save lasts over a second: much longer than a forward and backward on a busy machine
+        time.sleep(0.02)
         fast(*args, **kwargs)
 
     tensorfile.write_at = slow
@@ -281,7 +281,7 @@ def save_nvme(process, *, folder: str) -> tuple[float, float, float, float]:
     fast = tensorfile.write_at
 
     def slow(*args, **kwargs):
-        time.sleep(0.02)
+        time.sleep(0.06)  # the save lasts over a second: much longer than a forward and backward on a busy machine
         fast(*args, **kwargs)
 
     tensorfile.write_at = slow
