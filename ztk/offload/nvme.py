@@ -420,8 +420,9 @@ class _Fetch:
 
     def is_value(self, value: Tensor) -> bool:
         """`value` is the fetched tensor, or a reshape of it."""
-        assert self.memory is not None
-        return self.transfer.done and value.device.type == "cpu" and value.data_ptr() == self.memory.data_ptr()
+        if not self.transfer.done or value.device.type != "cpu" or self.memory is None:  # None while it is queued
+            return False
+        return value.data_ptr() == self.memory.data_ptr()
 
 
 def _drop(engine: IoEngine, pool: AlignedPool) -> None:

@@ -146,7 +146,11 @@ class PartitionedParameter:
 
     @_without_hooks
     def fill(self, read: Callable[[int, int], Tensor]) -> None:
-        """Sets this rank's slice, without the other ranks. read(start, stop): the parameter's flat elements, on any device."""
+        """Sets this rank's slice, without the other ranks. read(start, stop): the parameter's flat elements, on any device.
+
+        Raises:
+            RuntimeError: while the parameter is pinned.
+        """
         if self.pins:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self._shape)} is filled inside GatheredParameters, whose end would undo it: leave "
