@@ -339,8 +339,10 @@ class NvmeStore:
             transfer.kept = self._pool.memory(slot.kept)
             source = transfer.kept if source is None else source
         failed = slot.write is not None and slot.write.error is not None
-        assert out is not None
-        if source is None or source.is_cuda or out.is_cuda or failed:
+        if source is None or failed:
+            return False
+        assert out is not None, "a fetch that is copied has its memory"
+        if source.is_cuda or out.is_cuda:
             return False
         ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending
         transfer.memory, transfer.done = None, True
