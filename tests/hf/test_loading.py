@@ -182,6 +182,7 @@ def resized(*, source: str) -> dict:
     before = model.get_input_embeddings().weight
     with deepspeed.zero.GatheredParameters(before):
         old = before.detach().clone()
+    torch.manual_seed(5)  # the new rows are drawn by each rank; `initialize` takes rank 0's
     model.resize_token_embeddings(len(old) + 3, mean_resizing=False)
     assert keep.is_zero3()
     weight = model.get_input_embeddings().weight
