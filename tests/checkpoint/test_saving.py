@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.runs import Setup, reload, save_some, seed_all, train_steps
 from tests.zero.models import Layout, batches
-from ztk.checkpoint import Retention, SaveFailed, Saver, tensorfile
+from ztk.checkpoint import Retention, SaveFailed, Saver, lock, tensorfile
 
 SETUP = Setup(layout=Layout(stage=3))
 
@@ -62,6 +62,28 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(ranks, tmp_path):
     (tmp_path / "notes.tmp-mine").touch()
     found = ranks(1).run(save_some, setup=SETUP, folder=str(tmp_path), steps=[1])[0]
     assert found == ["latest", "notes.tmp-mine", "step-000001"]
+
+
+def test_a_second_writer_of_a_folder_is_refused_and_removes_nothing(ranks, tmp_path):
+    """It would remove the first one's temporary folder while that is written."""
+    text, during, after = ranks(1).run(save_beside_another, folder=str(tmp_path))[0]
+    assert "another run or engine is saving checkpoints" in text
+    assert during == ["latest", "step-000001", "step-000002.tmp-00ff"]
+    assert after == ["latest", "step-000001"]
+
+
+def save_beside_another(process, *, folder: str) -> tuple[str, list[str], list[str]]:
+    lock.PATIENCE_SECONDS = 0.1
+    engine = SETUP.engine(process)
+    train_steps(engine, start=0, stop=1)
+    with Saver(engine, folder=folder) as first:
+        first.save()
+        (Path(folder) / "step-000002.tmp-00ff").mkdir()
+        with pytest.raises(SaveFailed) as refused:
+            Saver(engine, folder=folder).save()
+        during = names(Path(folder))
+    Saver(engine, folder=folder).save()  # the first has ended
+    return str(refused.value), during, [name.removesuffix(".2") for name in names(Path(folder))]
 
 
 def test_files_are_the_same_for_every_tier(ranks, tmp_path):

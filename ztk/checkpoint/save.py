@@ -22,6 +22,7 @@ from ztk.checkpoint.bits import BLOCK_BYTES
 from ztk.checkpoint.errors import Agreement, SaveFailed
 from ztk.checkpoint.folder import Retention
 from ztk.checkpoint.groups import gather_groups
+from ztk.checkpoint.lock import WriterLock
 from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
 from ztk.checkpoint.model import ModelInfo, control_values
 from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file, open_file
@@ -69,6 +70,7 @@ class Saver:
         engine's ledger). With optimizer states on NVMe nothing is copied: they are read and written during the next forward and
         backward, and the next update waits until they are read.
     trained_only: frozen parameters are left out, for example with an adapter; a load keeps those of the model.
+    From its first save to `close` it is the only one that may save into the folder.
     A failed save raises SaveFailed on all ranks: a synchronous one at once, an asynchronous one at the next `save` or `wait`.
     """
 
@@ -88,6 +90,7 @@ class Saver:
         self._process = process = engine.process
         self._trained_only, self._timeout_seconds = trained_only, timeout_seconds
         self._staging = Staging()
+        self._lock: WriterLock | None = None  # rank 0's, from the first save to `close`
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None  # the one that the thread runs
         self._outcome: SaveReport | Exception | None = None
@@ -151,13 +154,14 @@ class Saver:
         return replace(outcome, stall_seconds=self._job.stall_seconds)
 
     def close(self) -> SaveReport | None:
-        """`wait`, then ends the background connections. Idempotent."""
+        """`wait`, then ends the background connections and lets others save into the folder. Idempotent."""
         try:
             return self.wait()
         finally:
             if self._background is not None:
                 self._background.close()
                 self._background = None
+            self._unlock()
             self._book(-self._staging.nbytes)
             self._staging = Staging()
 
@@ -232,6 +236,7 @@ class Saver:
         try:
             with agreement.step():
                 if rank == 0:
+                    self._lock = self._lock or WriterLock(self._folder)
                     temporary = folders.prepare(self._folder, step=draft["step"], token=token)
             token, temporary = comm.gather_objects((token, temporary))[0]
             with agreement.step():
@@ -341,8 +346,14 @@ class Saver:
         if comm.rank == 0 and temporary is not None and temporary.exists():
             with contextlib.suppress(OSError):  # the next save tries again; this error is more useful
                 folders.discard(temporary, token="")
+        self._unlock()  # an open folder keeps a full disk from being unmounted
         comm.barrier()
         return SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _book(self, nbytes: int) -> None:
         ledger, amount = self._engine.memory, abs(nbytes)
@@ -363,5 +374,7 @@ def save(
 ) -> SaveReport:
     """One synchronous save: `folder/step-000123/` and `folder/latest`; see `Saver` and `Retention`. Every rank calls it."""
     retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best)
-    saver = Saver(engine, folder=folder, retention=retention, trained_only=trained_only)
-    return saver.save(data_state=data_state, extra=extra, metric=metric)
+    with Saver(engine, folder=folder, retention=retention, trained_only=trained_only) as saver:
+        report = saver.save(data_state=data_state, extra=extra, metric=metric)
+    assert report is not None, "a synchronous save reports"
+    return report
