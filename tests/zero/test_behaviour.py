@@ -334,6 +334,25 @@ def step_without_backward(process, *, stage: int):
         engine.step()
 
 
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_of_a_forward_from_before_a_step_is_refused(ranks, stage, offload):
+    """Old activations with new weights would give a wrong gradient; torch's optimizers raise the same error."""
+    said = ranks(2).run(late_backward, layout=Layout(stage=stage, offload=offload))
+    assert all("has been modified" in text for text in said), said
+
+
+def late_backward(process, *, layout: Layout) -> str:
+    engine = make_engine(process, layout=layout)
+    tokens = next(iter(batches(1, rank=process.rank, world=process.world_size)))
+    old = engine(tokens)
+    engine.backward(engine(tokens))
+    engine.step()
+    with pytest.raises(RuntimeError) as refused:
+        engine.backward(old)
+    return str(refused.value)
+
+
 def test_step_without_backward_says_so(ranks):
     ranks(2).run(step_without_backward, stage=1)
 

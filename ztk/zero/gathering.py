@@ -31,6 +31,7 @@ class Gathering:
 
     def __init__(self, units: list[Unit], *, context: ZeroContext) -> None:
         self.units, self.open_units = units, 0
+        self.changes = 0  # how often parameters changed: a graph from before cannot run backward any more
         self._policy, self._clock, self._pool = context.policy, context.clock, context.gathered
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
         self._by_storage: dict[int, Bucket] = {}  # identity of a full buffer's storage -> its bucket

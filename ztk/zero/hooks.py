@@ -32,6 +32,7 @@ class _SavedParameter:
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
+    changes: int  # `Gathering.changes` when it was saved
 
 
 class ModelHooks:
@@ -161,7 +162,11 @@ class ModelHooks:
             bucket = self._gathering.bucket_under(tensor)
             if bucket is not None:
                 return _SavedParameter(
-                    bucket=bucket, shape=tensor.shape, strides=tensor.stride(), offset=tensor.storage_offset()
+                    bucket=bucket,
+                    shape=tensor.shape,
+                    strides=tensor.stride(),
+                    offset=tensor.storage_offset(),
+                    changes=self._gathering.changes,
                 )
             return tensor if outer is None else PackedOutside(packed=outer[0](tensor), unpack=outer[1])
 
@@ -170,6 +175,11 @@ class ModelHooks:
 
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _SavedParameter):
+            if saved.changes != self._gathering.changes:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified: this is the backward of a forward from before "
+                    "the optimizer's step, and the weights are others now; run the forward again, or the backward before the step"
+                )
             self._gathering.unshard(saved.bucket)
             assert saved.bucket.full is not None
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)

@@ -57,6 +57,16 @@ class ParameterWrites:
                     if changed:
                         self._refresh(bucket, names=changed)
 
+    def mark_updated(self) -> None:
+        """After an optimizer step: the backward of a graph from before it raises, as after torch's own optimizers. Kernels raise no version.
+
+        Where parameters are sharded, `ModelHooks` compares instead.
+        """
+        for bucket in self._buckets:
+            if bucket.traits.trainable and not bucket.traits.shards_parameters:
+                torch.autograd.graph.increment_version(bucket.parameters)
+                self._versions[bucket] = [parameter._version for parameter in bucket.parameters]
+
     def check_structure(self) -> None:
         """Raises RuntimeError if a step would not train what requires a gradient, or values were lost."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -140,6 +140,8 @@ class Zero:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. Raises RuntimeError if parameters are pinned."""
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
         self._update.run(control, frozen=self._writes.frozen_names())
+        self._writes.mark_updated()
+        self.gathering.changes += 1
         self.reduction.forget()
 
     def discard_gradients(self) -> None:
