@@ -4,6 +4,7 @@ Building needs no more memory at a time than one piece, or one bucket of a model
 initialised shard by shard.
 """
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -24,6 +25,8 @@ from ztk.zero.released import placeholder, release
 from ztk.zero.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
 from ztk.zero.watched import watch
 
+logger = logging.getLogger(__name__)
+
 
 class Builder:
     """Builds the buckets of one model. buckets: in order of definition. units: those that use them, the root last."""
@@ -32,13 +35,15 @@ class Builder:
         """Takes over all parameters of `model` and frees their memory, bucket by bucket. A collective call.
 
         initial_values: needed if `model` is on the meta device. Otherwise rank 0's values are everybody's.
-        Raises ValueError if a parameter has no values, or shares memory with another tensor of the model.
+        Raises ValueError if a parameter has no values, shares memory with another tensor of the model, or is of a dtype that training's would
+        not represent.
         """
         self._context, self._policy, self._stores = context, context.policy, context.stores
         self._states = PieceStates(context)
         if initial_values is None:
             _check_has_values(model)
         check_aliases(model)
+        _check_dtypes(model)
         plans = plan_units(model)
         values = self._take_values(model)
         self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
@@ -189,6 +194,23 @@ class Builder:
         if bucket.traits.trainable and self._policy.shards_optimizer:
             return bucket.comm.empty(bucket.size, dtype=bucket.traits.dtype, label=bucket.traits.name)
         return torch.empty(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Parameters take the training's dtype; what a cast would change beyond rounding is refused."""
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name}: is {dtype}, and training would drop its imaginary part: store torch.view_as_real(x) and compute with "
+                "torch.view_as_complex in the forward"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"parameter {name}: is {dtype}, and training would make it a float: store it with register_buffer, which keeps its dtype"
+            )
+        if parameter.dtype == torch.float64:  # as DeepSpeed, whose scripts bring parameters made by numpy
+            logger.warning("parameter %s: is float64 and becomes float32 at most; model.float() before says so", name)
 
 
 def _check_has_values(model: nn.Module) -> None:
