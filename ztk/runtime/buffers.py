@@ -9,6 +9,10 @@ from torch import Tensor
 
 from ztk.runtime.memory import MemoryLedger, Tier
 
+_OWN_REFERENCES = (
+    3  # of a buffer's storage in `release`: the pool's tensor, the caller's, and the Python object that is asked
+)
+
 
 class BufferPool:
     """Hands out 1-D buffers. It never keeps more buffers than were in use at one time.
@@ -42,10 +46,16 @@ class BufferPool:
         """`buffer` was acquired here and not released yet."""
         return buffer is not None and buffer.data_ptr() in self._used
 
-    def release(self, buffer: Tensor) -> None:
-        """The caller no longer uses `buffer`."""
+    def release(self, buffer: Tensor, *, has_guests: bool = False) -> None:
+        """The caller no longer uses `buffer`.
+
+        has_guests: others were shown its memory. If one of them still has a view, the memory is his and is not handed out again.
+        """
         released, numel = self._used.pop(buffer.data_ptr())
         self.elements_in_use -= numel
+        if has_guests and torch._C._storage_Use_Count(released.untyped_storage()._cdata) > _OWN_REFERENCES:
+            self._ledger.remove(tier=self._tier, category=self._category, nbytes=released.numel())
+            return
         self._free.append(released)
         self._free.sort(key=Tensor.numel)
 

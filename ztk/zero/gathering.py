@@ -61,14 +61,14 @@ class Gathering:
         bucket.residency.is_used = True
 
     @without_dispatch_modes
-    def reshard(self, bucket: Bucket) -> None:
-        """Releases `bucket`, unless it is never sharded or is kept across passes."""
+    def reshard(self, bucket: Bucket, *, has_guests: bool = True) -> None:
+        """Releases `bucket`, unless it is never sharded or is kept across passes. has_guests: see `Residency.release`."""
         residency = bucket.residency
         if not bucket.traits.shards_parameters or residency.state is ParameterState.sharded or residency.is_kept:
             return
         assert bucket.full is not None
         self._by_storage.pop(bucket.full.untyped_storage()._cdata, None)
-        residency.release()
+        residency.release(has_guests=has_guests)
 
     def reshard_all(self) -> None:
         """Releases, at the end of a pass, whatever is still gathered or prefetched and not kept."""

@@ -82,8 +82,11 @@ class Residency:
         self.state = ParameterState.gathered
 
     @torch.inference_mode(False)
-    def release(self) -> None:
-        """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool."""
+    def release(self, *, has_guests: bool = True) -> None:
+        """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool.
+
+        has_guests: unless somebody has a view of a parameter still; then the memory stays his.
+        """
         if self.state is ParameterState.sharded:
             return
         if self.state is ParameterState.gathering:
@@ -95,7 +98,8 @@ class Residency:
             self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
             release(parameter, value=self._placeholder.expand(placement.shape))
-        self._pool.release(self.full)
+        # In a backward, autograd still has views for a moment, of a node that has run.
+        self._pool.release(self.full, has_guests=has_guests and torch._C._current_graph_task_id() == -1)
         self.full, self.is_used, self.state = None, False, ParameterState.sharded
 
     def keep_full(self, full: Tensor) -> None:

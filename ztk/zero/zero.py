@@ -182,7 +182,10 @@ class Zero:
                 self.gathering.reshard(bucket)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter), with no more than one bucket full at a time. Every rank must iterate to the end."""
+        """(name, parameter), with no more than one bucket full at a time: at stage 3 a parameter is valid until the next one.
+
+        Every rank must iterate to the end.
+        """
         self._writes.take_over()
         for bucket in self.buckets:
             was_sharded = bucket.state is ParameterState.sharded
@@ -191,7 +194,7 @@ class Zero:
             for placement, parameter in zip(bucket.layout.placements, bucket.parameters, strict=True):
                 yield placement.name, parameter.data
             if was_sharded:
-                self.gathering.reshard(bucket)
+                self.gathering.reshard(bucket, has_guests=False)
 
     def is_changed(self, bucket: Bucket, *, name: str) -> bool:
         """A parameter of `bucket` that is gathered was written: its bits in this rank's slice differ from the stored shard's."""
