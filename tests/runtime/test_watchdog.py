@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankFailed, RankPool
 from ztk.runtime import Process
-from ztk.runtime.comm import Comm, CommMismatch
+from ztk.runtime.comm import Comm, CommMismatch, node
 from ztk.runtime.comm.gloo import GlooTransport
 from ztk.runtime.comm.watchdog import Watchdog
 
@@ -68,6 +69,26 @@ def test_a_rank_that_is_late_is_named_once_and_waited_for(ranks):
     waiting, late = ranks(2).run(one_is_late)
     assert "rank 1 has not arrived yet and was last at 'all_gather first" in waiting
     assert waiting.count("has not arrived yet") == 1
+    assert late == ""
+
+
+def stopped_rank(process: Process) -> str:
+    """Over shared memory, which has no watchdog."""
+    node.PATIENCE_SECONDS = PATIENCE
+    messages = io.StringIO()
+    handler = logging.StreamHandler(messages)
+    node.logger.addHandler(handler)
+    if process.rank == 1:
+        time.sleep(6 * PATIENCE)
+    process.comm.all_gather(torch.zeros(8), label="blocks.7").wait()
+    node.logger.removeHandler(handler)
+    return messages.getvalue()
+
+
+def test_over_shared_memory_a_late_rank_is_named_once_and_waited_for(ranks):
+    waiting, late = ranks(2).run(stopped_rank)
+    assert "rank 0 waits at 'all_gather blocks.7" in waiting and "rank 1 has not arrived" in waiting
+    assert waiting.count("has not arrived") == 1
     assert late == ""
 
 

@@ -9,9 +9,11 @@ watches its own connection to that rank, which closes if that rank dies. (It als
 arrived.) Of the two connections of a pair, the one that the higher rank made is kept.
 """
 
+import logging
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -23,6 +25,9 @@ import torch.distributed as dist
 from ztk.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
 from ztk.runtime.comm.sockets import PeerSockets, hang_up
 
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30.0  # a late rank is named after it
 _MESSAGE = struct.Struct("<Q88s")  # running number of the barrier, label
 _RANK = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -155,9 +160,8 @@ class NodeGroup:
 
     def _hear(self, peer: int, *, connection: socket.socket, expected: bytes, label: str) -> None:
         try:
+            self._wait_for(peer, connection=connection, label=label)
             heard = connection.recv(_MESSAGE.size, socket.MSG_WAITALL)
-        except TimeoutError as error:
-            raise PeerLost(f"rank {peer} did not arrive at {label} within {self._timeout:g} s") from error
         except OSError as error:
             raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
         if len(heard) < _MESSAGE.size:
@@ -168,10 +172,32 @@ class NodeGroup:
                 f"rank {self.rank} is at '{label}', rank {peer} at '{theirs}': the ranks ran different modules or shapes"
             )
 
+    def _wait_for(self, peer: int, *, connection: socket.socket, label: str) -> None:
+        """Returns when the peer has sent something; logs once that it is late."""
+        patience = min(PATIENCE_SECONDS, self._timeout / 4)
+        if _has_news(connection, seconds=patience):
+            return
+        logger.warning(
+            "rank %d waits at '%s': rank %d has not arrived for %.3g s; it may be stopped or slow, and ends this run after %.4g s",
+            *(self.rank, label, peer, patience, self._timeout),
+        )
+        if not _has_news(connection, seconds=self._timeout - patience):
+            raise PeerLost(f"rank {peer} did not arrive at {label} within {self._timeout:g} s")
+
     def close(self) -> None:
         """Also from another thread than the one that waits, which gets PeerLost then."""
         for connection in self._sockets.values():
             hang_up(connection)
+
+
+def _has_news(connection: socket.socket, *, seconds: float) -> bool:
+    """Something can be read, or the other end has hung up."""
+    poll = select.poll()
+    try:
+        poll.register(connection, select.POLLIN)
+    except ValueError as error:
+        raise OSError("closed by another thread of this rank") from error
+    return bool(poll.poll(seconds * 1000))
 
 
 def _is_ours(connection: socket.socket) -> bool:
