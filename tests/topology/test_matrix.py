@@ -23,7 +23,7 @@ from tests.topology.matrix import (
     walk_alone,
 )
 
-STEPS = 6
+STEPS = 4
 STEPS_16_BIT = 4
 STRATEGIES = [(stage, tier) for stage in STAGES for tier in TIERS]
 

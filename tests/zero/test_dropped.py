@@ -15,25 +15,28 @@ from ztk.runtime import Process
 PATIENCE_SECONDS = 20.0  # for an update that still runs behind the last step
 
 
-def count_threads() -> int:
-    return sum(thread.name.startswith(("ztk-io", "ztk-update")) for thread in threading.enumerate())
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("ztk-io", "ztk-update"))}
 
 
-def count_offload_files() -> int:
-    found = 0
+def offload_files() -> set[str]:
+    found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that listed
-            found += "ztk-rank" in os.readlink(f"/proc/self/fd/{number}")
+            found |= {path for path in [os.readlink(f"/proc/self/fd/{number}")] if "ztk-rank" in path}
     return found
 
 
 def drop_engine(process: Process, *, layout: Layout) -> tuple[tuple[int, int, bool], tuple[int, int, bool]]:
-    """Threads, files and whether the model lives: more than before there was an engine; while it trains, and after it was dropped."""
+    """Threads, files and whether the model lives, of this engine alone; while it trains, and after it was dropped.
+
+    Sets and no counts: an earlier test's engine may give its own back at any moment in between.
+    """
     gc.collect()  # earlier tests' engines
-    before = count_threads(), count_offload_files()
+    before = engine_threads(), offload_files()
 
     def held() -> tuple[int, int, bool]:
-        return count_threads() - before[0], count_offload_files() - before[1], parameter() is not None
+        return len(engine_threads() - before[0]), len(offload_files() - before[1]), parameter() is not None
 
     engine = make_engine(process, layout=layout, model=build())
     parameter = weakref.ref(next(engine.module.parameters()))
