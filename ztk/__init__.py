@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ztk.deepspeed import initialize as initialize
     from ztk.engine import Engine as Engine
+    from ztk.inference import Generator as Generator
+    from ztk.inference import InferencePolicy as InferencePolicy
+    from ztk.inference import SamplingParams as SamplingParams
     from ztk.offload import OffloadPolicy as OffloadPolicy
     from ztk.optim import OptimizerPolicy as OptimizerPolicy
     from ztk.optim import ParameterGroup as ParameterGroup
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Engine": "ztk.engine",
+    "Generator": "ztk.inference",
+    "InferencePolicy": "ztk.inference",
     "LayerSpec": "ztk.pipeline",
     "LossScalePolicy": "ztk.precision",
     "OffloadPolicy": "ztk.offload",
@@ -45,6 +50,7 @@ _HOMES = {
     "PrecisionPolicy": "ztk.precision",
     "Process": "ztk.runtime",
     "RecomputePolicy": "ztk.recompute",
+    "SamplingParams": "ztk.inference",
     "SchedulePolicy": "ztk.optim",
     "TiedLayerSpec": "ztk.pipeline",
     "Topology": "ztk.runtime",

@@ -1,0 +1,75 @@
+"""Random schedules of the same requests: neighbours, step sizes, shared prefixes, drafts, cancelled requests."""
+
+import hashlib
+import random
+
+import torch
+from torch import nn
+
+from tests.inference.models import VOCABULARY
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+
+_SHARED = [(5 * i + 1) % VOCABULARY for i in range(90)]
+REQUESTS = [
+    ([7, 8, 9], SamplingParams(max_tokens=24, temperature=0.9, seed=1)),
+    (_SHARED + [3], SamplingParams(max_tokens=16, temperature=0.7, top_p=0.9, seed=2)),
+    (_SHARED[:70] + [4, 4], SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=True)),
+    (_SHARED + [5, 6], SamplingParams(max_tokens=12, temperature=1.2, top_k=20, n=2, seed=3)),
+    ([11, 12] * 20, SamplingParams(max_tokens=30, temperature=0.2, seed=4, repetition_penalty=1.2)),
+]
+
+
+def fingerprint(tokens: list[int], logprobs: list[float]) -> str:
+    return hashlib.sha256(repr((tokens, [value.hex() for value in logprobs])).encode()).hexdigest()[:16]
+
+
+def alone(model: nn.Module) -> list[list[str]]:
+    """Each request by itself, in a new engine, its prompt in one piece."""
+    found = []
+    for prompt, sampling in REQUESTS:
+        answers = Generator(model).generate([prompt], sampling=sampling)[0]
+        found.append([fingerprint(answer.tokens, answer.logprobs.tolist()) for answer in answers])
+    return found
+
+
+def run_schedule(model: nn.Module, *, seed: int) -> tuple[list[list[str]], int]:
+    """All requests in one engine, in the order and at the steps that `seed` draws; and how many tokens of prompts were not computed."""
+    chance = random.Random(seed)
+    generator = Generator(
+        model,
+        policy=InferencePolicy(
+            max_sequences=chance.randint(1, 7),
+            max_step_tokens=chance.choice([1, 3, 8, 17, 64, 65, 200, 512]),
+            lookup_tokens=chance.choice([0, 0, 1, 3, 6]),
+        ),
+    )
+    left = [(number, *request) for number, request in enumerate(REQUESTS)]
+    chance.shuffle(left)
+    neighbours = 4
+    started: dict[int, int] = {}  # request of the engine -> number here
+    answers: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+
+    def step() -> None:
+        for output in generator.step():
+            if output.request_id in started:
+                tokens, logprobs = answers.setdefault((started[output.request_id], output.sample), ([], []))
+                tokens.append(output.token)
+                logprobs.append(float(torch.tensor(output.logprob, dtype=torch.float32)))
+
+    while left or generator.has_work:
+        if left and chance.random() < 0.4:
+            number, prompt, sampling = left.pop()
+            started[generator.submit(prompt, sampling=sampling).id] = number
+        if neighbours and chance.random() < 0.2:
+            neighbours -= 1
+            prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 100))]
+            other = generator.submit(chance.choice([prompt, _SHARED]), sampling=SamplingParams(max_tokens=3))
+            step()
+            if chance.random() < 0.5:
+                generator.cancel(other.id)
+        step()
+    found = [
+        [fingerprint(*answers[number, sample]) for sample in range(sampling.n)]
+        for number, (_, sampling) in enumerate(REQUESTS)
+    ]
+    return found, generator.reused_tokens

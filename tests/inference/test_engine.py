@@ -1,0 +1,228 @@
+"""The engine's interface: answers, streams, scores, errors, weights from a training engine."""
+
+import pytest
+import torch
+
+import ztk
+from tests.inference.models import VOCABULARY, build, build_decoder
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.sample import uniform
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_decoder()
+
+
+def test_a_stream_has_the_tokens_of_generate(model):
+    sampling = SamplingParams(max_tokens=12, temperature=0.8, seed=7)
+    [[answer]] = Generator(model).generate([PROMPT], sampling=sampling)
+    outputs = list(Generator(model).stream(PROMPT, sampling=sampling))
+    assert [output.token for output in outputs] == answer.tokens and len(answer.tokens) == 12
+    assert [output.finish_reason for output in outputs] == [None] * 11 + ["length"]
+
+
+def test_who_stops_listening_frees_the_slot(model):
+    generator = Generator(model, policy=InferencePolicy(max_sequences=1))
+    stream = generator.stream(PROMPT, sampling=SamplingParams(max_tokens=50))
+    next(stream)
+    stream.close()
+    assert not generator.has_work
+    assert len(generator.generate([PROMPT], sampling=SamplingParams(max_tokens=2))[0][0].tokens) == 2
+
+
+def test_answers_follow_the_distribution_they_report(model):
+    """4,000 first tokens: each of the likeliest ten as often as its processed log-probability says, within 4 standard deviations."""
+    count = 4000
+    sampling = [
+        SamplingParams(max_tokens=1, temperature=0.7, top_p=0.95, draw_key=(number,), logprobs=VOCABULARY)
+        for number in range(count)
+    ]
+    answers = [found[0] for found in Generator(model).generate([PROMPT] * count, sampling=sampling)]
+    raw = torch.tensor([answers[0].top_logprobs[0][token] for token in range(VOCABULARY)], dtype=torch.float64)
+    tempered = torch.softmax(raw / 0.7, -1)
+    order = tempered.argsort(descending=True)
+    kept = order[(tempered[order].cumsum(-1) - tempered[order]) < 0.95]
+    expected = torch.zeros_like(tempered).index_put((kept,), tempered[kept] / tempered[kept].sum())
+    counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in answers]), minlength=VOCABULARY)
+    assert counts[expected == 0].sum() == 0
+    for token in order[:10].tolist():
+        p = float(expected[token])
+        assert abs(float(counts[token]) - count * p) <= 4 * (count * p * (1 - p)) ** 0.5
+    for answer in answers[:20]:
+        assert float(answer.processed_logprobs[0]) == pytest.approx(float(expected[answer.tokens[0]].log()), rel=1e-6)
+        assert float(answer.logprobs[0]) == pytest.approx(float(raw[answer.tokens[0]]), rel=1e-6)
+
+
+def test_draws_are_even():
+    """Kolmogorov-Smirnov over 10,000 places: below 1.95 / sqrt(n), which chance exceeds once in 1,000."""
+    draws = torch.tensor(sorted(uniform(0, (), 0, place) for place in range(10_000)), dtype=torch.float64)
+    steps = torch.arange(1, 10_001) / 10_000
+    assert float((draws - steps).abs().max()) < 1.95 / 100
+
+
+@pytest.mark.parametrize(
+    "options, check",
+    [
+        ({"top_k": 1}, lambda tokens, best: tokens == best),
+        ({"logit_bias": {17: 1e4}}, lambda tokens, best: set(tokens) == {17}),
+        (
+            {"token_mask": lambda answer: torch.arange(VOCABULARY) == len(answer) + 40},
+            lambda tokens, best: tokens == list(range(40, 48)),
+        ),
+        ({"temperature": 0, "frequency_penalty": 1e4}, lambda tokens, best: len(set(tokens)) == 8),
+        ({"temperature": 0, "presence_penalty": 1e4}, lambda tokens, best: len(set(tokens)) == 8),
+        ({"temperature": 0, "repetition_penalty": 1e9}, lambda tokens, best: not set(tokens) & set(PROMPT)),
+        ({"min_p": 1.0}, lambda tokens, best: tokens == best),
+        ({"top_p": 1e-9}, lambda tokens, best: tokens == best),
+    ],
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
+)
+def test_each_sampling_step_does_what_it_says(model, options, check):
+    generator = Generator(model)
+    best = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))[0][0].tokens
+    found = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=8, **options))[0][0].tokens
+    assert len(found) == 8 and check(found, best)
+
+
+def test_a_stop_token_ends_the_answer(model):
+    generator = Generator(model)
+    [[full]] = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=20, temperature=0))
+    stop = full.tokens[6]
+    first = full.tokens.index(stop)
+    [[answer]] = generator.generate(
+        [PROMPT], sampling=SamplingParams(max_tokens=20, temperature=0, stop_token_ids=(stop,))
+    )
+    assert answer.tokens == full.tokens[: first + 1] and answer.finish_reason == "stop"
+
+
+def test_drafts_that_are_right_save_steps():
+    """A text that repeats itself: prompt lookup needs fewer steps for the same tokens."""
+    model = build_decoder()
+    with torch.no_grad():  # a model that counts, whatever came before
+        model.embedding.weight.zero_()
+        model.head.weight.zero_()
+        for place in range(32):
+            model.embedding.weight[place, place] = 40
+            model.head.weight[(place + 1) % 32, place] = 40
+    prompt = [*range(32), *range(20)]
+    steps = {}
+    for lookup in (0, 4):
+        generator = Generator(model, policy=InferencePolicy(lookup_tokens=lookup))
+        request = generator.submit(prompt, sampling=SamplingParams(max_tokens=40, temperature=0))
+        outputs, steps[lookup] = [], 0
+        while generator.has_work:
+            outputs += generator.step()
+            steps[lookup] += 1
+        assert [output.token for output in outputs] == [(20 + place) % 32 for place in range(40)], request
+    assert steps == {0: 40, 4: 9}  # the prompt gives one token, each further step the draft's four and one more
+
+
+def test_logits_that_are_not_finite_end_their_request_alone_and_name_the_layer():
+    model = build("llama")
+    generator = Generator(model)
+    good = generator.submit(PROMPT, sampling=SamplingParams(max_tokens=4, temperature=0))
+    bad = generator.submit([50, 51], sampling=SamplingParams(max_tokens=4, temperature=0))
+    expected = Generator(model).generate([PROMPT], sampling=SamplingParams(max_tokens=4, temperature=0))[0][0].tokens
+    model.model.embed_tokens.weight.data[50] = float("nan")  # the engine shares the module's memory
+    outputs = []
+    while generator.has_work:
+        outputs += generator.step()
+    broken = [output for output in outputs if output.request_id == bad.id]
+    assert len(broken) == 1 and broken[0].token is None and "after layer 0 of 3" in broken[0].error
+    assert [output.token for output in outputs if output.request_id == good.id] == expected
+
+
+@pytest.mark.parametrize(
+    "prompt, sampling, message",
+    [
+        ([], {}, "the prompt is empty"),
+        ([96], {}, "token 96 is outside the vocabulary of 96"),
+        ([1] * 250, {"max_tokens": 10}, "a prompt of 250 tokens and an answer of up to 10 are more than the 256"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(model, prompt, sampling, message):
+    generator = Generator(model)
+    for call in (generator.submit, lambda prompt, sampling: generator.generate([prompt], sampling=sampling)):
+        with pytest.raises(ValueError, match=message):
+            call(prompt, sampling=SamplingParams(**sampling))
+    assert not generator.has_work
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_p": 2},
+        {"top_k": -1},
+        {"repetition_penalty": 0},
+    ],
+)
+def test_numbers_without_sense_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"sampling.{name}="):
+        SamplingParams(**options)
+
+
+def test_models_that_are_not_computed_are_refused_by_name():
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(
+        ValueError, match="model_type=mamba: the inference engine computes the native decoder and bloom"
+    ):
+        Generator(transformers.MambaForCausalLM(config))
+
+
+def test_a_module_that_does_something_else_is_refused():
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    with pytest.raises(ValueError, match="logits differ"):
+        Generator(model)
+
+
+def test_a_weight_that_is_not_finite_is_refused():
+    model = build_decoder()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"head.weight is not finite: a model whose parameters are sharded is passed as its engine"
+    ):
+        Generator(model)
+
+
+def _train_and_generate(process: ztk.Process, *, stage: int) -> tuple[list[int], list[int], list[int]]:
+    """Answers before, after two steps by `load`, and of a generator that is made of the engine."""
+    engine = ztk.parallelize(
+        build_decoder(), process=process, optimizer=ztk.OptimizerPolicy(lr=1e-2), zero=ztk.ZeroPolicy(stage=stage)
+    )
+    generator = Generator(engine)
+    sampling = SamplingParams(max_tokens=24, temperature=0)
+    before = generator.generate([PROMPT], sampling=sampling)[0][0].tokens
+    for step in range(2):
+        tokens = (torch.arange(64).view(2, 32) * (process.rank + 2) + step) % VOCABULARY
+        engine.backward(engine(tokens, tokens.roll(-1, 1)))
+        engine.step()
+    generator.load(engine)
+    after = generator.generate([PROMPT], sampling=sampling)[0][0].tokens
+    fresh = Generator(engine).generate([PROMPT], sampling=sampling)[0][0].tokens
+    return before, after, fresh
+
+
+def test_weights_come_from_a_training_engine_at_any_stage(ranks):
+    found = {stage: ranks(2).run(_train_and_generate, stage=stage) for stage in (0, 2, 3)}
+    before, after, fresh = found[0][0]
+    assert before != after == fresh
+    assert all(answers == (before, after, fresh) for runs in found.values() for answers in runs)
+
+
+def test_loading_into_a_busy_engine_is_refused(model):
+    generator = Generator(model)
+    generator.submit(PROMPT, sampling=SamplingParams())
+    with pytest.raises(RuntimeError, match="requests are not answered yet"):
+        generator.load(model)

@@ -1,0 +1,12 @@
+"""The inference engine: exact answers from many sequences at once.
+
+generator = ztk.Generator(model)
+[[completion]] = generator.generate([prompt], sampling=SamplingParams(max_tokens=64, temperature=0.7))
+"""
+
+from ztk.inference.engine import Generator as Generator
+from ztk.inference.engine import Request as Request
+from ztk.inference.policy import Completion as Completion
+from ztk.inference.policy import InferencePolicy as InferencePolicy
+from ztk.inference.policy import Output as Output
+from ztk.inference.policy import SamplingParams as SamplingParams

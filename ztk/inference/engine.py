@@ -1,0 +1,332 @@
+"""`Generator`: answers from a model, many sequences at a time, each as if it were alone."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ztk.inference.cache import Cache
+from ztk.inference.describe import describe
+from ztk.inference.model import InferenceModel, Span
+from ztk.inference.policy import Completion, InferencePolicy, Output, SamplingParams
+from ztk.inference.probe import check_module, check_rows
+from ztk.inference.sample import draw
+from ztk.inference.schedule import Scheduler, Sequence, Work
+from ztk.inference.weights import collect
+from ztk.nn import Decoder
+
+
+class TrainingEngine(Protocol):
+    """What the generator reads of a training engine: `ztk.Engine` has it."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        ...
+
+    @property
+    def zero(self) -> "FullParameters":
+        """Where its parameters are."""
+        ...
+
+
+class FullParameters(Protocol):
+    """The parameters by name, full, one after the other; a collective call."""
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A submitted prompt. `id` is in every `Output` of its answers."""
+
+    id: int
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+class Generator:
+    """Generates with the native decoder or a causal language model of transformers, on the CPU in fp32.
+
+    model: a module, whose fp32 weights are shared, not copied; or a training engine, whose weights are gathered (every rank calls it). A
+    sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
+
+    Raises:
+        ValueError: a model that the engine does not compute, or a processor whose products differ by the number of rows.
+    """
+
+    def __init__(self, model: "nn.Module | TrainingEngine", *, policy: InferencePolicy | None = None) -> None:
+        self.policy = policy or InferencePolicy()
+        if isinstance(model, nn.Module):
+            module, state = model, dict(model.named_parameters())
+        else:
+            module, state = model.module, _gathered(model)
+        self._subject = describe(module)
+        self.description = self._subject.description
+        self._model = InferenceModel(self._subject, weights=collect(state, description=self.description))
+        check_rows(self._model)
+        if isinstance(model, nn.Module) and not isinstance(model, Decoder):
+            check_module(self._model, module=model)
+        self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
+        self._cache = Cache(self.description, slots=self.policy.max_sequences)
+        self._scheduler = Scheduler(self.policy, cache=self._cache)
+        self._sequences: dict[int, list[Sequence]] = {}  # by request
+        self._ids = itertools.count()
+
+    # Complete answers
+
+    def generate(
+        self, prompts: list[list[int]], *, sampling: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[list[Completion]]:
+        """`sampling.n` answers to each prompt of token ids, in the order of the prompts.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
+        """
+        each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt")
+        for prompt, one in zip(prompts, each, strict=True):
+            self._check(prompt, limit=one.max_tokens)
+        answers = [
+            self._enqueue(prompt, sampling=one, limit=one.max_tokens) for prompt, one in zip(prompts, each, strict=True)
+        ]
+        self._finish(answers)
+        return [[_completion(sequence) for sequence in sequences] for sequences in answers]
+
+    def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """The raw log-probability of every token given those before it: fp32 [len - 1] for each sequence.
+
+        Raises:
+            ValueError: an empty sequence, a token outside the vocabulary, or more tokens than the model takes.
+            FloatingPointError: logits that are not finite.
+        """
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
+        for sequence in sequences:
+            self._check(sequence, limit=0)
+        computed = [self._enqueue(sequence, sampling=sampling, limit=0)[0] for sequence in sequences]
+        self._finish([computed])
+        for number, sequence in enumerate(computed):
+            if sequence.error is not None:
+                raise FloatingPointError(f"sequence {number}: {sequence.error}")
+        return [torch.tensor(sequence.prompt_logprobs, dtype=torch.float32) for sequence in computed]
+
+    def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
+        """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""
+        request = self.submit(prompt, sampling=sampling or SamplingParams())
+        try:
+            while request.id in self._sequences:
+                yield from (output for output in self.step() if output.request_id == request.id)
+        finally:
+            self.cancel(request.id)
+
+    # Continuous batching
+
+    def submit(self, prompt: list[int], *, sampling: SamplingParams) -> Request:
+        """Queues a request; `step` computes it.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
+        """
+        self._check(prompt, limit=sampling.max_tokens)
+        first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens)[0]
+        return Request(id=first.request_id, prompt=list(prompt), sampling=sampling)
+
+    @property
+    def has_work(self) -> bool:
+        """A request is not answered yet."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of prompts so far whose keys and values were another sequence's."""
+        return self._scheduler.reused_tokens
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Computes one step of all sequences that have room in it, and returns the tokens drawn."""
+        works = self._scheduler.plan()
+        if not works:
+            return []
+        tokens, spans = [], []
+        for work in works:
+            spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
+            tokens += work.tokens
+        x = self._model.forward(torch.tensor(tokens), spans=spans, cache=self._cache)
+        needed = [self._rows_with_logits(work) for work in works]
+        rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
+        logits = self._model.logits(x[rows]) if rows else torch.empty(0, self.description.vocab_size)
+        parts = logits.split([len(own) for own in needed])
+        return [
+            output
+            for work, own, part in zip(works, needed, parts, strict=True)
+            for output in self._take(work, rows=own, logits=part)
+        ]
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request and frees its slots. Unknown and ended ones are ignored."""
+        for sequence in self._sequences.pop(request_id, []):
+            if sequence.finish_reason is None:
+                self._scheduler.finish(sequence, reason="cancelled")
+
+    def load(self, engine: TrainingEngine) -> None:
+        """Takes the weights of a training engine of the same model, at any stage, without a disk. Every rank of the engine calls it.
+
+        Raises:
+            RuntimeError: requests are not answered yet.
+            ValueError: the engine lacks a parameter of this model.
+        """
+        if self.has_work:
+            raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
+        weights = collect(_gathered(engine), description=self.description)
+        self._model = InferenceModel(self._subject, weights=weights)
+        self._scheduler.forget()
+
+    # Parts
+
+    def _check(self, prompt: list[int], *, limit: int) -> None:
+        if not prompt:
+            raise ValueError("the prompt is empty: begin with the model's first token, or a newline")
+        odd = next((token for token in prompt if not 0 <= token < self.description.vocab_size), None)
+        if odd is not None:
+            raise ValueError(f"token {odd} is outside the vocabulary of {self.description.vocab_size}")
+        if len(prompt) + limit > self.max_len:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and an answer of up to {limit} are more than the {self.max_len} tokens of this model: "
+                "shorten the prompt or lower max_tokens"
+            )
+
+    def _enqueue(self, prompt: list[int], *, sampling: SamplingParams, limit: int) -> list[Sequence]:
+        number = next(self._ids)
+        sequences = [
+            Sequence(
+                request_id=number,
+                sample=sample,
+                sampling=sampling,
+                tokens=list(prompt),
+                prompt_length=len(prompt),
+                limit=limit,
+            )
+            for sample in range(sampling.n)
+        ]
+        self._sequences[number] = sequences
+        self._scheduler.waiting.extend(sequences)
+        return sequences
+
+    def _finish(self, answers: list[list[Sequence]]) -> None:
+        """Steps until all have ended. If a step fails, none of them stays in the queue."""
+        everything = [sequence for sequences in answers for sequence in sequences]
+        try:
+            while any(sequence.finish_reason is None for sequence in everything):
+                self.step()
+        finally:
+            for sequence in everything:
+                self.cancel(sequence.request_id)
+
+    def _rows_with_logits(self, work: Work) -> list[int]:
+        """Rows of the work whose next token is drawn or scored."""
+        sequence, stop = work.sequence, work.start + len(work.tokens)
+        if work.drafts:
+            return list(range(len(work.tokens)))
+        if sequence.sampling.prompt_logprobs and work.start < sequence.prompt_length:
+            return list(range(len(work.tokens)))
+        return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
+
+    def _take(self, work: Work, *, rows: list[int], logits: Tensor) -> Iterator[Output]:
+        """Draws from the rows of one work: each draft counts while it is the token that is drawn."""
+        sequence = work.sequence
+        if not logits.isfinite().all():
+            yield self._broken(sequence)
+            return
+        self._scheduler.advance(
+            sequence, computed=min(work.start + len(work.tokens) - work.drafts, len(sequence.tokens))
+        )
+        for row, line in zip(rows, logits, strict=True):
+            position = work.start + row
+            if position + 1 < sequence.prompt_length:
+                sequence.prompt_logprobs.append(
+                    float(torch.log_softmax(line.double(), -1)[sequence.tokens[position + 1]])
+                )
+                continue
+            if sequence.limit == 0:
+                self._scheduler.finish(sequence, reason="length")
+                self._forget_if_done(sequence.request_id)
+                return
+            drawn = draw(
+                line,
+                sampling=sequence.sampling,
+                prompt=sequence.tokens[: sequence.prompt_length],
+                answer=sequence.answer,
+                sample=sequence.sample,
+            )
+            sequence.tokens.append(drawn.token)
+            sequence.logprobs.append(drawn.logprob)
+            sequence.processed.append(drawn.processed_logprob)
+            if drawn.top is not None:
+                sequence.tops.append(drawn.top)
+            reason = self._reason_to_stop(sequence)
+            if reason is not None:
+                self._scheduler.finish(sequence, reason=reason)
+            yield Output(
+                request_id=sequence.request_id,
+                sample=sequence.sample,
+                token=drawn.token,
+                logprob=drawn.logprob,
+                finish_reason=reason,
+            )
+            if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
+                break
+            self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys are those of this token
+        if sequence.finish_reason is not None:
+            self._forget_if_done(sequence.request_id)
+
+    def _reason_to_stop(self, sequence: Sequence) -> str | None:
+        if sequence.tokens[-1] in sequence.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(sequence.answer) >= sequence.limit else None
+
+    def _broken(self, sequence: Sequence) -> Output:
+        """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
+        found: list[int] = []
+        scratch = Cache(self.description, slots=1)
+        scratch.reserve(len(sequence.tokens))
+        span = Span(slot=0, start=0, length=len(sequence.tokens), row=0)
+        self._model.forward(torch.tensor(sequence.tokens), spans=[span], cache=scratch, broken=found)
+        place = f"after layer {found[0]} of {self.description.layers}" if found else "in the head"
+        error = f"the logits are not finite, first {place}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
+        self._scheduler.finish(sequence, reason="error", error=error)
+        self._forget_if_done(sequence.request_id)
+        return Output(
+            request_id=sequence.request_id,
+            sample=sequence.sample,
+            token=None,
+            logprob=float("nan"),
+            finish_reason="error",
+            error=error,
+        )
+
+    def _forget_if_done(self, number: int) -> None:
+        """Requests are dropped when all answers have ended; who waits for them has their sequences."""
+        if all(sequence.finish_reason is not None for sequence in self._sequences.get(number, [])):
+            self._sequences.pop(number, None)
+
+
+def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Copies, fp32 on the CPU."""
+    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
+
+
+def _completion(sequence: Sequence) -> Completion:
+    asked = sequence.sampling
+    return Completion(
+        tokens=sequence.answer,
+        logprobs=torch.tensor(sequence.logprobs, dtype=torch.float32),
+        processed_logprobs=torch.tensor(sequence.processed, dtype=torch.float32),
+        finish_reason=sequence.finish_reason or "error",
+        top_logprobs=sequence.tops if asked.logprobs else None,
+        prompt_logprobs=torch.tensor(sequence.prompt_logprobs, dtype=torch.float32) if asked.prompt_logprobs else None,
+        error=sequence.error,
+    )

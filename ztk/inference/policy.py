@@ -1,0 +1,118 @@
+"""What a caller chooses: how the engine runs, and how a sequence is drawn."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferencePolicy:
+    """How sequences share the engine. None of it changes a token: see [Note: Exactness] in ztk/inference/attention.py.
+
+    max_sequences: sequences that are computed in one step; others wait.
+    max_step_tokens: tokens of one step; a longer prompt is computed in several steps.
+    max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
+    lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
+        decoding); 0: none. A draft counts only if it is the token that would have been drawn.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    max_sequences: int = 32
+    max_step_tokens: int = 512
+    max_model_len: int | None = None
+    lookup_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_sequences", 1), ("max_step_tokens", 1), ("max_model_len", 1), ("lookup_tokens", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"inference.{name}={value}: must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How a sequence is drawn. The order of the steps is vLLM's: bias and penalties, temperature, top-k, top-p, min-p.
+
+    temperature: 0 takes the likeliest token, of equal ones the first. top_k: 0 keeps all. presence_penalty, frequency_penalty: OpenAI's,
+    over the answer; repetition_penalty: of Keskar et al. 2019 (arXiv 1909.05858), over prompt and answer.
+    stop_token_ids: end the answer, and are its last token. n: answers per prompt.
+    seed, draw_key: a draw is a function of (seed, draw_key, number of the answer, position) and of the probabilities, of nothing else.
+    logprobs: how many of the likeliest tokens to return per position. prompt_logprobs: return those of the prompt, too.
+    token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    seed: int = 0
+    draw_key: tuple = ()
+    logprobs: int = 0
+    prompt_logprobs: bool = False
+    token_mask: Callable[[list[int]], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0 (0: all)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "n": (self.n >= 1, "at least 1"),
+            "logprobs": (self.logprobs >= 0, "at least 0"),
+        }
+        for name, (is_good, must) in checks.items():
+            if not is_good:
+                raise ValueError(f"sampling.{name}={getattr(self, name)}: must be {must}")
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One answer. tokens: its ids. finish_reason: stop, length or error.
+
+    logprobs: fp32 [tokens], log-softmax of the model's own logits at each token. processed_logprobs: the same after the sampling steps, the
+    distribution that the token was drawn from. top_logprobs: per token the likeliest ones and their raw log-probabilities, if asked for.
+    prompt_logprobs: fp32 [prompt - 1], of each prompt token given those before it, if asked for.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: Tensor
+    processed_logprobs: Tensor
+    finish_reason: str
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: Tensor | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """One token of one answer. sample: number of the answer. token: None if the sequence ended with an error.
+
+    finish_reason: stop, length, error or cancelled; None: the answer goes on.
+    """
+
+    request_id: int
+    sample: int
+    token: int | None
+    logprob: float
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """The answer has ended."""
+        return self.finish_reason is not None

@@ -1,0 +1,162 @@
+"""Which sequences are computed in a step, and which prefixes need not be computed again."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ztk.inference.cache import Cache
+from ztk.inference.policy import InferencePolicy, SamplingParams
+
+_WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
+
+    limit: answer tokens at most. logprobs, processed, tops: of the answer's tokens; prompt_logprobs: of the prompt's.
+    """
+
+    request_id: int
+    sample: int
+    sampling: SamplingParams
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    slot: int = -1
+    computed: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """Tokens drawn so far."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Rows of one sequence in a step: tokens from `start` on; the last `drafts` of them are guesses."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+    drafts: int = 0
+
+
+class Scheduler:
+    """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca).
+
+    A slot that is free remembers the tokens whose keys and values it has; a sequence that begins alike copies them.
+    """
+
+    def __init__(self, policy: InferencePolicy, *, cache: Cache) -> None:
+        self._policy, self._cache = policy, cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._contents: list[list[int]] = [[] for _ in range(policy.max_sequences)]
+        self._free: deque[int] = deque(range(policy.max_sequences))  # the one that was freed first comes first
+        self.reused_tokens = 0
+
+    def plan(self) -> list[Work]:
+        """The next step's rows. Sequences that draw a token first, then prompts, within the budget of tokens."""
+        self._admit()
+        budget, works = self._policy.max_step_tokens, []
+        ready = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
+        for sequence in ready[:budget]:
+            drafts = self._drafts(sequence, room=budget - len(ready))
+            budget -= 1 + len(drafts)
+            works.append(
+                Work(
+                    sequence=sequence,
+                    start=sequence.computed,
+                    tokens=[sequence.tokens[-1], *drafts],
+                    drafts=len(drafts),
+                )
+            )
+        for sequence in self.running:
+            left = len(sequence.tokens) - sequence.computed
+            if left > 1 and budget > 0:
+                chunk = sequence.tokens[sequence.computed : sequence.computed + min(left, budget)]
+                works.append(Work(sequence=sequence, start=sequence.computed, tokens=chunk))
+                budget -= len(chunk)
+        return works
+
+    def advance(self, sequence: Sequence, *, computed: int) -> None:
+        """The first `computed` tokens of `sequence` are in its slot."""
+        sequence.computed = computed
+        self._contents[sequence.slot] = sequence.tokens[:computed]
+
+    def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
+        """Frees the slot; what it has stays for sequences that begin alike, unless the sequence ended with an error."""
+        sequence.finish_reason, sequence.error = reason, error
+        if sequence in self.running:
+            self.running.remove(sequence)
+            if reason == "error":
+                self._cache.clear(sequence.slot)
+                self._contents[sequence.slot] = []
+            self._free.append(sequence.slot)
+        else:
+            self.waiting.remove(sequence)
+
+    def forget(self) -> None:
+        """No prefix is reused: the weights are others now."""
+        self._contents = [[] for _ in self._contents]
+
+    def _admit(self) -> None:
+        for sequence in list(self.waiting):
+            if not self._free:
+                return
+            if self._should_wait(sequence):
+                continue
+            source, length = self._longest_prefix(sequence)
+            slot = source if source in self._free else self._free[0]
+            self._free.remove(slot)
+            if length and slot != source:
+                self._cache.copy(source, target=slot, positions=length)
+            self._cache.reserve(len(sequence.tokens) + sequence.limit + self._policy.lookup_tokens)
+            self.waiting.remove(sequence)
+            sequence.slot = slot
+            self.reused_tokens += length
+            self.running.append(sequence)
+            self.advance(sequence, computed=length)
+
+    def _longest_prefix(self, sequence: Sequence) -> tuple[int, int]:
+        """(slot, tokens); one token at least is computed, for its logits, and all of a prompt whose log-probabilities are asked for."""
+        if sequence.sampling.prompt_logprobs:
+            return -1, 0
+        lengths = [_common(contents, sequence.tokens[:-1]) for contents in self._contents]
+        best = max(range(len(lengths)), key=lengths.__getitem__)
+        return best, lengths[best]
+
+    def _should_wait(self, sequence: Sequence) -> bool:
+        """A running sequence is about to compute much of this one's prompt."""
+        if sequence.sampling.prompt_logprobs:
+            return False
+        now = self._longest_prefix(sequence)[1]
+        soon = max((_common(other.tokens, sequence.tokens[:-1]) for other in self.running), default=0)
+        return soon - now >= _WORTH_WAITING
+
+    def _drafts(self, sequence: Sequence, *, room: int) -> list[int]:
+        """What followed the last two tokens where they stood before."""
+        left = sequence.limit - len(sequence.answer) - 1
+        count = min(self._policy.lookup_tokens, left, room)
+        tokens = sequence.tokens
+        if count <= 0 or len(tokens) < 3:
+            return []
+        last = tokens[-2:]
+        for start in range(len(tokens) - 3, -1, -1):
+            if tokens[start : start + 2] == last:
+                return tokens[start + 2 : start + 2 + count]
+        return []
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """Length of the common beginning."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(place for place in range(length) if first[place] != second[place])

@@ -1,0 +1,346 @@
+"""A model's weights under the engine's names, from the names of each family.
+
+Shapes: C width of the residual stream, H query heads, K key heads, D head size, F inner width, E experts, V vocabulary. A linear layer's
+weight is [out, in]. The inner width is padded with zeros to a multiple of 64: on a CPU, an activation's last elements take another path of
+the vectorised code than the others, so that an element's bits would depend on the number of rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ztk.inference.describe import Description
+
+_INNER = 64
+
+
+@dataclass(kw_only=True, slots=True)
+class Affine:
+    """weight [out, in] and bias [out] of a linear layer, or weight and bias [C] of a norm."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Mlp:
+    """gate (None: not gated) and up [F, C], down [C, F]."""
+
+    up: Affine
+    down: Affine
+    gate: Affine | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Layer:
+    """One block. A norm that the family has not is None. experts: of a sparse MLP, with router [E, C] and the shared expert."""
+
+    query: Affine
+    key: Affine
+    value: Affine
+    out: Affine
+    mlp: Mlp | None = None
+    before_attention: Affine | None = None
+    after_attention: Affine | None = None
+    before_mlp: Affine | None = None
+    after_mlp: Affine | None = None
+    query_norm: Affine | None = None
+    key_norm: Affine | None = None
+    router: Tensor | None = None
+    experts: list[Mlp] | None = None
+    shared_gate: Tensor | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Weights:
+    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers, norm, head [V, C]."""
+
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Affine
+    head: Affine
+    positions: Tensor | None = None
+    embedding_norm: Affine | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, shared ones once."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(self)}.values())
+
+
+def _tensors(item: object) -> list[Tensor]:
+    if isinstance(item, Tensor):
+        return [item]
+    if isinstance(item, list):
+        return [tensor for part in item for tensor in _tensors(part)]
+    if hasattr(item, "__dataclass_fields__"):
+        return [tensor for field in fields(item) for tensor in _tensors(getattr(item, field.name))]
+    return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    """Where a family has its parts. top: embedding, norm, head. block: `{}` is the layer's number. An empty name: the family has none."""
+
+    embedding: str
+    norm: str
+    head: str
+    block: str
+    query: str
+    key: str
+    value: str
+    out: str
+    gate: str
+    up: str
+    down: str
+    before_attention: str = ""
+    after_attention: str = ""
+    before_mlp: str = ""
+    after_mlp: str = ""
+    positions: str = ""
+    embedding_norm: str = ""
+    fused: str = ""  # query, key and value in one: "rows" one after the other, "heads" per head, "columns" as Conv1D
+
+
+_NATIVE = _Names(
+    embedding="embedding",
+    norm="norm",
+    head="head",
+    block="blocks.{}.",
+    query="attention.query",
+    key="attention.key",
+    value="attention.value",
+    out="attention.out",
+    gate="mlp.gate",
+    up="mlp.up",
+    down="mlp.down",
+    before_attention="attention_norm",
+    before_mlp="mlp_norm",
+)
+_LLAMA = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "block": "model.layers.{}.",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_BEFORE = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+_AFTER = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+_BOTH = {**_AFTER, "before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
+_PLAIN_MLP = {"gate": "", "up": "mlp.fc1", "down": "mlp.fc2"}
+_FUSED_HEADS = {
+    "key": "",
+    "value": "",
+    "gate": "",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+    "before_attention": "input_layernorm",
+    "before_mlp": "post_attention_layernorm",
+    "fused": "heads",
+}
+_NAMES = {
+    "native": _NATIVE,
+    **{
+        kind: _Names(**_LLAMA, **_BEFORE)
+        for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe")
+    },
+    "gemma2": _Names(**_LLAMA, **_BOTH),
+    "gemma3_text": _Names(**_LLAMA, **_BOTH),
+    "olmo2": _Names(**_LLAMA, **_AFTER),
+    "phi3": _Names(
+        **_LLAMA | {"query": "self_attn.qkv_proj", "key": "", "value": "", "gate": "mlp.gate_up_proj", "up": ""},
+        **_BEFORE,
+        fused="rows",
+    ),
+    "phi": _Names(
+        **_LLAMA | _PLAIN_MLP | {"out": "self_attn.dense", "norm": "model.final_layernorm"},
+        before_attention="input_layernorm",
+    ),
+    "gpt2": _Names(
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        norm="transformer.ln_f",
+        head="lm_head",
+        block="transformer.h.{}.",
+        query="attn.c_attn",
+        key="",
+        value="",
+        out="attn.c_proj",
+        gate="",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        before_attention="ln_1",
+        before_mlp="ln_2",
+        fused="columns",
+    ),
+    "opt": _Names(
+        **_LLAMA
+        | {
+            "embedding": "model.decoder.embed_tokens",
+            "norm": "model.decoder.final_layer_norm",
+            "block": "model.decoder.layers.{}.",
+            "out": "self_attn.out_proj",
+            "gate": "",
+            "up": "fc1",
+            "down": "fc2",
+        },
+        positions="model.decoder.embed_positions",
+        before_attention="self_attn_layer_norm",
+        before_mlp="final_layer_norm",
+    ),
+    "bloom": _Names(
+        embedding="transformer.word_embeddings",
+        embedding_norm="transformer.word_embeddings_layernorm",
+        norm="transformer.ln_f",
+        head="lm_head",
+        block="transformer.h.{}.",
+        query="self_attention.query_key_value",
+        out="self_attention.dense",
+        **_FUSED_HEADS,
+    ),
+    "gpt_neox": _Names(
+        embedding="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        head="lm_head",
+        block="gpt_neox.layers.{}.",
+        query="attention.query_key_value",
+        out="attention.dense",
+        **_FUSED_HEADS,
+    ),
+}
+
+
+def collect(state: Mapping[str, Tensor], *, description: Description) -> Weights:
+    """The engine's weights, fp32 on the CPU, from a model's parameters by name.
+
+    Raises:
+        ValueError: `state` lacks a parameter, or one is not finite.
+    """
+    return _Reader(state, description=description).read()
+
+
+class _Reader:
+    def __init__(self, state: Mapping[str, Tensor], *, description: Description) -> None:
+        self._state, self._of, self._names = state, description, _NAMES[description.family]
+
+    def read(self) -> Weights:
+        names, embedding = self._names, self._tensor(f"{self._names.embedding}.weight")
+        head = Affine(weight=embedding) if self._of.is_tied else self._affine(names.head)
+        return Weights(
+            embedding=embedding,
+            positions=self._tensor(f"{names.positions}.weight") if names.positions else None,
+            embedding_norm=self._affine(names.embedding_norm) if names.embedding_norm else None,
+            layers=[self._layer(names.block.format(number)) for number in range(self._of.layers)],
+            norm=self._norm(names.norm),
+            head=head,
+        )
+
+    def _layer(self, block: str) -> Layer:
+        names, of = self._names, self._of
+        query, key, value = self._projections(block)
+        norms = {
+            kind: self._norm(block + getattr(names, kind))
+            for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
+            if getattr(names, kind)
+        }
+        layer = Layer(query=query, key=key, value=value, out=self._matrix(block + names.out), **norms)
+        if of.qk_norm != "none":
+            layer.query_norm, layer.key_norm = (self._norm(f"{block}self_attn.{part}_norm") for part in "qk")
+        if of.experts:
+            self._add_experts(layer, block=f"{block}mlp.")
+        else:
+            layer.mlp = self._mlp(block)
+        return layer
+
+    def _projections(self, block: str) -> tuple[Affine, Affine, Affine]:
+        names, of = self._names, self._of
+        if not names.fused:
+            query, key, value = (self._affine(block + part) for part in (names.query, names.key, names.value))
+            return query, key, value
+        fused = self._matrix(block + names.query)
+        sizes = [of.heads * of.head_dim, of.kv_heads * of.head_dim, of.kv_heads * of.head_dim]
+
+        def cut(tensor: Tensor) -> list[Tensor]:
+            if names.fused == "heads":  # [heads, 3, D, ...]
+                by_head = tensor.view(of.heads, 3, of.head_dim, *tensor.shape[1:])
+                return [by_head[:, part].flatten(0, 1).contiguous() for part in range(3)]
+            return [part.contiguous() for part in tensor.split(sizes)]
+
+        weights = cut(fused.weight)
+        biases = [None] * 3 if fused.bias is None else cut(fused.bias)
+        query, key, value = (Affine(weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
+        return query, key, value
+
+    def _mlp(self, block: str) -> Mlp:
+        names = self._names
+        down = self._matrix(block + names.down)
+        if names.gate and not names.up:  # both in one
+            gate, up = (Affine(weight=part) for part in self._tensor(f"{block}{names.gate}.weight").chunk(2))
+            return _padded(gate=gate, up=up, down=down)
+        gate = self._affine(block + names.gate) if names.gate else None
+        return _padded(gate=gate, up=self._matrix(block + names.up), down=down)
+
+    def _add_experts(self, layer: Layer, *, block: str) -> None:
+        layer.router = self._tensor(f"{block}gate.weight")
+        gate_up, down = self._tensor(f"{block}experts.gate_up_proj"), self._tensor(f"{block}experts.down_proj")
+        layer.experts = []
+        for number in range(self._of.experts):
+            gate, up = (Affine(weight=part) for part in gate_up[number].chunk(2))
+            layer.experts.append(_padded(gate=gate, up=up, down=Affine(weight=down[number])))
+        if f"{block}shared_expert.up_proj.weight" in self._state:
+            gate, up, down_of = (self._affine(f"{block}shared_expert.{part}_proj") for part in ("gate", "up", "down"))
+            layer.mlp = _padded(gate=gate, up=up, down=down_of)
+            layer.shared_gate = self._tensor(f"{block}shared_expert_gate.weight")
+
+    def _norm(self, name: str) -> Affine:
+        norm = self._affine(name)
+        if self._of.norm_offset:
+            norm.weight = norm.weight + self._of.norm_offset
+        return norm
+
+    def _matrix(self, name: str) -> Affine:
+        """A linear layer, or GPT-2's Conv1D, whose weight is [in, out]."""
+        found = self._affine(name)
+        if self._names.fused == "columns":
+            found.weight = found.weight.t().contiguous()
+        return found
+
+    def _affine(self, name: str) -> Affine:
+        bias = self._tensor(f"{name}.bias") if f"{name}.bias" in self._state else None
+        return Affine(weight=self._tensor(f"{name}.weight"), bias=bias)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._state:
+            raise ValueError(f"the weights lack {name}, which a model of the family {self._of.family} has")
+        found = self._state[name].detach()
+        if not found.isfinite().all():
+            raise ValueError(
+                f"the parameter {name} is not finite: a model whose parameters are sharded is passed as its engine, Generator(engine); "
+                "otherwise look for NaN or inf in the weights"
+            )
+        return found.to(device="cpu", dtype=torch.float32)
+
+
+def _padded(*, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
+    extra = -up.weight.shape[0] % _INNER
+
+    def rows(part: Affine) -> Affine:
+        bias = None if part.bias is None else F.pad(part.bias, (0, extra))
+        return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)).contiguous(), bias=bias)
+
+    if not extra:
+        return Mlp(up=up, down=down, gate=gate)
+    return Mlp(
+        up=rows(up),
+        down=Affine(weight=F.pad(down.weight, (0, extra)).contiguous(), bias=down.bias),
+        gate=None if gate is None else rows(gate),
+    )
