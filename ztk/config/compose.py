@@ -24,6 +24,9 @@ from ztk.config.rules import ConfigError, check, data_paths
 from ztk.config.schema import Config, DataName, SchedulerName
 from ztk.config.topology import replicas_of, settled_ranks
 
+_OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
+_GLOBAL = "# @package _global_"
+
 ConfigStore.instance().store(name="ztk_schema", node=Config)
 
 
@@ -131,10 +134,12 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     named = {key for key in (_key(override) for override in overrides) if key in known}
     sources = [("", Path(conf_dir(), "config.yaml"))]
     sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
+    sources.sort(key=lambda source: _OVERLAYS.index(source[0]) if source[0] in _OVERLAYS else -1)
     usual = {}
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
-            usual |= dict(flatten(yaml.safe_load(path.read_text()) or {}, prefix=prefix))
+            text = path.read_text()
+            usual |= dict(flatten(yaml.safe_load(text) or {}, prefix="" if _GLOBAL in text else prefix))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {
         key

@@ -17,6 +17,7 @@ from ztk.config.suggest import did_you_mean, near_keys
 
 # Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
 _SETS = {
+    "algorithm": "The keys of a policy gradient by the name of its paper; task=grpo and task=ppo choose one.",
     "experiment": "A named set of options and values; none is chosen unless the command line does.",
     "sweep": "A named grid of runs; none is chosen unless the command line does.",
 }
