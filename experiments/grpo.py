@@ -44,7 +44,7 @@ def main(config: Config) -> None:
         train(run, reporter=reporter)
         after = evaluate(run)
         reporter.finish(**run.metrics, reward_before=before, reward_after=after)
-        reporter.say(f"mean reward of sampled answers to other prompts: {before:.3f} before, {after:.3f} after")
+        reporter.say(f"mean reward of sampled answers: {before:.3f} before, {after:.3f} after")
     run.close()
     process.stop()
 

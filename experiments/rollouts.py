@@ -142,7 +142,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
 
 
 def evaluate(run: Run) -> float:
-    """The mean reward of sampled answers to `EVALUATED` rollouts of prompts that training does not draw, over all ranks."""
+    """The mean reward of sampled answers to `EVALUATED` rollouts with draws of their own, over all ranks."""
     rewards = []
     for number in range(EVALUATED):
         samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
