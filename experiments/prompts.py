@@ -62,6 +62,8 @@ class Prompts:
         """Raises ValueError for a file without prompts, a line that is none, and a reward function that cannot be loaded."""
         self._seed, self._timeout_seconds = config.train.seed, config.reward.timeout_seconds
         self._records = None if config.rollout.task is not None else read_records(config.data.path)
+        if self._records is not None:
+            check_lengths(self._records, seq_len=config.data.seq_len, max_tokens=config.rollout.max_tokens)
         self._reward: RewardFunction = (
             is_right if config.reward.function is None else load_reward(config.reward.function)
         )
@@ -74,6 +76,15 @@ class Prompts:
         order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
         record = self._records[int(order[index])]
         return Prompt(text=record["prompt"], record=record)
+
+    def describe(self) -> str:
+        """How many prompts there are, and their lengths in tokens."""
+        if self._records is None:
+            return f"prompts: made on the spot, of {len(self[0].tokens)} tokens each"
+        lengths = sorted(len(record["prompt"].encode()) for record in self._records)
+        parts = {f"{percent}%": lengths[(len(lengths) - 1) * percent // 100] for percent in (0, 10, 50, 90, 100)}
+        shown = ", ".join(f"{name} {length}" for name, length in parts.items())
+        return f"prompts: {len(lengths)}, of as many tokens (quantiles): {shown}"
 
     def score(self, prompt: Prompt, *, answer: str) -> float | None:
         """The reward; None: the sample is left out. Raises RewardError."""
@@ -101,3 +112,14 @@ def read_records(paths: list[str]) -> list[dict[str, Any]]:
     if not records:
         raise ValueError(f"data.path={paths}: no prompts; every line must be an object with a text 'prompt'")
     return records
+
+
+def check_lengths(records: list[dict[str, Any]], *, seq_len: int, max_tokens: int) -> None:
+    """Raises ValueError for a prompt that leaves no room for an answer: none is cut."""
+    longest = max(records, key=lambda record: len(record["prompt"].encode()))
+    length = len(longest["prompt"].encode())
+    if length + max_tokens > seq_len:
+        raise ValueError(
+            f"the prompt {longest['prompt'][:40]!r}... of {length} tokens and rollout.max_tokens={max_tokens} do not fit into "
+            f"data.seq_len={seq_len}: use data.seq_len={length + max_tokens}, or shorter prompts"
+        )

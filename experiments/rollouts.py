@@ -1,10 +1,7 @@
-"""The parts of `task=grpo` and `task=ppo` that are the same: drawing, scoring, measuring, showing, saving."""
+"""The parts of `task=grpo` and `task=ppo` that are the same: drawing, scoring, measuring, the policy's update."""
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +9,9 @@ from torch import Tensor
 
 from experiments.models import Values, build
 from experiments.prompts import PAD, STOP, Prompts
-from ztk import checkpoint
 from ztk.config import Config
 from ztk.data import ByteTokenizer
 from ztk.engine import Engine
-from ztk.report import Reporter, RunFolder
 from ztk.rollout import (
     Buffer,
     GuardPolicy,
@@ -24,7 +19,6 @@ from ztk.rollout import (
     Requests,
     RolloutMismatch,
     RolloutPolicy,
-    RolloutStopped,
     RolloutWeights,
     Samples,
     compare,
@@ -32,19 +26,18 @@ from ztk.rollout import (
     share_of_rank,
     token_logprobs,
 )
-from ztk.rollout.objective import PolicyLoss, equal_groups, policy_loss, token_weights
+from ztk.rollout.objective import PolicyLoss, divergence, equal_groups, policy_loss, token_weights
 from ztk.runtime import Process
 
-NUM_SHOWN = 4  # texts of a step
 EVALUATED = 4  # rollouts, before the first step and after the last
 UNTRAINED = 2**40  # the number of the first prompt to evaluate with
 # What the ranks tell each other of every sample, float64 each.
-COLUMNS = ("number", "prompt", "reward", "included", "kl", "length", "finished")
+COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished")
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run goes on with. rollouts: those made. metrics: of the newest one."""
+    """What a run goes on with. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step."""
 
     config: Config
     process: Process
@@ -56,10 +49,7 @@ class Run:
     guards: Guards
     rollouts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def samples_per_rollout(self) -> int:
-        return self.config.rollout.prompts * self.config.rollout.group_size
+    reward_before: float | None = None
 
     def close(self) -> None:
         """Ends all engines."""
@@ -72,6 +62,7 @@ class Run:
         return {
             "rollouts": self.rollouts,
             "metrics": self.metrics,
+            "reward_before": self.reward_before,
             "guards": self.guards.state_dict(),
             "buffer": self.buffer.state_dict(gather=self.process.comm.gather_objects),
         }
@@ -79,6 +70,7 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken. Raises ValueError if these ranks cannot divide the rollout."""
         self.rollouts, self.metrics = state["rollouts"], dict(state["metrics"])
+        self.reward_before = state["reward_before"]
         self.guards.load_state_dict(state["guards"])
         self.buffer.load_state_dict(state["buffer"], rank=self.process.rank, world_size=self.process.world_size)
 
@@ -132,7 +124,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         pad=PAD,
         temperature=rollout.temperature,
         seed=config.train.seed,
-        weights=RolloutWeights(rollout.weights.value),
+        weights=RolloutWeights(rollout.weights.value if rollout.weights else "full"),
     )
     samples = generate(run.actor, policy=policy, requests=requests, step=run.rollouts)
     for row, prompt in enumerate(prompts):
@@ -146,9 +138,9 @@ def evaluate(run: Run) -> float:
     rewards = []
     for number in range(EVALUATED):
         samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
-        table = table_of(run, samples=samples, kl=None)
+        table = table_of(run, samples=samples)
         rewards.append(table["reward"][table["included"].bool()])
-    return torch.cat(rewards).mean().item()
+    return torch.cat(rewards).mean().item() if any(len(part) for part in rewards) else 0.0
 
 
 def answer_of(samples: Samples, *, row: int) -> str:
@@ -177,15 +169,65 @@ def micro_batches(run: Run, *, samples: Samples) -> Iterator[slice]:
     yield from (slice(first, first + size) for first in range(0, len(samples), size))
 
 
-def table_of(run: Run, *, samples: Samples, kl: Tensor | None) -> dict[str, Tensor]:
-    """The `COLUMNS` of all ranks' samples in the order of their numbers, float64 [samples of the rollout]. kl: nats per answer, [S]."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """This rank's samples of a rollout, and what is known of those of all ranks.
+
+    reference: log-probabilities of the reference, float32 [S, T]. kl: nats per answer, [S]. penalty: what kl.place=reward takes from the reward
+    of every token, [S, T]. None without a reference, the last one also for kl.place=loss. table: `COLUMNS` of all ranks' samples in the order
+    of their numbers, float64 [samples of the rollout].
+    """
+
+    samples: Samples
+    reference: Tensor | None
+    kl: Tensor | None
+    penalty: Tensor | None
+    table: Mapping[str, Tensor]
+
+    @property
+    def groups(self) -> Tensor:
+        """The prompt's number of every sample of all ranks, int64."""
+        return self.table["prompt"].long()
+
+    @property
+    def included(self) -> Tensor:
+        """Whether a sample of all ranks has a reward, bool."""
+        return self.table["included"].bool()
+
+    @property
+    def equal_groups(self) -> Tensor:
+        """Whether all samples of the same prompt have the same reward, bool, over all ranks."""
+        return equal_groups(self.table["reward"], groups=self.groups, included=self.included)
+
+
+def score_samples(run: Run, *, samples: Samples) -> Scored:
+    """Compares the policy with the reference, and gathers what the ranks tell each other. A collective call."""
+    kl, reference = run.config.kl, logprobs_of(run.reference, run=run, samples=samples)
+    nats = penalty = None
+    if reference is not None:
+        mask = samples.answer_mask
+        nats = ((samples.logprobs - reference) * mask).sum(1)
+        if kl.coef and kl.place == "reward":
+            estimator = kl.estimator.value
+            penalty = divergence(samples.logprobs, reference=reference, old=samples.logprobs, estimator=estimator)
+            penalty = kl.coef * penalty * mask
+    table = table_of(run, samples=samples, kl=nats, penalty=None if penalty is None else penalty.sum(1))
+    return Scored(samples=samples, reference=reference, kl=nats, penalty=penalty, table=table)
+
+
+def table_of(
+    run: Run, *, samples: Samples, kl: Tensor | None = None, penalty: Tensor | None = None
+) -> dict[str, Tensor]:
+    """See `Scored`. kl, penalty: per answer, [S]; None: zeros."""
+    nothing = torch.zeros(len(samples), dtype=torch.float64)
     own = torch.stack(
         [
             samples.numbers.double(),
             samples.prompts.double(),
             samples.rewards,
             samples.included.double(),
-            torch.zeros(len(samples), dtype=torch.float64) if kl is None else kl.double(),
+            nothing if kl is None else kl.double(),
+            nothing if penalty is None else penalty.double(),
             samples.answer_lengths.double(),
             samples.finished.double(),
         ],
@@ -197,46 +239,49 @@ def table_of(run: Run, *, samples: Samples, kl: Tensor | None) -> dict[str, Tens
     return dict(zip(COLUMNS, rows.unbind(1), strict=True))
 
 
-def measure(run: Run, *, table: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics of a rollout over all ranks."""
-    included = table["included"].bool()
+def measure(run: Run, *, scored: Scored) -> dict[str, float]:
+    """The metrics of a rollout over all ranks. truncated, empty, excluded, equal_groups: fractions of the samples."""
+    table, included = scored.table, scored.included
     lengths = table["length"] - table["finished"]  # the end is no text
-    equal = equal_groups(table["reward"], groups=table["prompt"].long(), included=included)
-    kl = {} if run.reference is None else {"kl": table["kl"].mean().item()}
+    kl = {} if scored.kl is None else {"kl": table["kl"].mean().item()}
     return {
         "reward": table["reward"][included].mean().item() if included.any() else 0.0,
         **kl,
         "length": lengths.mean().item(),
         "truncated": 1 - table["finished"].mean().item(),
-        "empty": (lengths == 0).sum().item(),
-        "excluded": (~included).sum().item(),
-        "equal_groups": equal.double().mean().item(),
+        "empty": (lengths == 0).double().mean().item(),
+        "excluded": 1 - included.double().mean().item(),
+        "equal_groups": scored.equal_groups.double().mean().item(),
     }
 
 
-def counted(run: Run, *, samples: Samples, equal: Tensor) -> Tensor:
-    """Which of this rank's samples count in the loss, bool [S]. equal: whether their groups have equal rewards."""
+def counted(run: Run, *, scored: Scored) -> Tensor:
+    """Which of this rank's samples count in the loss, bool [S]."""
+    samples = scored.samples
     counts = samples.included.clone()
     if run.config.rollout.drop_equal_groups:
-        counts &= ~equal
+        counts &= ~scored.equal_groups[samples.numbers]
     if run.config.rollout.mask_truncated:
         counts &= samples.finished
     return counts
 
 
-def correction_of(run: Run, *, samples: Samples, trainer: Tensor | None) -> Tensor | None:
-    """The weights of truncated importance sampling, [S, T], from the trainer's log-probabilities; None where there are none."""
-    if trainer is None:
-        return None
-    return (trainer - samples.logprobs).exp().clamp(max=run.config.rollout.correction_max)
-
-
-def check_guards(run: Run, *, step: int, savers: "Savers", reporter: Reporter) -> None:
-    """Raises RolloutStopped, after a checkpoint, if the newest rollout's metrics say that the run must not go on."""
-    fault = run.guards.fault(run.metrics, step=step, max_tokens=run.config.rollout.max_tokens)
-    if fault is not None:
-        savers.save(extra=reporter.past())
-        raise RolloutStopped(fault)
+def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor, **extra: Tensor) -> None:
+    """Starts the updates with a rollout. counts: whether a sample does, bool [S]. advantages: per token, float32 [S, T]. extra: [S, T] each."""
+    config, samples = run.config, scored.samples
+    values = {
+        "old": samples.logprobs,
+        "advantages": advantages,
+        "weights": weights_of(run, samples=samples, counts=counts),
+    }
+    if config.rollout.identity == "corrected":
+        trainer = logprobs_of(run.actor, run=run, samples=samples)
+        assert trainer is not None
+        values["old"] = trainer
+        values["correction"] = (trainer - samples.logprobs).exp().clamp(max=config.rollout.correction_max)
+    if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
+        values["reference"] = scored.reference
+    run.buffer.fill(samples, **values, **extra)
 
 
 # An update
@@ -246,15 +291,12 @@ def check_guards(run: Run, *, step: int, savers: "Savers", reporter: Reporter) -
 class Update:
     """loss: this rank's mean over its micro-batches, of which the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
 
-    clipped: the fraction of tokens outside of the clipping range. differing: tokens whose log-probabilities are not the stored ones.
-    critic_loss: as `loss`.
+    figures: further values of the step's row, such as `clipped`, the fraction of tokens outside of the clipping range.
     """
 
     loss: Tensor
     entropy: float
-    clipped: float
-    differing: int
-    critic_loss: float | None = None
+    figures: Mapping[str, float]
 
 
 def update_rows(run: Run) -> slice:
@@ -272,17 +314,13 @@ def update_policy(run: Run) -> Update:
     policy = loss_of(config)
     scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
     losses, sums = [], torch.zeros(4, dtype=torch.float64)
-    checks = config.rollout.identity == "exact" and run.buffer.position == 0
+    compares = run.buffer.position == 0  # on policy: the weights are those that drew
     for part in micro_batches(run, samples=samples):
         batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
         tokens = batch.tokens.to(device)
         logits = engine(tokens)
         logprobs = token_logprobs(logits, tokens=tokens, temperature=config.rollout.temperature)
-        if checks and (difference := compare(batch, logprobs=logprobs)).count:
-            raise RolloutMismatch(
-                f"step {engine.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
-                f"first: {difference.first}. Use rollout.identity=corrected, and report this"
-            )
+        differing = compared(run, samples=batch, logprobs=logprobs) if compares else 0
         found = policy_loss(
             logprobs,
             policy=policy,
@@ -294,26 +332,39 @@ def update_policy(run: Run) -> Update:
         )
         loss = found.loss * scale
         engine.backward(loss)
-        sums += measured(logits, batch=batch, clipped=found.clipped)
+        sums += measured(logits, batch=batch, clipped=found.clipped, differing=differing)
         engine.step()
         losses.append(loss.detach())
-    entropy, tokens, clipped, used = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
+    totals = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
+    entropy, tokens, clipped, differing = totals
+    if compares:
+        run.metrics["rollout_differing"] = int(differing)
     return Update(
         loss=torch.stack(losses).mean(),
         entropy=entropy / max(1.0, tokens),
-        clipped=clipped / max(1.0, used),
-        differing=0,
+        figures={"clipped": clipped / max(1.0, tokens)},
     )
 
 
+def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
+    """How many log-probabilities of a micro-batch are not those that were stored. Raises RolloutMismatch where rollout.identity=exact."""
+    difference = compare(samples, logprobs=logprobs)
+    if difference.count and run.config.rollout.identity == "exact":
+        raise RolloutMismatch(
+            f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
+            f"first: {difference.first}. Use rollout.identity=corrected, and report this"
+        )
+    return difference.count
+
+
 @torch.no_grad()
-def measured(logits: Tensor, *, batch: Samples, clipped: Tensor) -> Tensor:
-    """Sum of entropies over the tokens of answers, their number, clipped tokens, and tokens again: float64 [4]."""
+def measured(logits: Tensor, *, batch: Samples, clipped: Tensor, differing: int) -> Tensor:
+    """Sum of entropies over the tokens of answers, their number, clipped and differing tokens: float64 [4]."""
     mask = batch.answer_mask.to(logits.device)[:, 1:]
     logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
-    count = mask.sum()
-    return torch.stack([(entropies * mask).sum().double(), count.double(), clipped.double(), count.double()]).cpu()
+    sums = torch.stack([(entropies * mask).sum().double(), mask.sum().double(), clipped.double()]).cpu()
+    return torch.cat([sums, torch.tensor([float(differing)], dtype=torch.float64)])
 
 
 def loss_of(config: Config) -> PolicyLoss:
@@ -327,7 +378,7 @@ def loss_of(config: Config) -> PolicyLoss:
         dual_clip=policy.dual_clip,
         average=policy.average.value,
         kl_coef=kl.coef if kl.place == "loss" else 0.0,
-        kl_estimator=kl.estimator.value,
+        kl_estimator=kl.estimator.value if kl.estimator else "k3_weighted",
     )
 
 
@@ -348,104 +399,3 @@ def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
         for update in range(run.buffer.updates)
     ]
     return torch.cat(parts)
-
-
-# Shown and saved
-
-
-class Texts:
-    """`samples.jsonl` of the run folder: texts with reward, length and KL. Rank 0 writes."""
-
-    def __init__(self, run: Run, *, first_step: int) -> None:
-        """Drops the rows that a run resumed at `first_step` writes again."""
-        self._path = Path(run.config.output_dir) / "samples.jsonl"
-        self._writes = run.process.rank == 0
-        if self._writes and self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
-            self._path.write_text("".join(f"{line}\n" for line in kept))
-
-    def show(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> str:
-        """Writes one text of each of the rollout's first prompts; returns them for the screen."""
-        lines = []
-        for row in range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]:
-            record = {
-                "step": step,
-                "prompt": run.prompts[int(samples.prompts[row])].text,
-                "answer": answer_of(samples, row=row),
-                "reward": float(samples.rewards[row]) if samples.included[row] else None,
-                "length": int(samples.answer_lengths[row]),
-                "kl": None if kl is None else float(kl[row]),
-                "finished": bool(samples.finished[row]),
-            }
-            lines.append(
-                f"  reward {record['reward']}  length {record['length']}  {record['prompt']!r} -> {record['answer']!r}"
-            )
-            if self._writes:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-        return f"step {step}: texts\n" + "\n".join(lines)
-
-
-class Savers:
-    """Checkpoints of all models that a run needs to continue: the policy's last, so that it exists only beside the others."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._stack = run, ExitStack()
-        self._policy: checkpoint.Saver | None = None
-        self._others: list[checkpoint.Saver] = []
-
-    def __enter__(self) -> "Savers":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _open(self) -> checkpoint.Saver:
-        if self._policy is None:
-            run, config = self._run, self._run.config
-            retention = checkpoint.Retention(
-                keep=config.checkpoint.keep or 1, keep_every=config.checkpoint.keep_every or 0
-            )
-            folder = RunFolder(config.output_dir)
-            others = {"critic": run.critic, "reference": run.reference}
-            self._others = [
-                self._stack.enter_context(checkpoint.Saver(engine, folder=folder.path / name, retention=retention))
-                for name, engine in others.items()
-                if engine is not None
-            ]
-            self._policy = self._stack.enter_context(
-                checkpoint.Saver(run.actor, folder=folder.checkpoints, retention=retention)
-            )
-        return self._policy
-
-    def save(self, *, extra: dict[str, Any]) -> None:
-        """Saves all models after the same optimizer step. A collective call."""
-        policy = self._open()
-        if self._run.reference is not None:
-            self._run.reference.global_steps = (
-                self._run.actor.global_steps
-            )  # it makes none: its checkpoints are named alike
-        for saver in self._others:
-            saver.save()
-        policy.save(data_state=self._run.state_dict(), extra=extra)
-
-
-def resume(run: Run) -> dict[str, Any]:
-    """Restores all models and the run from `checkpoint.resume`; returns what the reporter needs to continue its record."""
-    config = run.config
-    given = config.checkpoint.resume
-    if given is None:
-        return {}
-    if given == "auto":
-        loaded = checkpoint.load_newest(run.actor, folder=RunFolder(config.output_dir).checkpoints)
-        if loaded is None:
-            return {}
-    else:
-        loaded = checkpoint.load(run.actor, path=given)
-    for name, engine in (("critic", run.critic), ("reference", run.reference)):
-        if engine is not None:
-            checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
-    run.load_state_dict(loaded.data_state)
-    if run.process.rank == 0:
-        print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
-    return (loaded.extra or {}) | {"first_step": run.actor.global_steps}

@@ -183,7 +183,7 @@ def test_a_function_of_a_file_is_loaded_and_faults_name_the_fix(tmp_path):
 
 # Guards
 
-FINE = {"kl": 0.5, "entropy": 1.0, "truncated": 0.0, "equal_groups": 0.0}
+FINE = {"kl": 0.5, "entropy": 1.0, "truncated": 0.0, "excluded": 0.0, "equal_groups": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,7 @@ FINE = {"kl": 0.5, "entropy": 1.0, "truncated": 0.0, "equal_groups": 0.0}
     [
         (GuardPolicy(kl_above=2.0), {"kl": 2.5}, "above kl.stop_above=2"),
         (GuardPolicy(), {"truncated": 0.95}, "95% of the answers were cut at rollout.max_tokens=8"),
+        (GuardPolicy(), {"excluded": 1.0}, "returned None for every answer"),
         (GuardPolicy(entropy_below=0.1), {"entropy": 0.05}, "below rollout.stop_entropy_below=0.1"),
     ],
 )

@@ -13,19 +13,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.arguments import parse_arguments
+from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
+from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check, data_paths
 from ztk.config.schema import Config, DataName, SchedulerName
 from ztk.config.topology import replicas_of, settled_ranks
 
 _OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
-_GLOBAL = "# @package _global_"
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
 
@@ -87,6 +87,10 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
+    if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
+        raise ConfigError(
+            [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
+        )
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
     return config
@@ -139,7 +143,7 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
             text = path.read_text()
-            usual |= dict(flatten(yaml.safe_load(text) or {}, prefix="" if _GLOBAL in text else prefix))
+            usual |= dict(flatten(yaml.safe_load(text) or {}, prefix="" if OVERLAY_MARK in text else prefix))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {
         key

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
-from ztk.config.rollout_schema import RolloutIdentity
+from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
 from ztk.config.schema import (
     Config,
     DataName,
@@ -71,17 +71,33 @@ def _draws(config: Config, machine: Machine) -> bool:
 def _rollout_effects() -> Iterator[Effect]:
     only = "task=grpo or task=ppo"
     required = {
-        "rollout": "prompts group_size max_tokens temperature weights identity drop_equal_groups mask_truncated show_every",
+        "rollout": "prompts group_size max_tokens temperature identity drop_equal_groups mask_truncated show_every",
         "warm_start": "steps",
         "advantage": "baseline scale",
         "policy": "ratio form clip_low clip_high average",
-        "kl": "reference coef estimator place",
+        "kl": "reference coef",
         "reward": "timeout_seconds",
     }
     for section, names in required.items():
         yield Effect(keys=_section(section, *names.split()), when=_draws, only=only)
-    optional = ("rollout.task", "rollout.stop_entropy_below", "policy.dual_clip", "kl.stop_above", "reward.function")
+    optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function")
     yield Effect(keys=optional, when=_draws, only=only, required=False)
+    yield Effect(
+        keys=("rollout.weights",),
+        when=lambda c, m: _draws(c, m) and c.zero.engine is ZeroEngine.ztk and c.zero.stage == 3,
+        only=f"{only} and zero=stage3",
+    )
+    yield Effect(
+        keys=("policy.dual_clip",),
+        when=lambda c, m: _draws(c, m) and c.policy.form is PolicyForm.clipped,
+        only=f"{only} and policy.form=clipped",
+        required=False,
+    )
+    yield Effect(
+        keys=("kl.estimator", "kl.place"),
+        when=lambda c, m: _draws(c, m) and bool(c.kl.coef),
+        only=f"{only} and kl.coef above 0",
+    )
     yield Effect(
         keys=_section("warm_start", "correct", "lr", "batch_size"),
         when=lambda c, m: _draws(c, m) and bool(c.warm_start.steps),

@@ -56,6 +56,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         )
     if config.launch.elastic:
         yield f"launch.elastic=true: task={name} does not go on with fewer ranks yet; use launch.elastic=false"
+    if config.train.log_every != 1:
+        yield f"train.log_every={config.train.log_every}: task={name} has a row for every step; use train.log_every=1"
     if config.checkpoint.keep_best:
         yield f"checkpoint.keep_best=true: task={name} has no held-out loss; use checkpoint.keep_best=false"
     if config.checkpoint.asynchronous:
@@ -132,9 +134,9 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         yield f"advantage.baseline={advantage.baseline.value}: task=ppo trains a critic; use task=grpo, or advantage.baseline=critic"
     if critic and advantage.scale is AdvantageScale.group:
         yield "advantage.scale=group: values of a critic have no groups; use advantage.scale=batch"
-    if kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
+    if kl.coef and kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
         yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
-    if kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
+    if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
         yield "kl.estimator=k3_weighted is a loss: use kl.estimator=k1, or kl.place=loss"
     if kl.reference is ReferenceName.none and kl.coef:
         yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"

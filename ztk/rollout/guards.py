@@ -31,9 +31,9 @@ class Guards:
     def fault(self, metrics: Mapping[str, Any], *, step: int, max_tokens: int) -> str | None:
         """Why the run must stop; None: it goes on.
 
-        metrics: `kl` (None without a reference), `entropy`, and the fractions `truncated` and `equal_groups`.
+        metrics: the fractions `truncated`, `excluded` and `equal_groups`; `kl` if there is a reference, `entropy` if it is known.
         """
-        policy, kl = self._policy, metrics.get("kl")
+        policy, kl, entropy = self._policy, metrics.get("kl"), metrics.get("entropy")
         self._equal_steps = self._equal_steps + 1 if metrics["equal_groups"] == 1 else 0
         if policy.kl_above is not None and kl is not None and kl > policy.kl_above:
             return f"step {step}: the KL divergence to the reference is {kl:.3f} nats per answer, above kl.stop_above={policy.kl_above:g}"
@@ -42,14 +42,16 @@ class Guards:
                 f"step {step}: {metrics['truncated']:.0%} of the answers were cut at rollout.max_tokens={max_tokens}: raise it, or "
                 "start from a model that ends its answers"
             )
+        if metrics["excluded"] == 1:
+            return f"step {step}: the reward function returned None for every answer, so nothing can be learnt: look at its conditions"
         if self._equal_steps >= EQUAL_STEPS:
             return (
                 f"step {step}: for {EQUAL_STEPS} steps all answers to each prompt had equal rewards, so nothing can be learnt: look at "
                 "samples.jsonl and at the reward function, raise rollout.group_size or rollout.temperature"
             )
-        if policy.entropy_below is not None and metrics["entropy"] < policy.entropy_below:
+        if policy.entropy_below is not None and entropy is not None and entropy < policy.entropy_below:
             return (
-                f"step {step}: the policy's entropy is {metrics['entropy']:.4f} nats per token, below "
+                f"step {step}: the policy's entropy is {entropy:.4f} nats per token, below "
                 f"rollout.stop_entropy_below={policy.entropy_below:g}: lower optimizer.lr, or raise kl.coef"
             )
         return None
