@@ -18,8 +18,8 @@ def fill(run: Run, scored: Scored) -> None:
         scored.table["reward"] - scored.table["penalty"],
         groups=scored.groups,
         included=scored.included,
-        baseline=config.advantage.baseline.value,
-        scale=config.advantage.scale.value,
+        baseline=config.advantage.baseline,
+        scale=config.advantage.scale,
     )
     fill_buffer(
         run,

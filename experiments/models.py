@@ -97,6 +97,7 @@ def warm_start(config: Config, *, process: Process) -> Values | None:
 def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and targets [batch, T] of every step; targets are the answer alone."""
     warm, seed, length = config.warm_start, config.train.seed, config.data.seq_len
+    assert warm.batch_size is not None, "the configuration is checked"
     share, rest = divmod(warm.batch_size, process.world_size)
     if rest:
         raise ValueError(

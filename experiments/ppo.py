@@ -40,7 +40,7 @@ def update(run: Run) -> Update:
     """One optimizer step of the critic and one of the policy, on the same samples."""
     critic_loss = update_critic(run)
     updated = update_policy(run)
-    return replace(updated, figures={"critic_loss": critic_loss, **updated.figures})
+    return replace(updated, metrics={"critic_loss": critic_loss, **updated.metrics})
 
 
 def token_rewards(scored: Scored) -> Tensor:

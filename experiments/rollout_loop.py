@@ -43,18 +43,16 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
     continues = config.checkpoint.resume not in (None, "auto")
     first_values = None if continues else warm_start(config, process=process)
     run = open_run(config, process=process, first_values=first_values, lr_table=policies.learning_rates(config))
-    try:
-        past = resume(run)
-        with build_reporter(config, engine=run.actor, past=past) as reporter:
-            reporter.say(run.prompts.describe())
-            if run.reward_before is None:
-                run.reward_before = evaluate(run)
-            train(run, reporter=reporter, fill=fill, update=update)
-            after = evaluate(run)
-            summary = reporter.finish(**run.metrics, reward_before=run.reward_before, reward_after=after)
-            reporter.say(f"mean reward of sampled answers: {run.reward_before:.3f} before, {after:.3f} after")
-    finally:
-        run.close()
+    past = resume(run)
+    with build_reporter(config, engine=run.actor, past=past) as reporter:
+        reporter.say(run.prompts.describe())
+        if run.reward_before is None:
+            run.reward_before = evaluate(run)
+        train(run, reporter=reporter, fill=fill, update=update)
+        after = evaluate(run)
+        summary = reporter.finish(**run.metrics, reward_before=run.reward_before, reward_after=after)
+        reporter.say(f"mean reward of sampled answers: {run.reward_before:.3f} before, {after:.3f} after")
+    run.close()  # not after an error: ranks that have lost a member may wait for each other
     return summary
 
 
@@ -76,7 +74,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
                 metrics=engine.read_metrics,
                 row=saves,
                 **run.metrics,
-                **updated.figures,
+                **updated.metrics,
             )
             if saves:
                 with reporter.aside():

@@ -291,12 +291,12 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
 class Update:
     """loss: this rank's mean over its micro-batches, of which the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
 
-    figures: further values of the step's row, such as `clipped`, the fraction of tokens outside of the clipping range.
+    metrics: further values of the step's row, such as `clipped`, the fraction of tokens outside of the clipping range.
     """
 
     loss: Tensor
     entropy: float
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 def update_rows(run: Run) -> slice:
@@ -342,7 +342,7 @@ def update_policy(run: Run) -> Update:
     return Update(
         loss=torch.stack(losses).mean(),
         entropy=entropy / max(1.0, tokens),
-        figures={"clipped": clipped / max(1.0, tokens)},
+        metrics={"clipped": clipped / max(1.0, tokens)},
     )
 
 
@@ -371,12 +371,12 @@ def loss_of(config: Config) -> PolicyLoss:
     """The loss that `policy` and `kl` describe."""
     policy, kl = config.policy, config.kl
     return PolicyLoss(
-        ratio=policy.ratio.value,
-        form=policy.form.value,
+        ratio=policy.ratio,
+        form=policy.form,
         clip_low=policy.clip_low,
         clip_high=policy.clip_high,
         dual_clip=policy.dual_clip,
-        average=policy.average.value,
+        average=policy.average,
         kl_coef=kl.coef if kl.place == "loss" else 0.0,
         kl_estimator=kl.estimator.value if kl.estimator else "k3_weighted",
     )
@@ -391,7 +391,7 @@ def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
     parts = [
         token_weights(
             mask[update * share : (update + 1) * share],
-            average=run.config.policy.average.value,
+            average=run.config.policy.average,
             samples=int(totals[0, update]),
             tokens=int(totals[1, update]),
             max_tokens=run.config.rollout.max_tokens,

@@ -1,4 +1,4 @@
-"""Whole runs of `task=grpo` and `task=ppo` on warm ranks, with a small model."""
+"""Runs of `task=grpo` and `task=ppo` on warm ranks, with a small model."""
 
 import copy
 import functools

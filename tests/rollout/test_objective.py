@@ -190,3 +190,25 @@ def test_the_value_loss_by_hand():
     returns, weights = torch.tensor([[1.0, 1.0]], dtype=torch.float64), torch.full((1, 2), 0.5, dtype=torch.float64)
     close(value_loss(values, old=old, returns=returns, clip=0.0, weights=weights), (0 + 4) / 4)
     close(value_loss(values, old=old, returns=returns, clip=0.2, weights=weights), (0.3**2 + 4) / 4)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_value_loss_has_the_gradients_of_finite_differences_and_any_split(clip):
+    given = batch()
+    values, old, returns = given["logprobs"].requires_grad_(), given["old"], given["reference"]
+    weights = token_weights(MASK, average="tokens", samples=4, tokens=8, max_tokens=5).double()
+
+    def loss(rows: slice, values: Tensor) -> Tensor:
+        return value_loss(values[rows], old=old[rows], returns=returns[rows], clip=clip, weights=weights[rows])
+
+    assert torch.autograd.gradcheck(lambda x: loss(slice(None), x), values)
+    split = sum(loss(slice(row, row + 1), values) for row in range(4))
+    torch.testing.assert_close(split, loss(slice(None), values), **EXACT)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_weighted"])
+def test_divergences_have_the_gradients_of_finite_differences(estimator):
+    given = batch()
+    given.pop("advantages")
+    logprobs = given.pop("logprobs").requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: divergence(x, estimator=estimator, **given), logprobs)

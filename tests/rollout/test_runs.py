@@ -67,6 +67,13 @@ def test_the_first_samples_do_not_depend_on_the_number_of_ranks(task, plain):
     assert len({tuple(row["tokens"]) for row in one}) > 8  # of 16
 
 
+def test_the_samples_do_not_depend_on_the_size_of_micro_batches(plain, ranks, tmp_path):
+    config = config_of("grpo", folder=tmp_path, train__steps=1, train__micro_batch_size=2, train__accumulation_steps=4)
+    found = ranks(1).run(play, config=config)
+    one, two = (samples_of(result, rollout=0) for result in (plain("grpo", 1)[0], found))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
+
+
 def test_the_bits_of_the_reference_stay(plain):
     digests = [digest for rank in plain("grpo", 2)[0] for digest in rank["references"]]
     assert len(digests) == 4 and len(set(digests)) == 1
@@ -74,13 +81,13 @@ def test_the_bits_of_the_reference_stay(plain):
 
 @pytest.mark.parametrize(("task", "world_size", "stage"), [("grpo", 1, 0), ("ppo", 2, 3), ("ppo", 1, 1)])
 def test_a_run_resumed_in_the_middle_of_a_buffer_equals_the_uninterrupted_one(task, world_size, stage, ranks, tmp_path):
-    whole, second = tmp_path / "whole", tmp_path / "second"
+    first, second = tmp_path / "first", tmp_path / "second"
     changes = {"ranks": world_size, "zero__stage": stage, "train__steps": 5, "checkpoint__every": 3}
-    straight = ranks(world_size).run(play, config=config_of(task, folder=whole, **changes))
-    saved = str(whole / "checkpoints" / "step-000003")
+    straight = ranks(world_size).run(play, config=config_of(task, folder=first, **changes))
+    saved = str(first / "checkpoints" / "step-000003")
     config = config_of(task, folder=second, checkpoint__resume=saved, **changes)
     resumed = ranks(world_size).run(play, config=config)
-    assert rows_of(second) == rows_of(whole)[3:]
+    assert rows_of(second) == rows_of(first)[3:]
     assert samples_of(resumed, rollout=0) == samples_of(straight, rollout=2)  # step 4 uses up the second one
     for key in ("loss_digest", "reward_before", "reward_after"):
         assert resumed[0]["summary"][key] == straight[0]["summary"][key]
