@@ -11,6 +11,7 @@ from torch import Tensor
 from experiments import policies
 from experiments.models import warm_start
 from experiments.pretrain import build_reporter
+from experiments.prompts import Prompts
 from experiments.rollouts import Run, Scored, Update, answer_of, draw, evaluate, measure, open_run, score_samples
 from ztk import checkpoint, kernels
 from ztk.config import Config
@@ -40,9 +41,11 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
     Raises ValueError for a configuration that does not fit the prompts, RewardError for a reward function that fails, RolloutStopped when a
     guard ends the run, RolloutMismatch where rollout.identity=exact does not hold.
     """
+    prompts = Prompts(config)  # first: a fault in the user's files is said at once
     continues = config.checkpoint.resume not in (None, "auto")
     first_values = None if continues else warm_start(config, process=process)
-    run = open_run(config, process=process, first_values=first_values, lr_table=policies.learning_rates(config))
+    lr_table = policies.learning_rates(config)
+    run = open_run(config, process=process, prompts=prompts, first_values=first_values, lr_table=lr_table)
     past = resume(run)
     with build_reporter(config, engine=run.actor, past=past) as reporter:
         reporter.say(run.prompts.describe())

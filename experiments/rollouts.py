@@ -75,7 +75,9 @@ class Run:
         self.buffer.load_state_dict(state["buffer"], rank=self.process.rank, world_size=self.process.world_size)
 
 
-def open_run(config: Config, *, process: Process, first_values: Values | None, lr_table: Tensor) -> Run:
+def open_run(
+    config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor
+) -> Run:
     """The models, with the same first weights, and an empty buffer."""
     common = {"process": process, "values": first_values}
     has_reference, has_critic = config.kl.reference == "frozen", config.advantage.baseline == "critic"
@@ -86,7 +88,7 @@ def open_run(config: Config, *, process: Process, first_values: Values | None, l
         actor=build(config, lr_table=lr_table, **common),
         reference=build(config, is_trained=False, **common) if has_reference else None,
         critic=build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None,
-        prompts=Prompts(config),
+        prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
     )

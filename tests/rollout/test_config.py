@@ -63,18 +63,20 @@ def faults(*overrides: str) -> str:
         (
             (
                 *("task=ppo", "advantage.baseline=mean", "rollout.task=null", "kl.estimator=k3_weighted", "data.seq_len=10"),
-                "rollout.weights=full",
+                *("rollout.weights=full", "warm_start.batch_size=63"),
             ),
             (
                 "use task=grpo, or advantage.baseline=critic",
                 "use rollout.task=sorting, or data.path=FILE.jsonl with reward.function",
                 "use reward.function=mine.py:score",
                 "use warm_start.steps=0",
+                "use warm_start.batch_size=64",
                 "use kl.estimator=k1, or kl.place=loss",
             ),
         ),
         (("task=ppo", "advantage.scale=group", "data.seq_len=10"), ("use advantage.scale=batch", "use data.seq_len=14")),
-        (("algorithm=ppo", "task=grpo"), ("use task=ppo",)),
+        (("algorithm=ppo", "task=grpo", "reward.function=mine.score"), ("use task=ppo", "use reward.function=mine.py:score")),
+        (("task=grpo", "reward.function=no/mine.py:score"), ("there is no file no/mine.py",)),
         (("algorithm=dapo",), ("algorithm=dapo has no effect with task=pretrain: use task=grpo or task=ppo",)),
         (("data=prompts",), ("use data=stdlib, or task=grpo",)),
         (("rollout.prompts=3", "kl.coef=0.1"), ("rollout.prompts=3 has no effect here", "kl.coef=0.1 has no effect here")),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 
 import pytest
 
@@ -17,6 +18,7 @@ LAYOUTS = {
     "streamed": {"zero__stage": 3, "rollout__weights": RolloutWeightsName.streamed},
     "cpu": {"zero__stage": 3, "offload__optimizer": "cpu", "offload__parameters": "cpu"},
 }
+NVME = ("zero=stage3", "offload=nvme", f"offload.nvme_path={tempfile.gettempdir()}")
 
 
 def samples_of(result: list[dict], *, rollout: int) -> list[dict]:
@@ -46,11 +48,12 @@ def plain(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("task", "world_size", "layout"),
-    [*[("grpo", 2, layout) for layout in LAYOUTS], ("grpo", 1, "stage3"), ("ppo", 2, "stage3"), ("ppo", 2, "cpu")],
+    [*[("grpo", 2, layout) for layout in LAYOUTS], ("grpo", 1, "stage3"), ("ppo", 2, "stage3"), ("ppo", 2, "nvme")],
 )
 def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size, layout, plain, ranks, tmp_path):
     result, rows = plain(task, world_size)
-    config = config_of(task, folder=tmp_path, ranks=world_size, **LAYOUTS[layout])
+    options, changes = ((), LAYOUTS[layout]) if layout in LAYOUTS else (NVME, {"offload__nvme_path": str(tmp_path)})
+    config = config_of(task, *options, folder=tmp_path, ranks=world_size, **changes)
     found = ranks(world_size).run(play, config=config)
     for rollout in range(2):
         assert samples_of(found, rollout=rollout) == samples_of(result, rollout=rollout)

@@ -199,6 +199,9 @@ def _settle_paths(config: Config) -> None:
         config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
+    if config.reward.function is not None:
+        path, _, function = config.reward.function.rpartition(":")
+        config.reward.function = f"{_absolute(path)}:{function}"
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import (
@@ -80,6 +81,7 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield f"data.path has no effect beside rollout.task={rollout.task.value}: use rollout.task=null, or leave out data.path"
     if rollout.task is None and config.reward.function is None:
         yield "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score"
+    yield from _reward_faults(config.reward.function)
     if rollout.task is None and config.warm_start.steps:
         yield "warm_start.steps: answers to learn from are made for rollout.task=sorting alone; use warm_start.steps=0"
     if rollout.task is not None and rollout.max_tokens:
@@ -96,16 +98,30 @@ def _data_faults(config: Config) -> Iterator[str]:
             )
 
 
+def _reward_faults(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        yield f"reward.function={name}: must be FILE.py:FUNCTION; use reward.function=mine.py:score"
+    elif not Path(path).expanduser().is_file():
+        yield f"reward.function={name}: there is no file {path} (from {Path.cwd()}); give its path"
+
+
 def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     train, rollout = config.train, config.rollout
     if not rollout.prompts or not rollout.group_size or train.micro_batch_size < 1:
         return  # the ranges say so
     samples = rollout.prompts * rollout.group_size
+    warm = config.warm_start
     batch = train.global_batch_size
     replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
     unit = replicas * train.micro_batch_size
     if batch is None:
         batch = unit * (train.accumulation_steps or 1)
+    if warm.steps and warm.batch_size and warm.batch_size % replicas:
+        fixed = -(-warm.batch_size // replicas) * replicas
+        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"
     if batch % unit:
         yield (
             f"train.global_batch_size={batch} is no multiple of {unit} ({replicas} ranks x train.micro_batch_size="
