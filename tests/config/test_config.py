@@ -53,6 +53,8 @@ def test_every_option_composes(group, tmp_path):
         model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
         if group == "topology" and re.search(r"ep\d", option):
             model = ("model=tiny_moe",)
+        if group == "algorithm":
+            model = (f"task={'ppo' if option == 'ppo' else 'grpo'}",)
         config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=CPU)
         assert from_yaml(to_yaml(config)) == config
 

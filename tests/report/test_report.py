@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from ztk import report
 from ztk.report.environment import device_name
 from ztk.report.folder import write_json
+from ztk.report.plot import draw_reward
 from ztk.report.reporter import Reporter, ReportPolicy
 from ztk.runtime import MemoryLedger, PhaseClock, Tier
 
@@ -289,6 +291,17 @@ def test_picture(tmp_path):
         reporter.finish(bigram_entropy=2.2)
     data = (tmp_path / "run.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 10_000
+
+
+def test_rewards_are_drawn_over_the_divergence_or_the_steps():
+    rows = [{"step": step, "reward": step / 4, "kl": step / 2} for step in range(1, 4)]
+    axes = Figure().subplots()
+    draw_reward(axes, rows=rows)
+    assert axes.collections[0].get_offsets().tolist() == [[0.5, 0.25], [1.0, 0.5], [1.5, 0.75]]
+    axes = Figure().subplots()
+    draw_reward(axes, rows=[row | {"kl": None} for row in rows])
+    assert axes.collections[0].get_offsets().tolist() == [[1, 0.25], [2, 0.5], [3, 0.75]]
+    assert axes.get_xlabel() == "step"
 
 
 def test_picture_of_a_run_without_rows(tmp_path):

@@ -15,6 +15,7 @@ from ztk.config.keys import expected, holds_int, holds_number, leaf_types, secti
 from ztk.config.rules import ConfigError
 from ztk.config.suggest import did_you_mean, near_keys, near_options
 
+OVERLAY_MARK = "# @package _global_"  # in a file whose option sets keys of several groups
 # Hydra's flags that are followed by a value.
 _WITH_VALUE = {
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),

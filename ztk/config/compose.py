@@ -13,16 +13,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.arguments import parse_arguments
+from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
+from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check, data_paths
 from ztk.config.schema import Config, DataName, SchedulerName
 from ztk.config.topology import replicas_of, settled_ranks
+
+_OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
 
@@ -84,6 +87,10 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
+    if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
+        raise ConfigError(
+            [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
+        )
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
     return config
@@ -131,10 +138,12 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     named = {key for key in (_key(override) for override in overrides) if key in known}
     sources = [("", Path(conf_dir(), "config.yaml"))]
     sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
+    sources.sort(key=lambda source: _OVERLAYS.index(source[0]) if source[0] in _OVERLAYS else -1)
     usual = {}
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
-            usual |= dict(flatten(yaml.safe_load(path.read_text()) or {}, prefix=prefix))
+            text = path.read_text()
+            usual |= dict(flatten(yaml.safe_load(text) or {}, prefix="" if OVERLAY_MARK in text else prefix))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {
         key
@@ -190,6 +199,9 @@ def _settle_paths(config: Config) -> None:
         config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
+    if config.reward.function is not None:
+        path, _, function = config.reward.function.rpartition(":")
+        config.reward.function = f"{_absolute(path)}:{function}"
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

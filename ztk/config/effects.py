@@ -4,11 +4,12 @@ A key without effect in a run is refused if the user set it, and set to None if 
 configuration shows what took part. A key that has an effect needs a value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
+from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
 from ztk.config.schema import (
     Config,
     DataName,
@@ -60,6 +61,58 @@ def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
 
 def _uses_scheduler(*names: SchedulerName) -> Callable[[Config, Machine], bool]:
     return lambda config, machine: config.scheduler.name in names
+
+
+def _draws(config: Config, machine: Machine) -> bool:
+    """Whether the task draws answers from the policy."""
+    return config.task.name in ("grpo", "ppo")
+
+
+def _rollout_effects() -> Iterator[Effect]:
+    only = "task=grpo or task=ppo"
+    required = {
+        "rollout": "prompts group_size max_tokens temperature identity drop_equal_groups mask_truncated show_every",
+        "warm_start": "steps",
+        "advantage": "baseline scale",
+        "policy": "ratio form clip_low clip_high average",
+        "kl": "reference coef",
+        "reward": "timeout_seconds",
+    }
+    for section, names in required.items():
+        yield Effect(keys=_section(section, *names.split()), when=_draws, only=only)
+    optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function")
+    yield Effect(keys=optional, when=_draws, only=only, required=False)
+    yield Effect(
+        keys=("rollout.weights",),
+        when=lambda c, m: _draws(c, m) and c.zero.engine is ZeroEngine.ztk and c.zero.stage == 3,
+        only=f"{only} and zero=stage3",
+    )
+    yield Effect(
+        keys=("policy.dual_clip",),
+        when=lambda c, m: _draws(c, m) and c.policy.form is PolicyForm.clipped,
+        only=f"{only} and policy.form=clipped",
+        required=False,
+    )
+    yield Effect(
+        keys=("kl.estimator", "kl.place"),
+        when=lambda c, m: _draws(c, m) and bool(c.kl.coef),
+        only=f"{only} and kl.coef above 0",
+    )
+    yield Effect(
+        keys=_section("warm_start", "correct", "lr", "batch_size"),
+        when=lambda c, m: _draws(c, m) and bool(c.warm_start.steps),
+        only=f"{only} and warm_start.steps above 0",
+    )
+    yield Effect(
+        keys=("advantage.gamma", "advantage.lam", "critic.lr", "critic.value_clip"),
+        when=lambda c, m: c.task.name == "ppo",
+        only="task=ppo",
+    )
+    yield Effect(
+        keys=("rollout.correction_max",),
+        when=lambda c, m: _draws(c, m) and c.rollout.identity is RolloutIdentity.corrected,
+        only="rollout.identity=corrected",
+    )
 
 
 EFFECTS = (
@@ -157,10 +210,15 @@ EFFECTS = (
         only="recompute.contiguous=true",
         required=False,
     ),
-    Effect(keys=("data.path",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
+    Effect(
+        keys=("data.path",),
+        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts),
+        only="data=files or data=prompts",
+        required=False,
+    ),
     Effect(
         keys=("data.validation_fraction", "train.eval_every", "train.eval_batches"),
-        when=lambda c, m: c.data.name is not DataName.synthetic,
+        when=lambda c, m: c.data.name in (DataName.stdlib, DataName.files),
         only="data=stdlib or data=files",
     ),
     Effect(
@@ -231,7 +289,7 @@ EFFECTS = (
     ),
     Effect(
         keys=("checkpoint.keep_best",),
-        when=lambda c, m: c.checkpoint.every != 0 and c.data.name is not DataName.synthetic,
+        when=lambda c, m: c.checkpoint.every != 0 and c.data.name in (DataName.stdlib, DataName.files),
         only="checkpoint.every above 0 and data=stdlib or data=files",
     ),
     Effect(
@@ -249,6 +307,7 @@ EFFECTS = (
         when=lambda c, m: c.logger.mode is not LoggerMode.disabled,
         only="logger=offline or online",
     ),
+    *_rollout_effects(),
 )
 
 

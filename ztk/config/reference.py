@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ztk.config.arguments import options_of
+from ztk.config.arguments import OVERLAY_MARK, options_of
 from ztk.config.effects import EFFECTS
 from ztk.config.keys import expected, flatten, leaf_types, section_of, written
 from ztk.config.rules import ConfigError, range_of
@@ -17,6 +17,7 @@ from ztk.config.suggest import did_you_mean, near_keys
 
 # Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
 _SETS = {
+    "algorithm": "The keys of a policy gradient by the name of its paper; task=grpo and task=ppo choose one.",
     "experiment": "A named set of options and values; none is chosen unless the command line does.",
     "sweep": "A named grid of runs; none is chosen unless the command line does.",
 }
@@ -55,11 +56,17 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
     options = options_of(list(folders))
     names = [field.name for field in fields(Config) if field.name != "output_dir"]
     found = {}
+    overlays = _overlays(options, folders=folders)
     for group in [*names, *_SETS]:
         files = {option: _option_file(group, option=option, folders=folders) for option in options.get(group, [])}
-        values = {option: dict(flatten(_values(path), prefix=f"{group}.")) for option, path in files.items()}
-        if not files and group in names:
+        values = {
+            option: dict(flatten(_values(path), prefix=f"{group}."))
+            for option, path in files.items()
+            if not _is_overlay(path)
+        }
+        if not files and group in root:
             values = {"": dict(flatten(root[group], prefix=f"{group}."))}
+        values |= overlays
         keys = [key for key in leaf_types() if key.startswith(f"{group}.")]
         found[group] = GroupReference(
             name=group,
@@ -120,6 +127,22 @@ def _written(value: Any) -> str:
 
 def _option_file(group: str, *, option: str, folders: Sequence[str]) -> Path:
     return next(path for folder in folders if (path := Path(folder, group, f"{option}.yaml")).is_file())
+
+
+def _is_overlay(path: Path) -> bool:
+    """The file sets keys of several groups."""
+    return OVERLAY_MARK in path.read_text(encoding="utf-8")
+
+
+def _overlays(options: dict[str, list[str]], *, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`task=grpo` -> the keys that this choice sets, for every option of a group whose options set keys of others."""
+    found = {}
+    for group in ("algorithm", "task"):
+        for option in options.get(group, []):
+            path = _option_file(group, option=option, folders=folders)
+            if _is_overlay(path):
+                found[f"{group}={option}"] = dict(flatten(_values(path)))
+    return found
 
 
 def _values(path: Path) -> dict[str, Any]:

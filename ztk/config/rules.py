@@ -10,6 +10,7 @@ from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
+from ztk.config.rollout import rollout_faults
 from ztk.config.schema import (
     Config,
     DataName,
@@ -22,7 +23,7 @@ from ztk.config.schema import (
     ZeroEngine,
 )
 from ztk.config.topology import topology_faults
-from ztk.policies import layout, loss_scale, offload, optimizer, pipeline, recompute, schedule, zero
+from ztk.policies import layout, loss_scale, offload, optimizer, pipeline, recompute, rollout, schedule, zero
 from ztk.policies.ranges import (
     BELOW_ONE,
     COUNT,
@@ -89,6 +90,7 @@ RANGES = {
     "launch.ranks": Range(low=1, high=65_536),
     "launch.threads": Range(low=1, high=4096),  # of each rank
     "launch.min_ranks": Range(low=1, high=65_536),
+    **rollout.RANGES,
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 
@@ -209,9 +211,11 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _data(config: Config, machine: Machine) -> Iterator[str]:
-    if config.data.name is not DataName.files:
+    if config.data.name not in (DataName.files, DataName.prompts):
         return
     if config.data.path is None:
+        if config.data.name is DataName.prompts:
+            return
         yield "data=files reads what data.path names, and it names nothing: use data.path=FOLDER, a file or a glob, or data=stdlib"
         return
     for entry in data_paths(config):
@@ -231,7 +235,8 @@ def _matches(pattern: str) -> bool:
 
 def _training(config: Config, machine: Machine) -> Iterator[str]:
     train, checkpoint = config.train, config.checkpoint
-    if config.data.name is not DataName.synthetic and config.data.validation_fraction == 0 and train.eval_every:
+    reads_text = config.data.name in (DataName.stdlib, DataName.files)
+    if reads_text and config.data.validation_fraction == 0 and train.eval_every:
         yield (
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
@@ -321,4 +326,4 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
         yield "kernels=triton needs a GPU: use kernels=auto (torch's kernels on a CPU), or kernels=reference"
 
 
-_RULES = (_task, _zero_and_offload, _nvme, _precision, _model, _data, _training, _optimizer, _launch)
+_RULES = (_task, _zero_and_offload, _nvme, _precision, _model, _data, _training, _optimizer, _launch, rollout_faults)

@@ -10,6 +10,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ztk.config.key import key
+from ztk.config.rollout_schema import (
+    AdvantageConfig,
+    CriticConfig,
+    KlConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    WarmStartConfig,
+)
 from ztk.policies.pipeline import ScheduleName
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
@@ -42,6 +52,7 @@ class DataName(StrEnum):
     stdlib = "stdlib"  # the source code of the Python standard library on this machine
     files = "files"  # whatever `data.path` names
     synthetic = "synthetic"  # random tokens, for benchmarks
+    prompts = "prompts"  # what a policy answers: of `rollout.task`, or lines of `data.path`
 
 
 class OptimizerName(StrEnum):
@@ -80,11 +91,6 @@ class DeviceName(StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-def key(meaning: str, **default: Any) -> Any:
-    """A key of the command line. `meaning` is its line in `--help GROUP` and on the configuration's page."""
-    return field(metadata={"meaning": meaning}, **default)
 
 
 @dataclass(kw_only=True)
@@ -246,7 +252,7 @@ class DataConfig:
 
     name: DataName = key(
         "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
-        "tokens"
+        'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...}'
     )
     path: Any = key("a file, a folder, a glob, or a list of them", default=None)
     validation_fraction: float | None = key("part of the text held out for evaluation", default=None)
@@ -391,4 +397,11 @@ class Config:
     checkpoint: CheckpointConfig
     logger: LoggerConfig
     launch: LaunchConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     output_dir: str

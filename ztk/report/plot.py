@@ -25,15 +25,21 @@ _OTHER_COLOR = "#bbbbbb"
 
 
 def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
-    """Writes a PNG with two panels and returns its path: loss over steps, and model state per tier by category with its peak."""
+    """Writes a PNG and returns its path: loss over steps, reward over divergence if there are rewards, model state per tier with its peak."""
     path = Path(folder)
     rows = list(read_rows(path))
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 4.5), layout="constrained")  # no pyplot: no global state, no display
-        loss_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-        _draw_loss(loss_axes, rows=rows, summary=summary)
-        _draw_memory(memory_axes, summary=summary)
+        rewarded = [row for row in rows if row.get("reward") is not None]
+        ratios = (3, 3, 2) if rewarded else (3, 2)
+        figure = Figure(
+            figsize=(4 * len(ratios) + 4, 4.5), layout="constrained"
+        )  # no pyplot: no global state, no display
+        panels = figure.subplots(1, len(ratios), width_ratios=ratios)
+        _draw_loss(panels[0], rows=rows, summary=summary)
+        if rewarded:
+            draw_reward(panels[1], rows=rewarded)
+        _draw_memory(panels[-1], summary=summary)
         figure.savefig(path / name, dpi=120)
     return path / name
 
@@ -53,6 +59,17 @@ def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any
     if (entropy := summary.get("bigram_entropy")) is not None:
         axes.axhline(entropy, color="black", linestyle="--", linewidth=1, label=f"byte bigrams ({entropy:.3f})")
     axes.legend(frameon=False)
+
+
+def draw_reward(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
+    """The mean reward of every step over its divergence from the reference, or over the steps where that was not measured."""
+    measured = all(row.get("kl") is not None for row in rows)
+    label = "KL to the reference, nats per answer" if measured else "step"
+    axes.set(title="reward", xlabel=label, ylabel="mean over sampled answers")
+    axes.grid(alpha=0.25)
+    places = [row["kl" if measured else "step"] for row in rows]
+    dots = axes.scatter(places, [row["reward"] for row in rows], c=[row["step"] for row in rows], s=12, cmap="viridis")
+    axes.figure.colorbar(dots, ax=axes, label="step")
 
 
 def _smooth(values: list[float], *, span: float) -> list[float]:

@@ -61,8 +61,12 @@ class PlainProgress:
 
 
 def describe_row(row: Mapping[str, Any]) -> str:
-    """loss, learning rate, speed, memory of the tiers in use; validation loss and loss scale where there are any."""
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"{format_count(row['tokens_per_second'])} tokens/s"]
+    """loss, learning rate, speed, memory of the tiers in use; validation loss and loss scale where there are any.
+
+    Of a policy reward, KL divergence, entropy and length come first.
+    """
+    parts = [f"{name} {row[name]:.3f}" for name in ("reward", "kl", "entropy", "length") if row.get(name) is not None]
+    parts += [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"{format_count(row['tokens_per_second'])} tokens/s"]
     parts.append(f"{1e3 * row['step_seconds']:.0f} ms/step")
     for tier in ("device", "host", "nvme"):
         if nbytes := row[f"memory.{tier}_bytes"]:

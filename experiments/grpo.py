@@ -1,0 +1,29 @@
+"""Train a policy by comparing answers to one prompt with each other (GRPO and its kin): the program of every rank of `task=grpo`."""
+
+from experiments.rollout_loop import run_rank
+from experiments.rollouts import Run, Scored, counted, fill_buffer, update_policy
+from ztk.config import Config
+from ztk.rollout.objective import group_advantages
+
+
+def main(config: Config) -> None:
+    """Runs one rank from start to end; `rollout_loop.run_task` says what it raises."""
+    run_rank(config, fill=fill, update=update_policy)
+
+
+def fill(run: Run, scored: Scored) -> None:
+    """The advantage of an answer is its reward against those of the others to the same prompt, the same for all its tokens."""
+    config, samples = run.config, scored.samples
+    advantages = group_advantages(
+        scored.table["reward"] - scored.table["penalty"],
+        groups=scored.groups,
+        included=scored.included,
+        baseline=config.advantage.baseline,
+        scale=config.advantage.scale,
+    )
+    fill_buffer(
+        run,
+        scored=scored,
+        counts=counted(run, scored=scored),
+        advantages=advantages[samples.numbers].float().unsqueeze(1) * samples.answer_mask,
+    )

@@ -1,0 +1,124 @@
+"""The models of `task=grpo` and `task=ppo`: each an engine of its own, with the run's strategy."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments import policies
+from experiments.prompts import PAD, STOP, sorting, wrong_answer
+from ztk.config import Config
+from ztk.data import ByteTokenizer
+from ztk.engine import Engine
+from ztk.nn import Decoder, initial_values
+from ztk.nn.linear import Linear
+from ztk.parallel import parallelize
+from ztk.runtime import Process
+from ztk.runtime.seed import generator
+
+Values = dict[str, Tensor]  # name -> the full parameter, float32 on the CPU
+
+
+def build(
+    config: Config,
+    *,
+    process: Process,
+    values: Values | None = None,
+    lr: float | None = None,
+    lr_table: Tensor | None = None,
+    is_trained: bool = True,
+    is_critic: bool = False,
+    accumulation_steps: int | None = None,
+) -> Engine:
+    """A decoder under the run's strategy. values: its first ones, where they differ from those of `train.seed`.
+
+    lr: None: optimizer.lr. is_critic: the output layer gives one number per token, a value.
+    """
+    with torch.device("meta"):
+        shape = policies.decoder_config(config)
+        model = Decoder(replace(shape, tie_embeddings=False) if is_critic else shape)
+        if is_critic:
+            model.head = Linear(shape.dim, 1)
+    model.requires_grad_(is_trained)
+    optimizer = policies.optimizer_policy(config)
+    lr = 0.0 if not is_trained else optimizer.lr if lr is None else lr
+    return parallelize(
+        model,
+        process=process,
+        optimizer=replace(optimizer, lr=lr),
+        lr_table=lr_table,
+        precision=policies.precision_policy(config),
+        zero=policies.zero_policy(config),
+        offload=policies.offload_policy(config),
+        recompute=policies.recompute_policy(config),
+        accumulation_steps=accumulation_steps or config.train.accumulation_steps,
+        initial_values=_first_values(model, values=values, seed=config.train.seed),
+    )
+
+
+def _first_values(model: Decoder, *, values: Values | None, seed: int) -> Callable[..., Tensor]:
+    drawn = partial(initial_values, model, seed=seed)
+
+    def value(*, name: str, start: int, stop: int) -> Tensor:
+        if values is None or name not in values:
+            return drawn(name=name, start=start, stop=stop)
+        return values[name].flatten()[start:stop].clone()
+
+    return value
+
+
+def full_values(engine: Engine) -> Values:
+    """All parameters, a copy on every rank. A collective call; takes 4 bytes of main memory per parameter."""
+    return {
+        name: parameter.detach().to("cpu", torch.float32, copy=True)
+        for name, parameter in engine.zero.full_parameters()
+    }
+
+
+def warm_start(config: Config, *, process: Process) -> Values | None:
+    """The parameters after `warm_start.steps` supervised steps on answers of which `warm_start.correct` are right; None without steps.
+
+    Raises ValueError if the ranks cannot divide `warm_start.batch_size`.
+    """
+    if not config.warm_start.steps:
+        return None
+    engine = build(config, process=process, lr=config.warm_start.lr, accumulation_steps=1)
+    for tokens, targets in _examples(config, process=process):
+        engine.backward(engine(tokens.to(process.device), targets.to(process.device)))
+        engine.step()
+    values = full_values(engine)
+    engine.close()
+    return values
+
+
+def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and targets [batch, T] of every step; targets are the answer alone."""
+    warm, seed, length = config.warm_start, config.train.seed, config.data.seq_len
+    assert warm.batch_size is not None, "the configuration is checked"
+    share, rest = divmod(warm.batch_size, process.world_size)
+    if rest:
+        raise ValueError(
+            f"warm_start.batch_size={warm.batch_size} cannot be divided over {process.world_size} ranks: use "
+            f"warm_start.batch_size={share * process.world_size or process.world_size}"
+        )
+    for step in range(warm.steps):
+        rows = torch.full((share, length + 1), PAD)
+        counted = torch.zeros_like(rows, dtype=torch.bool)
+        for row, mask, index in zip(rows, counted, range(share), strict=True):
+            number = -1 - (step * warm.batch_size + process.rank * share + index)  # others than those of rollouts
+            prompt = sorting(seed=seed, number=number)
+            right = torch.rand((), generator=generator(seed, "right", number)).item() < warm.correct
+            answer = prompt.answer if right else wrong_answer(prompt, seed=seed, number=number)
+            text = ByteTokenizer().encode(f"{prompt.text}{answer}{chr(STOP)}")
+            row[: len(text)] = text
+            mask[len(prompt.text) : len(text)] = True
+        yield rows[:, :-1].contiguous(), torch.where(counted, rows, -100)[:, 1:].contiguous()
+
+
+def values_of_states(critic: Engine, *, tokens: Tensor) -> Tensor:
+    """The critic's value before each token, from the position before it: tokens [S, T] -> float32 [S, T]; 0 for the first."""
+    values = critic(tokens).squeeze(-1).float()
+    return F.pad(values[:, :-1], (1, 0))

@@ -1,0 +1,97 @@
+"""Train a policy with a critic (PPO): the program of every rank of `task=ppo`."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from experiments.models import values_of_states
+from experiments.rollout_loop import run_rank
+from experiments.rollouts import Run, Scored, Update, counted, fill_buffer, micro_batches, update_policy, update_rows
+from ztk.config import Config
+from ztk.rollout import Samples
+from ztk.rollout.objective import generalised_advantages, value_loss
+
+
+def main(config: Config) -> None:
+    """Runs one rank from start to end; `rollout_loop.run_task` says what it raises."""
+    run_rank(config, fill=fill, update=update)
+
+
+def fill(run: Run, scored: Scored) -> None:
+    """The advantage of a token is by how much what follows exceeds the critic's expectation (GAE)."""
+    config, samples = run.config, scored.samples
+    counts = counted(run, scored=scored)
+    values = values_of(run, samples=samples)
+    advantages = generalised_advantages(
+        token_rewards(scored),
+        values=values,
+        mask=samples.answer_mask,
+        gamma=config.advantage.gamma,
+        lam=config.advantage.lam,
+    )
+    returns = advantages + values
+    if config.advantage.scale == "batch":
+        advantages = whitened(run, advantages=advantages, mask=samples.answer_mask & counts.unsqueeze(1))
+    fill_buffer(run, scored=scored, counts=counts, advantages=advantages, values=values, returns=returns)
+
+
+def update(run: Run) -> Update:
+    """One optimizer step of the critic and one of the policy, on the same samples."""
+    critic_loss = update_critic(run)
+    updated = update_policy(run)
+    return replace(updated, metrics={"critic_loss": critic_loss, **updated.metrics})
+
+
+def token_rewards(scored: Scored) -> Tensor:
+    """The reward of an answer at its last token, less the penalty at every token, float32 [S, T]."""
+    samples = scored.samples
+    rewards = torch.zeros_like(samples.logprobs) if scored.penalty is None else -scored.penalty
+    last = samples.prompt_lengths + samples.answer_lengths - 1
+    rewards[torch.arange(len(samples)), last] += samples.rewards.float()
+    return rewards
+
+
+def values_of(run: Run, *, samples: Samples) -> Tensor:
+    """The critic's value before each token, float32 [S, T], without gradients; 0 outside of answers."""
+    assert run.critic is not None
+    with run.critic.evaluating():
+        parts = [
+            values_of_states(run.critic, tokens=samples.tokens[rows].to(run.process.device)).cpu()
+            for rows in micro_batches(run, samples=samples)
+        ]
+    return torch.cat(parts) * samples.answer_mask
+
+
+def whitened(run: Run, *, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Advantages less their mean, over their deviation, both over all counted tokens of all ranks."""
+    kept = advantages[mask].double()
+    own = torch.stack([torch.tensor(float(len(kept)), dtype=torch.float64), kept.sum(), kept.square().sum()])
+    count, total, squares = (
+        run.process.comm.gather_scalars(own.to(run.process.device), label="whitening").sum(0).tolist()
+    )
+    mean = total / max(1.0, count)
+    deviation = max(0.0, squares / max(1.0, count) - mean * mean) ** 0.5
+    return (advantages - mean) / (deviation + 1e-8) * mask
+
+
+def update_critic(run: Run) -> float:
+    """One optimizer step of the critic on the samples of the policy's next one; the mean loss over all ranks."""
+    config, engine, device = run.config, run.critic, run.process.device
+    assert engine is not None and run.buffer.samples is not None
+    rows = update_rows(run)
+    samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
+    scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for part in micro_batches(run, samples=samples):
+        loss = value_loss(
+            values_of_states(engine, tokens=samples.tokens[part].to(device)),
+            old=extra["values"][part].to(device),
+            returns=extra["returns"][part].to(device),
+            clip=config.critic.value_clip,
+            weights=extra["weights"][part].to(device),
+        )
+        engine.backward(loss * scale)
+        engine.step()
+        total += loss.detach()
+    return run.process.comm.gather_scalars(total, label="critic").sum().item()

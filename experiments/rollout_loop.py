@@ -1,0 +1,198 @@
+"""The life of a run of `task=grpo` or `task=ppo`: rollout, update, report, checkpoint; what is shown and what is saved."""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from experiments import policies
+from experiments.models import warm_start
+from experiments.pretrain import build_reporter
+from experiments.prompts import Prompts
+from experiments.rollouts import Run, Scored, Update, answer_of, draw, evaluate, measure, open_run, score_samples
+from ztk import checkpoint, kernels
+from ztk.config import Config
+from ztk.report import Reporter, RunFolder
+from ztk.rollout import RolloutStopped, Samples
+from ztk.runtime import Process
+
+NUM_SHOWN = 4  # texts of a step
+
+# What differs between the tasks: from scored samples to a full buffer; one optimizer step of every model that learns.
+Fill = Callable[[Run, Scored], None]
+UpdateModels = Callable[[Run], Update]
+
+
+def run_rank(config: Config, *, fill: Fill, update: UpdateModels) -> None:
+    """Runs one rank from start to end; see `run_task`."""
+    kernels.set_backend(config.kernels.backend)
+    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    process = process.arrange(policies.topology(config))
+    run_task(config, process=process, fill=fill, update=update)
+    process.stop()
+
+
+def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateModels) -> dict[str, Any]:
+    """From the first model to the last row; returns the summary.
+
+    Raises ValueError for a configuration that does not fit the prompts, RewardError for a reward function that fails, RolloutStopped when a
+    guard ends the run, RolloutMismatch where rollout.identity=exact does not hold.
+    """
+    prompts = Prompts(config)  # first: a fault in the user's files is said at once
+    continues = config.checkpoint.resume not in (None, "auto")
+    first_values = None if continues else warm_start(config, process=process)
+    lr_table = policies.learning_rates(config)
+    run = open_run(config, process=process, prompts=prompts, first_values=first_values, lr_table=lr_table)
+    past = resume(run)
+    with build_reporter(config, engine=run.actor, past=past) as reporter:
+        reporter.say(run.prompts.describe())
+        if run.reward_before is None:
+            run.reward_before = evaluate(run)
+        train(run, reporter=reporter, fill=fill, update=update)
+        after = evaluate(run)
+        summary = reporter.finish(**run.metrics, reward_before=run.reward_before, reward_after=after)
+        reporter.say(f"mean reward of sampled answers: {run.reward_before:.3f} before, {after:.3f} after")
+    run.close()  # not after an error: ranks that have lost a member may wait for each other
+    return summary
+
+
+def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> None:
+    """Optimizer steps up to `train.steps`; a rollout whenever the buffer is used up."""
+    config, engine = run.config, run.actor
+    texts = Texts(run, first_step=engine.global_steps)
+    with Savers(run) as savers:
+        for step in range(engine.global_steps + 1, config.train.steps + 1):
+            if run.buffer.is_used_up:
+                roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
+            updated = update(run)
+            run.buffer.position += 1
+            run.metrics |= {"entropy": updated.entropy}
+            saves = bool(config.checkpoint.every) and step % config.checkpoint.every == 0
+            reporter.step(
+                loss=updated.loss,
+                tokens=config.train.global_batch_size * config.data.seq_len,
+                metrics=engine.read_metrics,
+                row=saves,
+                **run.metrics,
+                **updated.metrics,
+            )
+            if saves:
+                with reporter.aside():
+                    savers.save(extra=reporter.past())
+
+
+def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
+    """Draws, scores, measures and shows samples, and fills the buffer with them. Raises RolloutStopped, after a checkpoint, for a guard."""
+    config, step = run.config, run.actor.global_steps + 1
+    scored = score_samples(run, samples=draw(run))
+    entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
+    run.metrics = entropy | measure(run, scored=scored)
+    if config.rollout.show_every and (step == 1 or step % config.rollout.show_every == 0):
+        reporter.say(texts.show(run, step=step, samples=scored.samples, kl=scored.kl))
+    fault = run.guards.fault(run.metrics, step=step, max_tokens=config.rollout.max_tokens)
+    if fault is not None:
+        savers.save(extra=reporter.past())  # from before this rollout: a resumed run draws it again
+        raise RolloutStopped(f"{fault}. A checkpoint is in {savers.folder}")
+    fill(run, scored)
+    run.rollouts += 1
+
+
+class Texts:
+    """`samples.jsonl` of the run folder: texts with reward, length and KL. Rank 0 writes."""
+
+    def __init__(self, run: Run, *, first_step: int) -> None:
+        """Drops the rows that a run resumed at `first_step` writes again."""
+        self._path = Path(run.config.output_dir) / "samples.jsonl"
+        self._writes = run.process.rank == 0
+        if self._writes and self._path.exists():
+            kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
+            self._path.write_text("".join(f"{line}\n" for line in kept))
+
+    def show(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> str:
+        """Writes one text of each of the rollout's first prompts; returns them for the screen."""
+        lines = []
+        for row in range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]:
+            record = {
+                "step": step,
+                "prompt": run.prompts[int(samples.prompts[row])].text,
+                "answer": answer_of(samples, row=row),
+                "reward": float(samples.rewards[row]) if samples.included[row] else None,
+                "length": int(samples.answer_lengths[row]),
+                "kl": None if kl is None else float(kl[row]),
+                "finished": bool(samples.finished[row]),
+            }
+            near = "" if kl is None else f"  kl {record['kl']:.3f}"
+            lines.append(
+                f"  reward {record['reward']}  length {record['length']}{near}  {record['prompt']!r} -> {record['answer']!r}"
+            )
+            if self._writes:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+        return f"step {step}: texts\n" + "\n".join(lines)
+
+
+class Savers:
+    """Checkpoints of all models that a run needs to continue: the policy's last, so that it exists only beside the others."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._stack = run, ExitStack()
+        self._policy: checkpoint.Saver | None = None
+        self._others: list[checkpoint.Saver] = []
+        self.folder = RunFolder(run.config.output_dir).checkpoints
+
+    def __enter__(self) -> "Savers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> checkpoint.Saver:
+        if self._policy is None:
+            run, config = self._run, self._run.config
+            keep, keep_every = config.checkpoint.keep or 1, config.checkpoint.keep_every or 0
+            # One more of the others: a save that ends between theirs and the policy's leaves the policy's last one complete.
+            spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every)
+            others = {"critic": run.critic, "reference": run.reference}
+            self._others = [
+                self._stack.enter_context(checkpoint.Saver(engine, folder=self.folder.parent / name, retention=spare))
+                for name, engine in others.items()
+                if engine is not None
+            ]
+            retention = checkpoint.Retention(keep=keep, keep_every=keep_every)
+            self._policy = self._stack.enter_context(
+                checkpoint.Saver(run.actor, folder=self.folder, retention=retention)
+            )
+        return self._policy
+
+    def save(self, *, extra: dict[str, Any]) -> None:
+        """Saves all models after the same optimizer step. A collective call."""
+        policy = self._open()
+        if self._run.reference is not None:  # it makes no steps: its checkpoints are named alike
+            self._run.reference.global_steps = self._run.actor.global_steps
+        for saver in self._others:
+            saver.save()
+        policy.save(data_state=self._run.state_dict(), extra=extra)
+
+
+def resume(run: Run) -> dict[str, Any]:
+    """Restores all models and the run from `checkpoint.resume`; returns what the reporter needs to continue its record."""
+    config = run.config
+    given = config.checkpoint.resume
+    if given is None:
+        return {}
+    if given == "auto":
+        loaded = checkpoint.load_newest(run.actor, folder=RunFolder(config.output_dir).checkpoints)
+        if loaded is None:
+            return {}
+    else:
+        loaded = checkpoint.load(run.actor, path=given)
+    for name, engine in (("critic", run.critic), ("reference", run.reference)):
+        if engine is not None:
+            checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
+    run.load_state_dict(loaded.data_state)
+    if run.process.rank == 0:
+        print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
+    return (loaded.extra or {}) | {"first_step": run.actor.global_steps}

@@ -1,0 +1,403 @@
+"""The parts of `task=grpo` and `task=ppo` that are the same: drawing, scoring, measuring, the policy's update."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.models import Values, build
+from experiments.prompts import PAD, STOP, Prompts
+from ztk.config import Config
+from ztk.data import ByteTokenizer
+from ztk.engine import Engine
+from ztk.rollout import (
+    Buffer,
+    GuardPolicy,
+    Guards,
+    Requests,
+    RolloutMismatch,
+    RolloutPolicy,
+    RolloutWeights,
+    Samples,
+    compare,
+    generate,
+    share_of_rank,
+    token_logprobs,
+)
+from ztk.rollout.objective import PolicyLoss, divergence, equal_groups, policy_loss, token_weights
+from ztk.runtime import Process
+
+EVALUATED = 4  # rollouts, before the first step and after the last
+UNTRAINED = 2**40  # the number of the first prompt to evaluate with
+# What the ranks tell each other of every sample, float64 each.
+COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run goes on with. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step."""
+
+    config: Config
+    process: Process
+    actor: Engine
+    reference: Engine | None
+    critic: Engine | None
+    prompts: Prompts
+    buffer: Buffer
+    guards: Guards
+    rollouts: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    reward_before: float | None = None
+
+    def close(self) -> None:
+        """Ends all engines."""
+        for engine in (self.actor, self.reference, self.critic):
+            if engine is not None:
+                engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A JSON value, the same on all ranks. A collective call."""
+        return {
+            "rollouts": self.rollouts,
+            "metrics": self.metrics,
+            "reward_before": self.reward_before,
+            "guards": self.guards.state_dict(),
+            "buffer": self.buffer.state_dict(gather=self.process.comm.gather_objects),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state_dict` was taken. Raises ValueError if these ranks cannot divide the rollout."""
+        self.rollouts, self.metrics = state["rollouts"], dict(state["metrics"])
+        self.reward_before = state["reward_before"]
+        self.guards.load_state_dict(state["guards"])
+        self.buffer.load_state_dict(state["buffer"], rank=self.process.rank, world_size=self.process.world_size)
+
+
+def open_run(
+    config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor
+) -> Run:
+    """The models, with the same first weights, and an empty buffer."""
+    common = {"process": process, "values": first_values}
+    has_reference, has_critic = config.kl.reference == "frozen", config.advantage.baseline == "critic"
+    samples = config.rollout.prompts * config.rollout.group_size
+    return Run(
+        config=config,
+        process=process,
+        actor=build(config, lr_table=lr_table, **common),
+        reference=build(config, is_trained=False, **common) if has_reference else None,
+        critic=build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None,
+        prompts=prompts,
+        buffer=Buffer(updates=samples // config.train.global_batch_size),
+        guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
+    )
+
+
+# A rollout
+
+
+def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
+    """This rank's samples of a rollout, with rewards. first_prompt: the number of its first prompt; None: the next one of the run.
+
+    Raises RewardError.
+    """
+    config, rollout = run.config, run.config.rollout
+    numbers = share_of_rank(
+        updates=run.buffer.updates,
+        per_update=config.train.global_batch_size,
+        rank=run.process.rank,
+        world_size=run.process.world_size,
+    )
+    first = run.rollouts * rollout.prompts if first_prompt is None else first_prompt
+    prompt_numbers = first + numbers // rollout.group_size
+    prompts = [run.prompts[int(number)] for number in prompt_numbers]
+    requests = Requests(
+        prompts=[prompt.tokens for prompt in prompts],
+        numbers=numbers,
+        prompt_numbers=prompt_numbers,
+        copies=numbers % rollout.group_size,
+    )
+    policy = RolloutPolicy(
+        length=config.data.seq_len,
+        micro_batch=config.train.micro_batch_size,
+        max_tokens=rollout.max_tokens,
+        stop=STOP,
+        pad=PAD,
+        temperature=rollout.temperature,
+        seed=config.train.seed,
+        weights=RolloutWeights(rollout.weights.value if rollout.weights else "full"),
+    )
+    samples = generate(run.actor, policy=policy, requests=requests, step=run.rollouts)
+    for row, prompt in enumerate(prompts):
+        reward = run.prompts.score(prompt, answer=answer_of(samples, row=row))
+        samples.rewards[row], samples.included[row] = reward or 0.0, reward is not None
+    return samples
+
+
+def evaluate(run: Run) -> float:
+    """The mean reward of sampled answers to `EVALUATED` rollouts with draws of their own, over all ranks."""
+    rewards = []
+    for number in range(EVALUATED):
+        samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
+        table = table_of(run, samples=samples)
+        rewards.append(table["reward"][table["included"].bool()])
+    return torch.cat(rewards).mean().item() if any(len(part) for part in rewards) else 0.0
+
+
+def answer_of(samples: Samples, *, row: int) -> str:
+    """The text of an answer, without its end."""
+    first = int(samples.prompt_lengths[row])
+    last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
+    return ByteTokenizer().decode(samples.tokens[row, first:last])
+
+
+def logprobs_of(engine: Engine | None, *, run: Run, samples: Samples) -> Tensor | None:
+    """What `engine` gives the tokens of `samples`, float32 [S, T], without gradients; None without an engine."""
+    if engine is None:
+        return None
+    parts, device = [], run.process.device
+    with engine.evaluating():
+        for rows in micro_batches(run, samples=samples):
+            tokens = samples.tokens[rows].to(device)
+            logprobs = token_logprobs(engine(tokens), tokens=tokens, temperature=run.config.rollout.temperature)
+            parts.append(logprobs.cpu())
+    return torch.cat(parts)
+
+
+def micro_batches(run: Run, *, samples: Samples) -> Iterator[slice]:
+    """The rows of each forward: the same for rollout, scoring and training."""
+    size = run.config.train.micro_batch_size
+    yield from (slice(first, first + size) for first in range(0, len(samples), size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """This rank's samples of a rollout, and what is known of those of all ranks.
+
+    reference: log-probabilities of the reference, float32 [S, T]. kl: nats per answer, [S]. penalty: what kl.place=reward takes from the reward
+    of every token, [S, T]. None without a reference, the last one also for kl.place=loss. table: `COLUMNS` of all ranks' samples in the order
+    of their numbers, float64 [samples of the rollout].
+    """
+
+    samples: Samples
+    reference: Tensor | None
+    kl: Tensor | None
+    penalty: Tensor | None
+    table: Mapping[str, Tensor]
+
+    @property
+    def groups(self) -> Tensor:
+        """The prompt's number of every sample of all ranks, int64."""
+        return self.table["prompt"].long()
+
+    @property
+    def included(self) -> Tensor:
+        """Whether a sample of all ranks has a reward, bool."""
+        return self.table["included"].bool()
+
+    @property
+    def equal_groups(self) -> Tensor:
+        """Whether all samples of the same prompt have the same reward, bool, over all ranks."""
+        return equal_groups(self.table["reward"], groups=self.groups, included=self.included)
+
+
+def score_samples(run: Run, *, samples: Samples) -> Scored:
+    """Compares the policy with the reference, and gathers what the ranks tell each other. A collective call."""
+    kl, reference = run.config.kl, logprobs_of(run.reference, run=run, samples=samples)
+    nats = penalty = None
+    if reference is not None:
+        mask = samples.answer_mask
+        nats = ((samples.logprobs - reference) * mask).sum(1)
+        if kl.coef and kl.place == "reward":
+            estimator = kl.estimator.value
+            penalty = divergence(samples.logprobs, reference=reference, old=samples.logprobs, estimator=estimator)
+            penalty = kl.coef * penalty * mask
+    table = table_of(run, samples=samples, kl=nats, penalty=None if penalty is None else penalty.sum(1))
+    return Scored(samples=samples, reference=reference, kl=nats, penalty=penalty, table=table)
+
+
+def table_of(
+    run: Run, *, samples: Samples, kl: Tensor | None = None, penalty: Tensor | None = None
+) -> dict[str, Tensor]:
+    """See `Scored`. kl, penalty: per answer, [S]; None: zeros."""
+    nothing = torch.zeros(len(samples), dtype=torch.float64)
+    own = torch.stack(
+        [
+            samples.numbers.double(),
+            samples.prompts.double(),
+            samples.rewards,
+            samples.included.double(),
+            nothing if kl is None else kl.double(),
+            nothing if penalty is None else penalty.double(),
+            samples.answer_lengths.double(),
+            samples.finished.double(),
+        ],
+        dim=1,
+    )
+    gathered = run.process.comm.gather_scalars(own.flatten().to(run.process.device), label="samples")
+    rows = gathered.cpu().view(-1, len(COLUMNS))
+    rows = rows[rows[:, 0].argsort()]
+    return dict(zip(COLUMNS, rows.unbind(1), strict=True))
+
+
+def measure(run: Run, *, scored: Scored) -> dict[str, float]:
+    """The metrics of a rollout over all ranks. truncated, empty, excluded, equal_groups: fractions of the samples."""
+    table, included = scored.table, scored.included
+    lengths = table["length"] - table["finished"]  # the end is no text
+    kl = {} if scored.kl is None else {"kl": table["kl"].mean().item()}
+    return {
+        "reward": table["reward"][included].mean().item() if included.any() else 0.0,
+        **kl,
+        "length": lengths.mean().item(),
+        "truncated": 1 - table["finished"].mean().item(),
+        "empty": (lengths == 0).double().mean().item(),
+        "excluded": 1 - included.double().mean().item(),
+        "equal_groups": scored.equal_groups.double().mean().item(),
+    }
+
+
+def counted(run: Run, *, scored: Scored) -> Tensor:
+    """Which of this rank's samples count in the loss, bool [S]."""
+    samples = scored.samples
+    counts = samples.included.clone()
+    if run.config.rollout.drop_equal_groups:
+        counts &= ~scored.equal_groups[samples.numbers]
+    if run.config.rollout.mask_truncated:
+        counts &= samples.finished
+    return counts
+
+
+def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor, **extra: Tensor) -> None:
+    """Starts the updates with a rollout. counts: whether a sample does, bool [S]. advantages: per token, float32 [S, T]. extra: [S, T] each."""
+    config, samples = run.config, scored.samples
+    values = {
+        "old": samples.logprobs,
+        "advantages": advantages,
+        "weights": weights_of(run, samples=samples, counts=counts),
+    }
+    if config.rollout.identity == "corrected":
+        trainer = logprobs_of(run.actor, run=run, samples=samples)
+        assert trainer is not None
+        values["old"] = trainer
+        values["correction"] = (trainer - samples.logprobs).exp().clamp(max=config.rollout.correction_max)
+    if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
+        values["reference"] = scored.reference
+    run.buffer.fill(samples, **values, **extra)
+
+
+# An update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """loss: this rank's mean over its micro-batches, of which the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
+
+    metrics: further values of the step's row, such as `clipped`, the fraction of tokens outside of the clipping range.
+    """
+
+    loss: Tensor
+    entropy: float
+    metrics: Mapping[str, float]
+
+
+def update_rows(run: Run) -> slice:
+    """The rows of this rank's samples that the next optimizer step uses."""
+    share = run.config.train.global_batch_size // run.process.world_size
+    return slice(run.buffer.position * share, (run.buffer.position + 1) * share)
+
+
+def update_policy(run: Run) -> Update:
+    """One optimizer step of the policy. Raises RolloutMismatch where rollout.identity=exact does not hold."""
+    config, engine, device = run.config, run.actor, run.process.device
+    assert run.buffer.samples is not None
+    rows = update_rows(run)
+    samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
+    policy = loss_of(config)
+    scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
+    losses, sums = [], torch.zeros(4, dtype=torch.float64)
+    compares = run.buffer.position == 0  # on policy: the weights are those that drew
+    for part in micro_batches(run, samples=samples):
+        batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
+        tokens = batch.tokens.to(device)
+        logits = engine(tokens)
+        logprobs = token_logprobs(logits, tokens=tokens, temperature=config.rollout.temperature)
+        differing = compared(run, samples=batch, logprobs=logprobs) if compares else 0
+        found = policy_loss(
+            logprobs,
+            policy=policy,
+            old=own["old"],
+            advantages=own["advantages"],
+            weights=own["weights"],
+            correction=own.get("correction"),
+            reference=own.get("reference"),
+        )
+        loss = found.loss * scale
+        engine.backward(loss)
+        sums += measured(logits, batch=batch, clipped=found.clipped, differing=differing)
+        engine.step()
+        losses.append(loss.detach())
+    totals = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
+    entropy, tokens, clipped, differing = totals
+    if compares:
+        run.metrics["rollout_differing"] = int(differing)
+    return Update(
+        loss=torch.stack(losses).mean(),
+        entropy=entropy / max(1.0, tokens),
+        metrics={"clipped": clipped / max(1.0, tokens)},
+    )
+
+
+def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
+    """How many log-probabilities of a micro-batch are not those that were stored. Raises RolloutMismatch where rollout.identity=exact."""
+    difference = compare(samples, logprobs=logprobs)
+    if difference.count and run.config.rollout.identity == "exact":
+        raise RolloutMismatch(
+            f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
+            f"first: {difference.first}. Use rollout.identity=corrected, and report this"
+        )
+    return difference.count
+
+
+@torch.no_grad()
+def measured(logits: Tensor, *, batch: Samples, clipped: Tensor, differing: int) -> Tensor:
+    """Sum of entropies over the tokens of answers, their number, clipped and differing tokens: float64 [4]."""
+    mask = batch.answer_mask.to(logits.device)[:, 1:]
+    logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    sums = torch.stack([(entropies * mask).sum().double(), mask.sum().double(), clipped.double()]).cpu()
+    return torch.cat([sums, torch.tensor([float(differing)], dtype=torch.float64)])
+
+
+def loss_of(config: Config) -> PolicyLoss:
+    """The loss that `policy` and `kl` describe."""
+    policy, kl = config.policy, config.kl
+    return PolicyLoss(
+        ratio=policy.ratio,
+        form=policy.form,
+        clip_low=policy.clip_low,
+        clip_high=policy.clip_high,
+        dual_clip=policy.dual_clip,
+        average=policy.average,
+        kl_coef=kl.coef if kl.place == "loss" else 0.0,
+        kl_estimator=kl.estimator.value if kl.estimator else "k3_weighted",
+    )
+
+
+def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
+    """The weight of each token in the loss of its update, float32 [S, T]. counts: whether the sample counts, bool [S]."""
+    mask = samples.answer_mask & counts.unsqueeze(1)
+    share = run.config.train.global_batch_size // run.process.world_size
+    own = torch.stack([counts.view(-1, share).sum(1), mask.view(-1, share, mask.shape[1]).sum((1, 2))]).double()
+    totals = run.process.comm.gather_scalars(own.to(run.process.device), label="tokens").sum(0).cpu()
+    parts = [
+        token_weights(
+            mask[update * share : (update + 1) * share],
+            average=run.config.policy.average,
+            samples=int(totals[0, update]),
+            tokens=int(totals[1, update]),
+            max_tokens=run.config.rollout.max_tokens,
+        )
+        for update in range(run.buffer.updates)
+    ]
+    return torch.cat(parts)

@@ -1,0 +1,160 @@
+"""What `task=grpo` and `task=ppo` need, and what they do not run with yet."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from ztk.config.machine import Machine
+from ztk.config.rollout_schema import (
+    AdvantageScale,
+    BaselineName,
+    KlEstimator,
+    KlPlace,
+    PromptTask,
+    ReferenceName,
+    RolloutIdentity,
+)
+from ztk.config.schema import Config, DataName, ZeroEngine
+from ztk.config.topology import DEGREES, replicas_of, settled_ranks
+
+ROLLOUT_TASKS = ("grpo", "ppo")
+TASK_LENGTHS = {PromptTask.sorting: (6, 6)}  # bytes of a prompt and of an answer, its end included
+
+
+def rollout_faults(config: Config, machine: Machine) -> Iterator[str]:
+    """One line per fault, each with its fix."""
+    name = config.task.name
+    if name not in ROLLOUT_TASKS:
+        if config.data.name is DataName.prompts:
+            yield f"data=prompts: task={name} reads text; use data=stdlib, or task=grpo"
+        return
+    yield from _strategy_faults(config)
+    yield from _data_faults(config)
+    yield from _batch_faults(config, machine=machine)
+    yield from _algorithm_faults(config)
+
+
+def _strategy_faults(config: Config) -> Iterator[str]:
+    name = config.task.name
+    for degree in DEGREES:
+        value = getattr(config.topology, degree)
+        if value > 1:
+            yield (
+                f"topology.{degree}={value}: task={name} draws answers with the forward of every data-parallel rank alone; use "
+                f"topology=dp, or topology.{degree}=1"
+            )
+    if config.zero.engine is not ZeroEngine.ztk:
+        yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
+    if config.zero.quantized_weights and config.rollout.identity is RolloutIdentity.exact:
+        yield (
+            "zero.quantized_weights=true rounds parameters at every gather, so rollout.identity=exact cannot be promised; use "
+            "rollout.identity=corrected, or zero.quantized_weights=false"
+        )
+    if config.model.experts is not None and config.rollout.identity is RolloutIdentity.exact:
+        yield (
+            f"model.experts={config.model.experts}: how many rows an expert multiplies depends on tokens that are drawn later, so "
+            "rollout.identity=exact cannot be promised; use rollout.identity=corrected, or model=tiny"
+        )
+    if config.launch.elastic:
+        yield f"launch.elastic=true: task={name} does not go on with fewer ranks yet; use launch.elastic=false"
+    if config.train.log_every != 1:
+        yield f"train.log_every={config.train.log_every}: task={name} has a row for every step; use train.log_every=1"
+    if config.checkpoint.keep_best:
+        yield f"checkpoint.keep_best=true: task={name} has no held-out loss; use checkpoint.keep_best=false"
+    if config.checkpoint.asynchronous:
+        yield (
+            f"checkpoint.asynchronous=true: task={name} saves a critic or a reference beside the policy, together; use "
+            "checkpoint.asynchronous=false"
+        )
+
+
+def _data_faults(config: Config) -> Iterator[str]:
+    data, rollout = config.data, config.rollout
+    if data.name is not DataName.prompts:
+        yield f"data={data.name.value}: task={config.task.name} answers prompts; use data=prompts"
+        return
+    if config.model.vocab_size > 256:
+        yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use model.vocab_size=256"
+    if rollout.task is None and data.path is None:
+        yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
+    if rollout.task is not None and data.path is not None:
+        yield f"data.path has no effect beside rollout.task={rollout.task.value}: use rollout.task=null, or leave out data.path"
+    if rollout.task is None and config.reward.function is None:
+        yield "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score"
+    yield from _reward_faults(config.reward.function)
+    if rollout.task is None and config.warm_start.steps:
+        yield "warm_start.steps: answers to learn from are made for rollout.task=sorting alone; use warm_start.steps=0"
+    if rollout.task is not None and rollout.max_tokens:
+        prompt, answer = TASK_LENGTHS[rollout.task]
+        if rollout.max_tokens < answer:
+            yield (
+                f"rollout.max_tokens={rollout.max_tokens}: an answer of rollout.task={rollout.task.value} has {answer}: use "
+                f"rollout.max_tokens={answer}"
+            )
+        elif data.seq_len < prompt + rollout.max_tokens:
+            yield (
+                f"data.seq_len={data.seq_len}: a prompt of {prompt} and rollout.max_tokens={rollout.max_tokens} do not fit: use "
+                f"data.seq_len={prompt + rollout.max_tokens}"
+            )
+
+
+def _reward_faults(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        yield f"reward.function={name}: must be FILE.py:FUNCTION; use reward.function=mine.py:score"
+    elif not Path(path).expanduser().is_file():
+        yield f"reward.function={name}: there is no file {path} (from {Path.cwd()}); give its path"
+
+
+def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    train, rollout = config.train, config.rollout
+    if not rollout.prompts or not rollout.group_size or train.micro_batch_size < 1:
+        return  # the ranges say so
+    samples = rollout.prompts * rollout.group_size
+    warm = config.warm_start
+    batch = train.global_batch_size
+    replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
+    unit = replicas * train.micro_batch_size
+    if batch is None:
+        batch = unit * (train.accumulation_steps or 1)
+    if warm.steps and warm.batch_size and warm.batch_size % replicas:
+        fixed = -(-warm.batch_size // replicas) * replicas
+        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"
+    if batch % unit:
+        yield (
+            f"train.global_batch_size={batch} is no multiple of {unit} ({replicas} ranks x train.micro_batch_size="
+            f"{train.micro_batch_size}), and all micro-batches of a rollout have one shape: use "
+            f"train.global_batch_size={-(-batch // unit) * unit}"
+        )
+    if samples % batch:
+        step = math.lcm(batch, rollout.group_size)  # of the samples that fit both
+        yield (
+            f"rollout.prompts={rollout.prompts} x rollout.group_size={rollout.group_size} = {samples} samples are no multiple of "
+            f"{batch}, the samples of an optimizer step: use rollout.prompts={-(-samples // step) * step // rollout.group_size}"
+        )
+    if rollout.group_size < 2 and config.advantage.baseline in (BaselineName.mean, BaselineName.leave_one_out):
+        yield (
+            f"rollout.group_size={rollout.group_size}: advantage.baseline={config.advantage.baseline.value} compares answers to one "
+            "prompt; use rollout.group_size=8, or advantage.baseline=critic"
+        )
+
+
+def _algorithm_faults(config: Config) -> Iterator[str]:
+    advantage, kl, name = config.advantage, config.kl, config.task.name
+    critic = advantage.baseline is BaselineName.critic
+    if name == "grpo" and critic:
+        yield "advantage.baseline=critic: task=grpo has no critic; use task=ppo, or advantage.baseline=mean"
+    if name == "ppo" and advantage.baseline is not None and not critic:
+        yield f"advantage.baseline={advantage.baseline.value}: task=ppo trains a critic; use task=grpo, or advantage.baseline=critic"
+    if critic and advantage.scale is AdvantageScale.group:
+        yield "advantage.scale=group: values of a critic have no groups; use advantage.scale=batch"
+    if kl.coef and kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
+        yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
+    if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
+        yield "kl.estimator=k3_weighted is a loss: use kl.estimator=k1, or kl.place=loss"
+    if kl.reference is ReferenceName.none and kl.coef:
+        yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"
+    if kl.reference is ReferenceName.none and kl.stop_above is not None:
+        yield f"kl.stop_above={kl.stop_above:g} needs a reference: use kl.reference=frozen, or leave it out"

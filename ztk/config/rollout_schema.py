@@ -1,0 +1,178 @@
+"""The keys of `task=grpo` and `task=ppo`: rollouts, advantages, the policy's loss, the KL divergence, rewards. See `schema`."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ztk.config.key import key
+
+
+class RolloutWeightsName(StrEnum):
+    full = "full"
+    streamed = "streamed"
+
+
+class RolloutIdentity(StrEnum):
+    exact = "exact"
+    corrected = "corrected"
+    off = "off"
+
+
+class BaselineName(StrEnum):
+    critic = "critic"
+    mean = "mean"
+    leave_one_out = "leave_one_out"
+
+
+class AdvantageScale(StrEnum):
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
+class RatioName(StrEnum):
+    token = "token"
+    sequence = "sequence"
+
+
+class PolicyForm(StrEnum):
+    clipped = "clipped"
+    cispo = "cispo"
+
+
+class AverageName(StrEnum):
+    sequence = "sequence"
+    tokens = "tokens"
+    constant = "constant"
+
+
+class KlEstimator(StrEnum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k3_weighted = "k3_weighted"
+
+
+class KlPlace(StrEnum):
+    reward = "reward"
+    loss = "loss"
+
+
+class ReferenceName(StrEnum):
+    frozen = "frozen"
+    none = "none"
+
+
+class PromptTask(StrEnum):
+    sorting = "sorting"
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """What is drawn from the policy, and how it is checked."""
+
+    task: PromptTask | None = key(
+        "prompts and exact rewards that are made on the spot; null: data.path has them", default=None
+    )
+    prompts: int | None = key("prompts of a rollout, over all ranks", default=None)
+    group_size: int | None = key("answers per prompt", default=None)
+    max_tokens: int | None = key("tokens of an answer, at most", default=None)
+    temperature: float | None = key("divides the logits, for drawing and for the log-probabilities", default=None)
+    weights: RolloutWeightsName | None = key(
+        "at stage 3: full: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
+        "forward, in the memory of training",
+        default=None,
+    )
+    identity: RolloutIdentity | None = key(
+        "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "
+        "ratio weighs the loss (truncated importance sampling); off: neither",
+        default=None,
+    )
+    correction_max: float | None = key("largest weight of rollout.identity=corrected", default=None)
+    drop_equal_groups: bool | None = key("answers of a group with equal rewards do not count in the loss", default=None)
+    mask_truncated: bool | None = key(
+        "answers that were cut at rollout.max_tokens do not count in the loss", default=None
+    )
+    show_every: int | None = key("steps between texts on screen and in samples.jsonl; 0: none", default=None)
+    stop_entropy_below: float | None = key(
+        "the run stops when the mean entropy, nats per token, is below; null: never", default=None
+    )
+
+
+@dataclass(kw_only=True)
+class WarmStartConfig:
+    """Supervised steps before the first rollout, on answers of which some are wrong."""
+
+    steps: int | None = key("supervised steps; 0: none", default=None)
+    correct: float | None = key("fraction of the answers that are right", default=None)
+    lr: float | None = key("learning rate of these steps", default=None)
+    batch_size: int | None = key("examples per step, over all ranks", default=None)
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig:
+    """How much better an answer is than expected."""
+
+    baseline: BaselineName | None = key(
+        "what is expected: critic: a second model's value per token (GAE); mean: the group's mean; leave_one_out: the mean of the others",
+        default=None,
+    )
+    scale: AdvantageScale | None = key(
+        "divide by the standard deviation of the group's rewards (group) or whiten over all answer tokens (batch)",
+        default=None,
+    )
+    gamma: float | None = key("discount per token", default=None)
+    lam: float | None = key("lambda of generalised advantage estimation", default=None)
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """The loss of the policy."""
+
+    ratio: RatioName | None = key(
+        "ratio of probabilities per token, or its geometric mean per answer (GSPO)", default=None
+    )
+    form: PolicyForm | None = key("clipped: PPO's minimum; cispo: the clipped ratio as a constant weight", default=None)
+    clip_low: float | None = key("the ratio is clipped at 1 - clip_low", default=None)
+    clip_high: float | None = key("the ratio is clipped at 1 + clip_high", default=None)
+    dual_clip: float | None = key("bound on the ratio of negative advantages; null: none", default=None)
+    average: AverageName | None = key(
+        "sequence: mean over answers of means over tokens; tokens: mean over all tokens of the batch; constant: sum over "
+        "(answers * rollout.max_tokens)",
+        default=None,
+    )
+
+
+@dataclass(kw_only=True)
+class KlConfig:
+    """The KL divergence to the reference, the model as it was before the first rollout."""
+
+    reference: ReferenceName | None = key(
+        "frozen: a copy of the first weights is kept; none: nothing is measured", default=None
+    )
+    coef: float | None = key("factor of the divergence; 0: it is measured alone", default=None)
+    estimator: KlEstimator | None = key(
+        "k1: log ratio; k2: half its square; k3: exp(-k1) - 1 + k1; k3_weighted: k3 times the ratio to the old policy, whose gradient is "
+        "the divergence's",
+        default=None,
+    )
+    place: KlPlace | None = key("subtract it from each token's reward, or add it to the loss", default=None)
+    stop_above: float | None = key("the run saves and stops above so many nats per answer; null: never", default=None)
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The second model of advantage.baseline=critic: an engine of its own with the policy's shape, strategy and first weights."""
+
+    lr: float | None = key("learning rate of the critic", default=None)
+    value_clip: float | None = key("a value may move by this much from the old one; 0: no clipping", default=None)
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """The reward of an answer."""
+
+    function: str | None = key(
+        "FILE.py:FUNCTION, called as FUNCTION(prompt=, answer=, record=); a number, or None to leave the answer out; null: the task's own",
+        default=None,
+    )
+    timeout_seconds: float | None = key("longest time of one call", default=None)

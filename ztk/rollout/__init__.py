@@ -1,0 +1,34 @@
+"""Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
+
+from ztk.rollout.buffer import Buffer, Samples, share_of_rank
+from ztk.rollout.draws import choose, sample_keys, uniforms
+from ztk.rollout.equality import Difference, RolloutMismatch, compare, token_logprobs
+from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
+from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
+from ztk.rollout.rewards import RewardError, RewardFunction, load_reward, score
+from ztk.rollout.weights import RolloutWeights, rollout_weights
+
+__all__ = [
+    "Buffer",
+    "Difference",
+    "GuardPolicy",
+    "Guards",
+    "Requests",
+    "RewardError",
+    "RewardFunction",
+    "RolloutMismatch",
+    "RolloutPolicy",
+    "RolloutStopped",
+    "RolloutWeights",
+    "Samples",
+    "choose",
+    "compare",
+    "generate",
+    "load_reward",
+    "rollout_weights",
+    "sample_keys",
+    "score",
+    "share_of_rank",
+    "token_logprobs",
+    "uniforms",
+]

@@ -1,0 +1,136 @@
+"""Samples of one rollout, from generation to the last optimizer step that uses them."""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+# [k] of every rank, any JSON value -> those of all ranks in rank order.
+GatherObjects = Callable[[Any], list[Any]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Samples:
+    """This rank's samples: S rows of T tokens, prompt, answer, padding.
+
+    tokens: int64 [S, T]. numbers: the sample's number in the step over all ranks, int64 [S]. prompts: its prompt's number in the run,
+    int64 [S]. prompt_lengths, answer_lengths: int64 [S]. finished: the answer ended by itself, bool [S]. logprobs: of the tokens of the
+    answer when they were drawn, float32 [S, T], 0 elsewhere. rewards: float64 [S]; included: whether the sample has one, bool [S].
+    """
+
+    tokens: Tensor
+    numbers: Tensor
+    prompts: Tensor
+    prompt_lengths: Tensor
+    answer_lengths: Tensor
+    finished: Tensor
+    logprobs: Tensor
+    rewards: Tensor
+    included: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: slice | Tensor) -> "Samples":
+        return Samples(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    @property
+    def answer_mask(self) -> Tensor:
+        """bool [S, T]: the token belongs to the answer."""
+        positions = torch.arange(self.tokens.shape[1]).unsqueeze(0)
+        first = self.prompt_lengths.unsqueeze(1)
+        return (positions >= first) & (positions < first + self.answer_lengths.unsqueeze(1))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Samples"]) -> Self:
+        """The rows of all `parts`, in order."""
+        return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Every bit, as JSON."""
+        return {field.name: _packed(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_json` gave."""
+        return cls(**{name: _unpacked(value) for name, value in values.items()})
+
+
+class Buffer:
+    """The samples of a rollout and how many of its optimizer steps are made. `state_dict` is for a checkpoint in between.
+
+    updates: the optimizer steps that use the samples; position: those made.
+    """
+
+    def __init__(self, *, updates: int) -> None:
+        self.updates, self.position = updates, updates
+        self.samples: Samples | None = None  # of this rank
+        self.extra: dict[str, Tensor] = {}  # further values per sample, [S, ...], such as advantages
+
+    @property
+    def is_used_up(self) -> bool:
+        """The next step needs a new rollout."""
+        return self.position >= self.updates
+
+    def fill(self, samples: Samples, **extra: Tensor) -> None:
+        """Starts the steps of a new rollout. extra: values per sample, [S, ...]."""
+        self.samples, self.extra, self.position = samples, extra, 0
+
+    def state_dict(self, *, gather: GatherObjects) -> dict[str, Any]:
+        """A JSON value, the same on all ranks. A collective call."""
+        own = None
+        if self.samples is not None and not self.is_used_up:
+            extra = {name: _packed(value) for name, value in self.extra.items()}
+            own = {"samples": self.samples.to_json(), "extra": extra}
+        return {"position": self.position, "ranks": gather(own)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+        """Continues where `state_dict` was taken, on any number of ranks: samples keep the order of their numbers.
+
+        Raises ValueError if the samples cannot be divided over `world_size` ranks.
+        """
+        self.position = state["position"]
+        ranks = [part for part in state["ranks"] if part is not None]
+        if not ranks:
+            self.samples, self.extra = None, {}
+            return
+        samples = Samples.joined([Samples.from_json(part["samples"]) for part in ranks])
+        extra = {name: torch.cat([_unpacked(part["extra"][name]) for part in ranks]) for name in ranks[0]["extra"]}
+        if len(samples) % (self.updates * world_size):
+            raise ValueError(
+                f"the checkpoint has a rollout of {len(samples)} samples, which {world_size} ranks cannot divide: resume on "
+                f"{len(ranks)} ranks, or on another divisor"
+            )
+        order = samples.numbers.argsort().view(self.updates, world_size, -1)[:, rank].flatten()
+        self.samples, self.extra = samples[order], {name: value[order] for name, value in extra.items()}
+
+
+def share_of_rank(*, updates: int, per_update: int, rank: int, world_size: int) -> Tensor:
+    """The numbers of a rank's samples, int64 [updates * per_update / world_size]: of every update its part, in order.
+
+    Raises ValueError if the ranks cannot divide the samples of an update.
+    """
+    if per_update % world_size:
+        raise ValueError(f"{per_update} samples of an update cannot be divided over {world_size} ranks")
+    return torch.arange(updates * per_update).view(updates, world_size, -1)[:, rank].flatten()
+
+
+def _packed(values: Tensor) -> dict[str, Any]:
+    data = values.detach().cpu().contiguous()
+    raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return {
+        "dtype": str(data.dtype).removeprefix("torch."),
+        "shape": list(data.shape),
+        "data": base64.b64encode(raw).decode(),
+    }
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Tensor:
+    dtype = getattr(torch, packed["dtype"])
+    raw = bytearray(base64.b64decode(packed["data"]))
+    if not raw:
+        return torch.empty(packed["shape"], dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).view(packed["shape"])

@@ -1,0 +1,65 @@
+"""Guards against runs that go on and learn nothing, or the wrong thing: each stops the run and says what it saw."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_TRUNCATED = 0.9  # fraction of the answers
+EQUAL_STEPS = 5  # in a row
+
+
+class RolloutStopped(RuntimeError):
+    """A guard ended the run; the text says which, what it saw, and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardPolicy:
+    """kl_above: stop when the KL divergence to the reference, nats per answer, is above. entropy_below: stop when the policy's mean entropy,
+    nats per token, is below. None: off."""
+
+    kl_above: float | None = None
+    entropy_below: float | None = None
+
+
+class Guards:
+    """Looks at the metrics of every rollout, the same on all ranks."""
+
+    def __init__(self, policy: GuardPolicy) -> None:
+        self._policy = policy
+        self._equal_steps = 0  # rollouts in a row in which every group's rewards were equal
+
+    def fault(self, metrics: Mapping[str, Any], *, step: int, max_tokens: int) -> str | None:
+        """Why the run must stop; None: it goes on.
+
+        metrics: the fractions `truncated`, `excluded` and `equal_groups`; `kl` if there is a reference, `entropy` if it is known.
+        """
+        policy, kl, entropy = self._policy, metrics.get("kl"), metrics.get("entropy")
+        self._equal_steps = self._equal_steps + 1 if metrics["equal_groups"] == 1 else 0
+        if policy.kl_above is not None and kl is not None and kl > policy.kl_above:
+            return f"step {step}: the KL divergence to the reference is {kl:.3f} nats per answer, above kl.stop_above={policy.kl_above:g}"
+        if metrics["truncated"] > MAX_TRUNCATED:
+            return (
+                f"step {step}: {metrics['truncated']:.0%} of the answers were cut at rollout.max_tokens={max_tokens}: raise it, or "
+                "start from a model that ends its answers"
+            )
+        if metrics["excluded"] == 1:
+            return f"step {step}: the reward function returned None for every answer, so nothing can be learnt: look at its conditions"
+        if self._equal_steps >= EQUAL_STEPS:
+            return (
+                f"step {step}: for {EQUAL_STEPS} steps all answers to each prompt had equal rewards, so nothing can be learnt: look at "
+                "samples.jsonl and at the reward function, raise rollout.group_size or rollout.temperature"
+            )
+        if policy.entropy_below is not None and entropy is not None and entropy < policy.entropy_below:
+            return (
+                f"step {step}: the policy's entropy is {entropy:.4f} nats per token, below "
+                f"rollout.stop_entropy_below={policy.entropy_below:g}: lower optimizer.lr, or raise kl.coef"
+            )
+        return None
+
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"equal_steps": self._equal_steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues where `state_dict` was taken."""
+        self._equal_steps = state["equal_steps"]

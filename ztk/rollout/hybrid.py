@@ -1,0 +1,127 @@
+"""Samples from the engine that trains, at any stage and tier: no second model, no copy of the weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.engine import Engine
+from ztk.rollout.buffer import Samples
+from ztk.rollout.draws import choose, sample_keys, uniforms
+from ztk.rollout.equality import all_logprobs
+from ztk.rollout.weights import RolloutWeights, rollout_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPolicy:
+    """length: tokens of a row, prompt, answer and padding; the trainer's rows have the same. micro_batch: rows of a forward, as the trainer's.
+
+    max_tokens: of an answer. stop, pad: token numbers; an answer ends with `stop`. temperature: divides the logits, for drawing and for the
+    log-probabilities.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    length: int
+    micro_batch: int
+    max_tokens: int
+    stop: int
+    pad: int
+    temperature: float = 1.0
+    seed: int = 0
+    weights: RolloutWeights = RolloutWeights.full
+
+    def __post_init__(self) -> None:
+        for name in ("length", "micro_batch", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout {name}={getattr(self, name)}: must be 1 or more")
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; a policy gradient needs draws")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requests:
+    """The samples that this rank draws, S of them. prompts: their tokens. numbers: of the samples in the step over all ranks, int64 [S].
+
+    prompt_numbers: of their prompts in the run; copies: which of its prompt's samples each is; int64 [S].
+    """
+
+    prompts: Sequence[Sequence[int]]
+    numbers: Tensor
+    prompt_numbers: Tensor
+    copies: Tensor
+
+
+def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
+    """Draws an answer to every prompt; rewards are 0 and all samples included. A collective call: every rank has as many samples.
+
+    The forward is the trainer's over rows of the trainer's shape: see [Note: The trainer's bits] in `equality`.
+
+    Raises:
+        ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in requests.prompts])
+    if (longest := int(lengths.max())) + policy.max_tokens > policy.length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} do not fit into data.seq_len={policy.length}: use "
+            f"data.seq_len={longest + policy.max_tokens}"
+        )
+    if int(lengths.min()) < 1:
+        raise ValueError("a prompt has no token: an answer needs something to follow")
+    if len(lengths) % policy.micro_batch:
+        raise ValueError(
+            f"{len(lengths)} samples of a rank are no multiple of train.micro_batch_size={policy.micro_batch}: the rollout's forwards "
+            "have the trainer's shape"
+        )
+    tokens = torch.full((len(lengths), policy.length), policy.pad, dtype=torch.int64)
+    for row, prompt in zip(tokens, requests.prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+    keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
+    parts = []
+    with rollout_weights(engine, weights=policy.weights):
+        for first in range(0, len(lengths), policy.micro_batch):
+            rows = slice(first, first + policy.micro_batch)
+            parts.append(_answer(engine, policy=policy, tokens=tokens[rows], lengths=lengths[rows], keys=keys[rows]))
+    count, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Samples(
+        tokens=tokens,
+        numbers=requests.numbers,
+        prompts=requests.prompt_numbers,
+        prompt_lengths=lengths,
+        answer_lengths=count,
+        finished=finished,
+        logprobs=logprobs,
+        rewards=torch.zeros(len(lengths), dtype=torch.float64),
+        included=torch.ones(len(lengths), dtype=torch.bool),
+    )
+
+
+def _answer(
+    engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes answers into `tokens` [S, T]; returns their lengths [S], log-probabilities [S, T] and whether they ended by themselves [S]."""
+    rows, device = torch.arange(len(tokens)), engine.process.device
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
+    for index in range(policy.max_tokens):
+        positions = lengths + index  # of the tokens that are drawn now
+        logits = engine(tokens.to(device))[rows.to(device), (positions - 1).to(device)]
+        distribution = all_logprobs(logits, temperature=policy.temperature).cpu()
+        drawn = choose(distribution, uniforms=uniforms(keys, positions=positions))
+        where = rows[active], positions[active]
+        tokens[where], logprobs[where] = drawn[active], distribution[rows, drawn][active]
+        counts += active
+        active &= drawn != policy.stop
+        if not _any(engine, flag=bool(active.any())):
+            break
+    return counts, logprobs, ~active
+
+
+def _any(engine: Engine, *, flag: bool) -> bool:
+    """Whether any rank has this flag: ranks run equally many forwards, because a forward may gather parameters."""
+    if engine.comm.size == 1:
+        return flag
+    own = torch.tensor([float(flag)], device=engine.process.device)
+    return bool(engine.comm.gather_scalars(own, label="unfinished answers").any())
