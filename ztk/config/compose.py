@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import device_of, null_inactive_keys, settle_parameter_tier
+from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
@@ -133,9 +133,11 @@ def _typed(choices: DictConfig) -> Config:
 
 
 def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, str | None]) -> frozenset[str]:
-    """The keys set by the user: on the command line, or in an experiment to another value than the options say."""
+    """The keys set by the user: on the command line, or in an experiment to another value than the options say. And the groups of which
+    the command line chooses an option.
+    """
     known = leaf_types()
-    named = {key for key in (_key(override) for override in overrides) if key in known}
+    named = {key for key in (_key(override) for override in overrides) if key in known or key in options}
     sources = [("", Path(conf_dir(), "config.yaml"))]
     sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
     sources.sort(key=lambda source: _OVERLAYS.index(source[0]) if source[0] in _OVERLAYS else -1)
@@ -181,7 +183,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:
     launch = config.launch
-    device = device_of(config, machine)
+    device = "cpu" if config.task.name in ANSWERING else device_of(config, machine)
     launch.device = type(launch.device)(device)
     launch.ranks = settled_ranks(config, machine=machine)
     config.topology.data = replicas_of(config.topology, ranks=launch.ranks)
@@ -197,6 +199,10 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
 def _settle_paths(config: Config) -> None:
     if "nvme" in (config.offload.optimizer, config.offload.parameters):
         config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
+    if config.inference.model is not None:
+        config.inference.model = _absolute(config.inference.model)
+    if config.inference.prompts is not None:
+        config.inference.prompts = _absolute(config.inference.prompts)
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
     if config.reward.function is not None:

@@ -7,6 +7,7 @@ configuration shows what took part. A key that has an effect needs a value.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
@@ -24,6 +25,7 @@ from ztk.config.schema import (
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
+ANSWERING = ("generate", "serve")  # tasks that answer prompts and train nothing
 _WARMED = (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine)
 _DECAYED = (SchedulerName.linear, SchedulerName.cosine)
 
@@ -113,6 +115,11 @@ def _rollout_effects() -> Iterator[Effect]:
         when=lambda c, m: _draws(c, m) and c.rollout.identity is RolloutIdentity.corrected,
         only="rollout.identity=corrected",
     )
+
+
+def _answers(config: Config, machine: Machine) -> bool:
+    """Whether the task answers prompts and trains nothing."""
+    return config.task.name in ANSWERING
 
 
 EFFECTS = (
@@ -308,6 +315,30 @@ EFFECTS = (
         only="logger=offline or online",
     ),
     *_rollout_effects(),
+    Effect(keys=("inference.model",), when=_answers, only="task=generate or task=serve, and inference.model=FOLDER"),
+    Effect(
+        keys=_section("inference", "max_sequences", "max_step_tokens", "lookup_tokens")
+        + _section("sampling", *(name for name in vars(SamplingConfig()) if name != "stop")),
+        when=_answers,
+        only="task=generate or task=serve",
+    ),
+    Effect(
+        keys=("inference.max_model_len", "sampling.stop"),
+        when=_answers,
+        only="task=generate or task=serve",
+        required=False,
+    ),
+    Effect(
+        keys=("inference.prompts",),
+        when=lambda c, m: c.task.name == "generate",
+        only="task=generate, and inference.prompts=FILE.jsonl",
+    ),
+    Effect(
+        keys=_section("serve", "host", "port", "max_waiting", "drain_seconds"),
+        when=lambda c, m: c.task.name == "serve",
+        only="task=serve",
+    ),
+    Effect(keys=("serve.api_key",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False),
 )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.keys import read, written
@@ -23,7 +24,7 @@ from ztk.config.schema import (
     ZeroEngine,
 )
 from ztk.config.topology import topology_faults
-from ztk.policies import layout, loss_scale, offload, optimizer, pipeline, recompute, rollout, schedule, zero
+from ztk.policies import inference, layout, loss_scale, offload, optimizer, pipeline, recompute, rollout, schedule, zero
 from ztk.policies.ranges import (
     BELOW_ONE,
     COUNT,
@@ -91,6 +92,9 @@ RANGES = {
     "launch.threads": Range(low=1, high=4096),  # of each rank
     "launch.min_ranks": Range(low=1, high=65_536),
     **rollout.RANGES,
+    **_of("inference", ranges=inference.RANGES),
+    **_of("sampling", ranges=inference.SAMPLING_RANGES),
+    **_of("serve", ranges=inference.SERVE_RANGES),
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 
@@ -111,6 +115,7 @@ def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
     """
     faults = list(_range_faults(config)) + effect_faults(config, given=given, machine=machine)
     faults += topology_faults(config, given=given, machine=machine)
+    faults += answering_faults(config, given=given, machine=machine)
     faults += [fault for rule in _RULES for fault in rule(config, machine)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))

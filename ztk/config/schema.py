@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
 from ztk.config.rollout_schema import (
     AdvantageConfig,
@@ -404,4 +405,7 @@ class Config:
     kl: KlConfig = field(default_factory=KlConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     output_dir: str

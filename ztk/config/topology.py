@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ztk.config.effects import device_of
+from ztk.config.effects import ANSWERING, device_of
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
 from ztk.policies.layout import hpz_faults, recompute_faults
@@ -43,7 +43,9 @@ def replicas_of(topology: TopologyConfig, *, ranks: int) -> int:
 
 
 def settled_ranks(config: Config, *, machine: Machine) -> int:
-    """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one."""
+    """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one; one to answer prompts."""
+    if config.task.name in ANSWERING:
+        return 1
     named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
     everything = machine.gpus if device_of(config, machine) == "cuda" else RANKS_WITHOUT_GPU
     return machine.started_ranks or config.launch.ranks or named or everything

@@ -9,4 +9,5 @@ from ztk.inference.engine import Request as Request
 from ztk.inference.policy import Completion as Completion
 from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output
+from ztk.inference.policy import PromptLogprob as PromptLogprob
 from ztk.inference.policy import SamplingParams as SamplingParams

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ztk.inference.cache import Cache
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel, Span
-from ztk.inference.policy import Completion, InferencePolicy, Output, SamplingParams
+from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_module, check_rows
-from ztk.inference.sample import draw
+from ztk.inference.sample import draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.weights import collect
 from ztk.nn import Decoder
@@ -112,7 +112,7 @@ class Generator:
         for number, sequence in enumerate(computed):
             if sequence.error is not None:
                 raise FloatingPointError(f"sequence {number}: {sequence.error}")
-        return [torch.tensor(sequence.prompt_logprobs, dtype=torch.float32) for sequence in computed]
+        return [_values(sequence.prompt_logprobs) for sequence in computed]
 
     def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
         """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""
@@ -139,6 +139,10 @@ class Generator:
     def has_work(self) -> bool:
         """A request is not answered yet."""
         return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def is_open(self, request_id: int) -> bool:
+        """The request has answers that have not ended."""
+        return request_id in self._sequences
 
     @property
     def reused_tokens(self) -> int:
@@ -247,14 +251,15 @@ class Generator:
         for row, line in zip(rows, logits, strict=True):
             position = work.start + row
             if position + 1 < sequence.prompt_length:
-                sequence.prompt_logprobs.append(
-                    float(torch.log_softmax(line.double(), -1)[sequence.tokens[position + 1]])
-                )
+                raw = torch.log_softmax(line.double(), -1)
+                top = likeliest(raw, count=sequence.sampling.logprobs) if sequence.sampling.logprobs else {}
+                sequence.prompt_logprobs.append(PromptLogprob(float(raw[sequence.tokens[position + 1]]), top))
                 continue
             if sequence.limit == 0:
                 self._scheduler.finish(sequence, reason="length")
                 self._forget_if_done(sequence.request_id)
                 return
+            is_first = len(sequence.tokens) == sequence.prompt_length
             drawn = draw(
                 line,
                 sampling=sequence.sampling,
@@ -276,6 +281,8 @@ class Generator:
                 token=drawn.token,
                 logprob=drawn.logprob,
                 finish_reason=reason,
+                top_logprobs=drawn.top,
+                prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.sampling.prompt_logprobs else None,
             )
             if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
                 break
@@ -319,6 +326,10 @@ def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
 
 
+def _values(logprobs: list[PromptLogprob]) -> Tensor:
+    return torch.tensor([item.value for item in logprobs], dtype=torch.float32)
+
+
 def _completion(sequence: Sequence) -> Completion:
     asked = sequence.sampling
     return Completion(
@@ -327,6 +338,6 @@ def _completion(sequence: Sequence) -> Completion:
         processed_logprobs=torch.tensor(sequence.processed, dtype=torch.float32),
         finish_reason=sequence.finish_reason or "error",
         top_logprobs=sequence.tops if asked.logprobs else None,
-        prompt_logprobs=torch.tensor(sequence.prompt_logprobs, dtype=torch.float32) if asked.prompt_logprobs else None,
+        prompt_logprobs=_values(sequence.prompt_logprobs) if asked.prompt_logprobs else None,
         error=sequence.error,
     )

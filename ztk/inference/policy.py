@@ -2,8 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+from ztk.policies.inference import RANGES, SAMPLING_RANGES
+from ztk.policies.ranges import range_faults, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +30,7 @@ class InferencePolicy:
     lookup_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_sequences", 1), ("max_step_tokens", 1), ("max_model_len", 1), ("lookup_tokens", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"inference.{name}={value}: must be at least {least}")
+        refuse(range_faults(self, section="inference", ranges=RANGES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +66,7 @@ class SamplingParams:
     token_mask: Callable[[list[int]], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k >= 0, "at least 0 (0: all)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "n": (self.n >= 1, "at least 1"),
-            "logprobs": (self.logprobs >= 0, "at least 0"),
-        }
-        for name, (is_good, must) in checks.items():
-            if not is_good:
-                raise ValueError(f"sampling.{name}={getattr(self, name)}: must be {must}")
+        refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES))
 
 
 @dataclass(kw_only=True)
@@ -98,11 +87,19 @@ class Completion:
     error: str | None = None
 
 
+class PromptLogprob(NamedTuple):
+    """Of one token of a prompt: its raw log-probability, and the likeliest tokens with theirs."""
+
+    value: float
+    top: dict[int, float]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
     """One token of one answer. sample: number of the answer. token: None if the sequence ended with an error.
 
-    finish_reason: stop, length, error or cancelled; None: the answer goes on.
+    finish_reason: stop, length, error or cancelled; None: the answer goes on. logprob: raw. top_logprobs: the likeliest tokens with theirs,
+    if asked for. prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for.
     """
 
     request_id: int
@@ -111,6 +108,8 @@ class Output:
     logprob: float
     finish_reason: str | None = None
     error: str | None = None
+    top_logprobs: dict[int, float] | None = None
+    prompt_logprobs: "list[PromptLogprob] | None" = None
 
     @property
     def finished(self) -> bool:

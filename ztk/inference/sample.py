@@ -44,11 +44,14 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
         place = uniform(sampling.seed, sampling.draw_key, sample, len(prompt) + len(answer)) * float(sums[-1])
         token = int(torch.searchsorted(sums, place, right=True).clamp(max=len(sums) - 1))
         processed = float(kept[token] - math.log(float(sums[-1])))
-    top = None
-    if sampling.logprobs:
-        best = raw.topk(min(sampling.logprobs, len(raw)))
-        top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    top = likeliest(raw, count=sampling.logprobs) if sampling.logprobs else None
     return Drawn(token=token, logprob=float(raw[token]), processed_logprob=processed, top=top)
+
+
+def likeliest(logprobs: Tensor, *, count: int) -> dict[int, float]:
+    """The `count` likeliest tokens of [V] log-probabilities, in falling order."""
+    best = logprobs.topk(min(count, len(logprobs)))
+    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def _processed(scores: Tensor, *, sampling: SamplingParams, prompt: list[int], answer: list[int]) -> Tensor:

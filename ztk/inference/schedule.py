@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ztk.inference.cache import Cache
-from ztk.inference.policy import InferencePolicy, SamplingParams
+from ztk.inference.policy import InferencePolicy, PromptLogprob, SamplingParams
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
@@ -27,7 +27,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
     tops: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
 

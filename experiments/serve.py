@@ -1,0 +1,52 @@
+"""Answer requests over HTTP: the program of `python run.py task=serve`."""
+
+import socket
+
+import uvicorn
+
+from experiments.answering import build_generator, usual_sampling
+from ztk import kernels
+from ztk.config import Config
+from ztk.serve.app import ServePolicy, Server
+from ztk.serve.models import open_model
+
+
+def main(config: Config) -> None:
+    """Serves until SIGTERM or SIGINT; running answers then have `serve.drain_seconds` to end.
+
+    Raises:
+        ValueError: the model cannot be opened or computed, or the port is taken.
+    """
+    kernels.set_backend(config.kernels.backend)
+    chosen = config.serve
+    opened = open_model(config.inference.model)
+    server = Server(
+        build_generator(config, opened=opened),
+        opened=opened,
+        policy=ServePolicy(api_key=chosen.api_key, max_waiting=chosen.max_waiting),
+        sampling=usual_sampling(config),
+    )
+    listening = _listen(chosen.host, port=chosen.port)
+    host, port = listening.getsockname()[:2]
+    print(f"{opened.name} answers on http://{host}:{port}", flush=True)
+    options = uvicorn.Config(
+        server.app, log_level="warning", timeout_graceful_shutdown=max(1, int(chosen.drain_seconds))
+    )
+    try:
+        uvicorn.Server(options).run(sockets=[listening])
+    finally:
+        server.stop(drain_seconds=0)
+
+
+def _listen(host: str, *, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"serve.port={port} of serve.host={host}: {error.strerror}; choose another, or serve.port=0"
+        ) from error
+    listening.listen(128)
+    return listening

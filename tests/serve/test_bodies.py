@@ -1,0 +1,98 @@
+"""Request bodies: read as OpenAI's, refused with the field's name."""
+
+import json
+
+import pytest
+
+from ztk.inference import SamplingParams
+from ztk.serve.bodies import BadRequest, read_body
+
+USUAL = SamplingParams(max_tokens=32, temperature=0.5)
+
+
+def read(chat: bool = False, **body: object):
+    return read_body(json.dumps(body).encode(), chat=chat, usual=USUAL)
+
+
+def test_what_is_left_out_is_as_usual():
+    asked = read(prompt="a")
+    assert asked.sampling == USUAL and asked.prompts == ("a",) and asked.max_tokens == 32 and not asked.stream
+
+
+@pytest.mark.parametrize(
+    "prompt, prompts", [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2, 3]], ([1], [2, 3]))]
+)
+def test_every_form_of_prompt(prompt, prompts):
+    assert read(prompt=prompt).prompts == prompts
+
+
+def test_numbers_reach_the_sampling():
+    asked = read(
+        prompt="a",
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        n=2,
+        seed=7,
+        stop="x",
+        logprobs=3,
+        logit_bias={"5": -100},
+        max_tokens=9,
+    )
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.n, sampling.seed) == (0, 0.5, 0, 2, 7)
+    assert (sampling.logprobs, sampling.logit_bias, sampling.max_tokens, asked.stops) == (3, {5: -100.0}, 9, ("x",))
+
+
+def test_a_chat_says_log_probabilities_with_a_flag():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    asked = read(chat=True, messages=messages, logprobs=True, top_logprobs=4, max_completion_tokens=5)
+    assert (
+        asked.sampling.logprobs == 4
+        and asked.max_tokens == 5
+        and asked.messages == ({"role": "user", "content": "hi"},)
+    )
+    assert read(chat=True, messages=messages, top_logprobs=4).sampling.logprobs == 0
+
+
+def test_echo_without_tokens_asks_for_the_prompts_log_probabilities():
+    asked = read(prompt=[1, 2], echo=True, max_tokens=0, logprobs=1)
+    assert asked.sampling.prompt_logprobs and asked.max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"prompt": "a", "temprature": 1}, "unknown field temprature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature='hot': must be a number"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1.0: must be 0 or more"),
+        ({"prompt": "a", "top_p": 0}, "top_p=0.0: must be above 0"),
+        ({"prompt": "a", "n": True}, "n=True: must be an integer"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens=-1"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 asks for nothing"),
+        ({"prompt": 5}, "prompt must be"),
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": "a", "stop": [1]}, "stop must be"),
+        ({"prompt": "a", "stream": "yes"}, "stream='yes': must be true or false"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must map"),
+        ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(body, message):
+    with pytest.raises(BadRequest, match=message):
+        read(**body)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff"])
+def test_a_body_must_be_a_json_object(raw):
+    with pytest.raises(BadRequest):
+        read_body(raw, chat=False, usual=USUAL)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], "hi", [{"role": "user"}], [{"content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
+)
+def test_messages_have_a_role_and_a_text(messages):
+    with pytest.raises(BadRequest, match="messages"):
+        read(chat=True, messages=messages)

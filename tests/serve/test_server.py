@@ -1,0 +1,254 @@
+"""The server over real sockets, with OpenAI's own client beside plain requests."""
+
+import asyncio
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.nn import Decoder, DecoderConfig
+from ztk.serve.app import ServePolicy, Server
+from ztk.serve.models import Opened, _Bytes
+
+MAX_LEN = 512
+PATIENCE_SECONDS = 60
+
+
+class Chatting(_Bytes):
+    """Bytes with a chat template."""
+
+    def chat(self, messages):
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+
+
+def start(*, tokenizer, policy=None, slots=4):
+    """A server on a free port: its address, the generator, and what ends it."""
+    torch.manual_seed(3)
+    config = DecoderConfig(vocab_size=300, dim=32, layers=2, heads=2, kv_heads=1, hidden_dim=64, max_seq_len=MAX_LEN)
+    opened = Opened(name="tiny", module=Decoder(config).eval(), tokenizer=tokenizer, ends=(), vocabulary=128)
+    generator = Generator(opened.module, policy=InferencePolicy(max_sequences=slots))
+    server = Server(
+        generator,
+        opened=opened,
+        policy=policy or ServePolicy(),
+        sampling=SamplingParams(max_tokens=16, temperature=0.8),
+    )
+    listening = socket.create_server(("127.0.0.1", 0))
+    uvicorn_server = uvicorn.Server(uvicorn.Config(server.app, log_level="error"))
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        uvicorn_server.should_exit = True
+        thread.join()
+        server.stop(drain_seconds=0)
+
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    return SimpleNamespace(url=url, generator=generator, server=server, stop=stop, opened=opened)
+
+
+@pytest.fixture(scope="module")
+def running():
+    found = start(tokenizer=Chatting())
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def client(running):
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def counters(running) -> dict[str, float]:
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+
+
+def test_a_completion_is_the_engines(running, client):
+    found = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=5, logprobs=2)
+    sampling = SamplingParams(
+        max_tokens=12, temperature=0.8, seed=5, draw_key=(0,), token_mask=lambda answer: torch.arange(300) < 128
+    )
+    [[answer]] = Generator(running.opened.module).generate([[97, 98, 99]], sampling=sampling)
+    choice = found.choices[0]
+    assert choice.text == bytes(answer.tokens).decode() and choice.finish_reason == "length"
+    assert choice.logprobs.token_logprobs == pytest.approx(answer.logprobs.tolist(), rel=1e-6)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (3, 12, 15)
+
+
+def test_a_stream_has_the_text_of_the_complete_answer(client):
+    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 24, "seed": 9}
+    complete = client.completions.create(**asked).choices[0].text
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == complete
+    assert (
+        chunks[-1].usage.completion_tokens == 24
+        and [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    )
+
+
+def test_a_chat_streams_its_role_first(client):
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 1}
+    complete = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == complete.choices[0].message.content
+    assert (
+        len(complete.choices[0].logprobs.content) == 8
+        and len(complete.choices[0].logprobs.content[0].top_logprobs) == 3
+    )
+
+
+def test_several_prompts_and_answers_keep_their_order(client):
+    found = client.completions.create(model="tiny", prompt=["a", "bb"], n=2, max_tokens=4, echo=True, seed=2)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [choice.text[:1] for choice in found.choices] == ["a", "a", "b", "b"]
+    assert found.choices[0].text != found.choices[1].text
+
+
+def test_a_stop_text_ends_the_answer_and_is_left_out(client):
+    asked = {"model": "tiny", "prompt": "q", "max_tokens": 40, "seed": 3}
+    complete = client.completions.create(**asked).choices[0].text
+    stop = complete[7:9]
+    found = client.completions.create(**asked, stop=stop).choices[0]
+    assert found.text == complete[: complete.find(stop)] and found.finish_reason == "stop"
+
+
+def test_lm_evals_payload_gives_the_log_probabilities_of_the_prompt(running):
+    """As lm-evaluation-harness's local-completions sends it: token ids, echo, no answer."""
+    tokens = [[5, 6, 7, 8], [9, 10, 11]]
+    body = {
+        "model": "tiny",
+        "prompt": tokens,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    found = httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS).json()
+    scores = Generator(running.opened.module).score(tokens)
+    for choice, prompt, expected in zip(
+        sorted(found["choices"], key=lambda c: c["index"]), tokens, scores, strict=True
+    ):
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1 : len(prompt)] == pytest.approx(expected.tolist(), rel=1e-6)
+        assert len(logprobs["token_logprobs"]) == len(prompt) + 1 == len(logprobs["top_logprobs"])
+        assert all(
+            max(top.values()) >= value
+            for top, value in zip(logprobs["top_logprobs"][1:], logprobs["token_logprobs"][1:], strict=True)
+        )
+
+
+def test_a_client_who_leaves_frees_its_place(running):
+    before = counters(running)["ztk_cancelled_total"]
+    body = {"prompt": "x", "max_tokens": 500, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS) as response:
+        next(response.iter_lines())
+    wait_until(lambda: not running.generator.has_work)
+    assert counters(running)["ztk_cancelled_total"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "path, body, status, message",
+    [
+        (
+            "completions",
+            {"prompt": "a" * 500, "max_tokens": 20},
+            400,
+            "maximum context length is 512 tokens. The prompt has 500 tokens",
+        ),
+        ("completions", {"prompt": [299, 300]}, 400, "token 300 is outside the vocabulary of 300"),
+        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"prompt": "a", "colour": 1}, 400, "unknown field colour"),
+        ("chat/completions", {"messages": []}, 400, "messages must be a list"),
+    ],
+)
+def test_refusals_have_openais_error_body(running, path, body, status, message):
+    found = httpx.post(f"{running.url}/v1/{path}", json=body)
+    assert found.status_code == status and message in found.json()["error"]["message"]
+    assert found.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_models_health_and_page(running, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    page = httpx.get(running.url)
+    assert page.headers["content-type"].startswith("text/html") and "v1/completions" in page.text
+
+
+def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
+    """One place, one waiting prompt: the next is refused with Retry-After, which OpenAI's client follows by itself."""
+    server = start(tokenizer=_Bytes(), policy=ServePolicy(api_key="secret", max_waiting=1), slots=1)
+    try:
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+
+        async def crowd() -> None:
+            client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
+            first = await client.completions.create(model="tiny", prompt="a", max_tokens=400, stream=True)
+            await anext(first)
+            second = asyncio.create_task(client.completions.create(model="tiny", prompt="b", max_tokens=2))
+            while server.server._loop.waiting == 0:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.RateLimitError) as error:
+                await client.completions.create(model="tiny", prompt="c", max_tokens=2)
+            assert error.value.response.headers["retry-after"] == "1"
+            patient = client.with_options(max_retries=60)
+            third = asyncio.create_task(patient.completions.create(model="tiny", prompt="d", max_tokens=2))
+            await first.close()
+            assert len((await second).choices[0].text) == len((await third).choices[0].text) == 2
+
+        asyncio.run(crowd())
+        headers = {"Authorization": "Bearer secret"}
+        found = httpx.post(
+            f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, headers=headers
+        )
+        assert found.status_code == 400 and "no chat template" in found.json()["error"]["message"]
+    finally:
+        server.stop()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(running):
+    server = start(tokenizer=_Bytes())
+    try:
+        server.opened.module.embedding.weight.data[120] = float("nan")
+        bad = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_SECONDS)
+        assert bad.status_code == 500 and "after layer 0 of 2" in bad.json()["error"]["message"]
+        assert (
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json={"prompt": "y", "logit_bias": {"120": -100}},
+                timeout=PATIENCE_SECONDS,
+            ).status_code
+            == 200
+        )
+    finally:
+        server.stop()
+
+
+def test_an_engine_that_fails_ends_all_requests_and_says_so(monkeypatch):
+    server = start(tokenizer=_Bytes())
+    monkeypatch.setattr(server.generator, "step", lambda: 1 / 0)
+    try:
+        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_SECONDS)
+        assert found.status_code == 500 and "division by zero" in found.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
+    finally:
+        server.stop()

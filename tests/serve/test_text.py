@@ -1,0 +1,62 @@
+"""Text streams: any cut into tokens gives the text, up to the first stop text."""
+
+import random
+
+import pytest
+
+from ztk.serve.text import TextStream
+
+TEXT = "naïve 日本語 🙂 e\u0301 END of it"
+
+
+class Pieces:
+    """A vocabulary of byte strings of different lengths."""
+
+    def __init__(self, data: bytes, *, seed: int) -> None:
+        chance, self.parts = random.Random(seed), []
+        while data:
+            size = chance.randint(1, 4)
+            self.parts.append(data[:size])
+            data = data[size:]
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(self.parts[token] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "stops, expected",
+    [
+        ((), TEXT),
+        (("END",), "naïve 日本語 🙂 e\u0301 "),
+        (("zzz", "本語 🙂"), "naïve 日"),
+        (("🙂 f", " of"), TEXT[:16]),
+    ],
+)
+def test_pieces_are_the_text(seed, stops, expected):
+    pieces = Pieces(TEXT.encode(), seed=seed)
+    stream = TextStream(pieces, stops=stops)
+    found = []
+    for token in range(len(pieces.parts)):
+        found.append(stream.push(token))
+        assert "\ufffd" not in found[-1]
+    text = "".join(found) + stream.finish()
+    end = TEXT.find(" of") if stops == ("🙂 f", " of") else None
+    assert text == (TEXT[:end] if end else expected)
+    assert stream.stopped == bool(stops)
+
+
+def test_a_broken_character_at_the_end_is_shown_as_such():
+    pieces = Pieces("ab🙂".encode()[:-1], seed=1)
+    stream = TextStream(pieces)
+    assert "".join(stream.push(token) for token in range(len(pieces.parts))) in ("ab", "a", "")
+    stream = TextStream(pieces)
+    assert "".join([stream.push(token) for token in range(len(pieces.parts))] + [stream.finish()]) == "ab\ufffd"
+
+
+def test_what_may_begin_a_stop_text_waits():
+    pieces = Pieces(b"aENaEND", seed=0)
+    pieces.parts = [bytes([byte]) for byte in b"aENaEND"]
+    stream = TextStream(pieces, stops=("END",))
+    assert [stream.push(token) for token in range(7)] == ["a", "", "", "ENa", "", "", ""]
+    assert stream.stopped and stream.finish() == ""

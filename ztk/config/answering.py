@@ -1,0 +1,40 @@
+"""What `task=generate` and `task=serve` accept: they answer prompts on one rank and train nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ztk.config.effects import ANSWERING
+from ztk.config.keys import read, written
+from ztk.config.machine import Machine
+from ztk.config.schema import Config, DeviceName
+
+_SECTIONS = ("task", "inference", "sampling", "serve", "kernels", "launch", "experiment", "sweep", "hydra")
+
+
+def answering_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
+    """One line per fault, each with its fix. given: keys that the user set, and groups whose option the user chose."""
+    if config.task.name not in ANSWERING:
+        return
+    task = f"task={config.task.name}"
+    for key in sorted(given):
+        section = key.partition(".")[0]
+        if section not in _SECTIONS:
+            value = f"={written(read(config, key=key))}" if "." in key else ""
+            yield f"{key}{value} has no effect with {task}, which answers prompts and trains nothing: leave it out"
+    if (machine.started_ranks or config.launch.ranks or 1) != 1:
+        ranks = machine.started_ranks or config.launch.ranks
+        yield f"launch.ranks={ranks}: {task} runs on one rank; leave it out, or start one process"
+    if config.launch.device is DeviceName.cuda:
+        yield f"launch.device=cuda: {task} computes on the CPU; use launch.device=cpu, or leave it out"
+    yield from _file_faults(config, task=task)
+
+
+def _file_faults(config: Config, *, task: str) -> Iterator[str]:
+    model, prompts = config.inference.model, config.inference.prompts
+    if model is not None and not Path(model).expanduser().is_dir():
+        yield (
+            f"inference.model={model}: is no folder; name a run folder, a checkpoint, or a folder with the config.json and weights of a "
+            "model of transformers"
+        )
+    if prompts is not None and config.task.name == "generate" and not Path(prompts).expanduser().is_file():
+        yield f'inference.prompts={prompts}: is no file; name a jsonl file whose lines are {{"prompt": "text"}}'

@@ -1,0 +1,60 @@
+"""The keys of `task=generate` and `task=serve`."""
+
+from dataclasses import dataclass
+
+from ztk.config.key import key
+
+
+@dataclass(kw_only=True)
+class InferenceConfig:
+    """Which model answers, and how sequences share it."""
+
+    model: str | None = key(
+        "a run folder, a checkpoint, or a folder that transformers reads; with task=generate and task=serve it must be given",
+        default=None,
+    )
+    prompts: str | None = key(
+        'a jsonl file, each line {"prompt": "text"} or {"tokens": [1, 2]}, with sampling keys of its own where it has them',
+        default=None,
+    )
+    max_sequences: int | None = key("sequences that are computed in one step; others wait", default=None)
+    max_step_tokens: int | None = key("tokens of one step; a longer prompt is computed in several", default=None)
+    max_model_len: int | None = key(
+        "tokens of one sequence, prompt and answer; null: what the model was made for", default=None
+    )
+    lookup_tokens: int | None = key(
+        "draft tokens per step, found in the text itself; 0: none. They change no token", default=None
+    )
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How an answer is drawn. A request may say otherwise."""
+
+    max_tokens: int | None = key("tokens of an answer at most", default=None)
+    temperature: float | None = key("divides the logits; 0: the likeliest token", default=None)
+    top_k: int | None = key("only so many of the likeliest tokens; 0: all", default=None)
+    top_p: float | None = key("only the likeliest tokens that together have this probability", default=None)
+    min_p: float | None = key("only tokens with at least this part of the likeliest one's probability", default=None)
+    repetition_penalty: float | None = key(
+        "divides positive logits of tokens in prompt and answer, multiplies negative ones", default=None
+    )
+    presence_penalty: float | None = key("taken off the logits of tokens in the answer", default=None)
+    frequency_penalty: float | None = key("the same, times how often the token is there", default=None)
+    n: int | None = key("answers to each prompt", default=None)
+    seed: int | None = key("a draw is a function of it, the number of the answer and the position", default=None)
+    stop: list[str] | None = key("texts that end an answer, as in [END]; they are left out of it", default=None)
+    logprobs: int | None = key("log-probabilities of so many of the likeliest tokens are written, too", default=None)
+
+
+@dataclass(kw_only=True)
+class ServeConfig:
+    """The HTTP server of `task=serve`."""
+
+    host: str | None = key("address to listen on; 0.0.0.0: all of this machine's", default=None)
+    port: int | None = key("port to listen on; 0: a free one, which is printed", default=None)
+    api_key: str | None = key(
+        "clients must send it as Authorization: Bearer KEY; null: none is asked for", default=None
+    )
+    max_waiting: int | None = key("requests that wait for a place; more are refused with 429", default=None)
+    drain_seconds: float | None = key("after SIGTERM running answers have so long to end", default=None)

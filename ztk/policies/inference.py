@@ -1,0 +1,19 @@
+"""What a user chooses about answers: how sequences share the engine, and how one is drawn. Ranges of both, once."""
+
+from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, Range
+
+RANGES = {"max_sequences": COUNT, "max_step_tokens": COUNT, "max_model_len": COUNT, "lookup_tokens": COUNT_OR_ZERO}
+SAMPLING_RANGES = {
+    "max_tokens": COUNT,
+    "temperature": Range(low=0),
+    "top_k": COUNT_OR_ZERO,
+    "top_p": Range(low=0, high=1, above=True),
+    "min_p": Range(low=0, high=1),
+    "repetition_penalty": Range(low=0, above=True),
+    "presence_penalty": Range(low=-2, high=2),
+    "frequency_penalty": Range(low=-2, high=2),
+    "n": COUNT,
+    "seed": Range(low=0, high=INT64_MAX),
+    "logprobs": COUNT_OR_ZERO,
+}
+SERVE_RANGES = {"port": Range(low=0, high=65_535), "max_waiting": COUNT, "drain_seconds": Range(low=0, high=86_400)}

@@ -1,0 +1,137 @@
+"""Answers in OpenAI's shapes: complete, and as chunks of a stream."""
+
+from dataclasses import dataclass
+
+from ztk.inference import Output
+from ztk.serve.bodies import Asked
+from ztk.serve.models import Tokenizer
+from ztk.serve.text import TextStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What all parts of one response share."""
+
+    id: str
+    model: str
+    chat: bool
+    created: int
+
+    def complete(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
+        """The body of a response that is no stream."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        return self._head(kind) | {
+            "choices": [answer.choice() for answer in answers],
+            "usage": self._usage(answers, prompt_tokens=prompt_tokens),
+        }
+
+    def chunk(self, choice: dict) -> dict:
+        """One event of a stream."""
+        return self._head("chat.completion.chunk" if self.chat else "text_completion") | {"choices": [choice]}
+
+    def usage_chunk(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
+        """The last event, if `stream_options.include_usage` asks for it."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return self._head(kind) | {"choices": [], "usage": self._usage(answers, prompt_tokens=prompt_tokens)}
+
+    def _head(self, kind: str) -> dict:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _usage(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
+        drawn = sum(len(answer.tokens) for answer in answers)
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn}
+
+
+class Answer:
+    """One choice of a response, fed with the engine's outputs."""
+
+    def __init__(self, *, shape: Shape, index: int, prompt: list[int], asked: Asked, tokenizer: Tokenizer) -> None:
+        self._shape, self._index, self._prompt, self._asked, self._tokenizer = shape, index, prompt, asked, tokenizer
+        self._text = TextStream(tokenizer, stops=asked.stops)
+        self._pieces: list[str] = []
+        self._logprobs: list[tuple[int, float, dict[int, float]]] = []
+        self._prompt_logprobs: list[tuple[float, dict[int, float]]] = []
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more comes."""
+        return self.finish_reason is not None
+
+    def opening(self) -> list[dict]:
+        """Chunks before the first token: the role of a chat, or the prompt that is repeated."""
+        if self._shape.chat:
+            delta = {"role": "assistant", "content": ""}
+            return [self._shape.chunk({"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None})]
+        if self._asked.echo:
+            return [self._piece(self._tokenizer.decode(self._prompt), logprobs=None)]
+        return []
+
+    def push(self, output: Output) -> list[dict]:
+        """Takes one token; returns chunks of a stream."""
+        if self.ended:
+            return []
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        assert output.token is not None, "an output without a token is an error, which the server has handled"
+        if self._asked.max_tokens == 0:  # the prompt's log-probabilities alone
+            self.finish_reason = "length"
+            return [self._piece("", logprobs=None)]
+        is_end = output.finish_reason == "stop"
+        self.tokens.append(output.token)
+        piece = "" if is_end else self._text.push(output.token)
+        if output.finish_reason is not None and not self._text.stopped:
+            piece += self._text.finish()
+        self.finish_reason = "stop" if self._text.stopped else output.finish_reason
+        self._pieces.append(piece)
+        self._logprobs.append((output.token, output.logprob, output.top_logprobs or {}))
+        if not piece and not self.ended and not self._asked.sampling.logprobs:
+            return []
+        return [self._piece(piece, logprobs=self._logprobs[-1:])]
+
+    def choice(self) -> dict:
+        """The complete choice."""
+        text = "".join(self._pieces)
+        logprobs = self._written(self._logprobs, with_prompt=True) if self._asked.sampling.logprobs else None
+        if self._shape.chat:
+            message = {"role": "assistant", "content": text}
+            return {"index": self._index, "message": message, "finish_reason": self.finish_reason, "logprobs": logprobs}
+        if self._asked.echo:
+            text = self._tokenizer.decode(self._prompt) + text
+        return {"index": self._index, "text": text, "finish_reason": self.finish_reason, "logprobs": logprobs}
+
+    def _piece(self, text: str, *, logprobs: list | None) -> dict:
+        written = self._written(logprobs, with_prompt=False) if logprobs and self._asked.sampling.logprobs else None
+        choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
+        return self._shape.chunk(choice | ({"delta": {"content": text}} if self._shape.chat else {"text": text}))
+
+    def _written(self, drawn: list[tuple[int, float, dict[int, float]]], *, with_prompt: bool) -> dict:
+        """Chat: a list of objects per token. Completions: four lists; those of an echoed prompt begin with a null."""
+        if self._shape.chat:
+            return {"content": [self._chat_token(*item) for item in drawn]}
+        tokens, values, tops = [], [], []
+        if self._asked.echo and with_prompt:
+            tokens = list(self._prompt)
+            values = [None] + [value for value, _ in self._prompt_logprobs]
+            tops = [None] + [self._named(top) for _, top in self._prompt_logprobs]
+        tokens += [token for token, _, _ in drawn]
+        values += [value for _, value, _ in drawn]
+        tops += [self._named(top) for _, _, top in drawn]
+        texts = [self._tokenizer.decode([token]) for token in tokens]
+        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _named(self, top: dict[int, float]) -> dict[str, float]:
+        """By text; of tokens with one text the likeliest."""
+        named: dict[str, float] = {}
+        for token, value in top.items():
+            named.setdefault(self._tokenizer.decode([token]), value)
+        return named
+
+    def _chat_token(self, token: int, value: float, top: dict[int, float]) -> dict:
+        return self._token(token, value) | {"top_logprobs": [self._token(*item) for item in top.items()]}
+
+    def _token(self, token: int, value: float) -> dict:
+        text = self._tokenizer.decode([token])
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}

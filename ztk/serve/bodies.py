@@ -1,0 +1,180 @@
+"""OpenAI's request bodies: what is read of them, and what is refused with which words."""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ztk.inference import SamplingParams
+
+# Sent by clients, and without effect here.
+_ACCEPTED = {"model", "user", "stream_options", "best_of", "metadata", "store", "service_tier"}
+_SHARED = {
+    *(
+        "prompt",
+        "messages",
+        "stream",
+        "echo",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "stop",
+    ),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "suffix"),
+    *("top_k", "min_p", "repetition_penalty", "ignore_eos"),  # vLLM's
+}
+
+
+class BadRequest(ValueError):
+    """A body that is refused. param: the field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A request, read. prompts: texts or token ids, of /completions; messages: of /chat/completions. echo: the prompt comes first.
+
+    max_tokens: 0 with echo asks for the prompt's log-probabilities alone.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int
+    prompts: tuple[str | list[int], ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    with_usage: bool = False
+    echo: bool = False
+    ignores_ends: bool = False
+
+
+def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
+    """Reads one body. usual: for what it leaves out.
+
+    Raises:
+        BadRequest: no JSON object, an unknown field, or a value of the wrong type or out of range.
+    """
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    unknown = sorted(body.keys() - _ACCEPTED - _SHARED)
+    if unknown:
+        raise BadRequest(f"unknown field {unknown[0]}: leave it out", param=unknown[0])
+    if body.get("suffix"):
+        raise BadRequest("suffix is not supported: leave it out", param="suffix")
+    echo = _flag(body, "echo")
+    logprobs = _logprobs(body, chat=chat)
+    max_tokens = _number(
+        body, "max_completion_tokens", kind=int, usual=_number(body, "max_tokens", kind=int, usual=usual.max_tokens)
+    )
+    stops = _stops(body)
+    if max_tokens == 0 and not echo:
+        raise BadRequest("max_tokens=0 asks for nothing: use 1 or more, or echo=true", param="max_tokens")
+    values: dict[str, Any] = {field.name: getattr(usual, field.name) for field in fields(SamplingParams)}
+    kinds = {"temperature": float, "top_p": float, "min_p": float, "top_k": int, "n": int, "seed": int}
+    kinds |= dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), float)
+    for name, kind in kinds.items():
+        values[name] = _number(body, name, kind=kind, usual=values[name])
+    if values["top_k"] == -1:  # vLLM's word for all
+        values["top_k"] = 0
+    values |= {"max_tokens": max(1, max_tokens), "logprobs": logprobs, "logit_bias": _bias(body)}
+    values["prompt_logprobs"] = echo and logprobs > 0
+    try:
+        sampling = SamplingParams(**values)
+    except ValueError as error:
+        raise BadRequest(str(error).removeprefix("sampling.")) from None
+    return Asked(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        prompts=() if chat else _prompts(body),
+        messages=_messages(body) if chat else (),
+        stops=stops,
+        stream=_flag(body, "stream"),
+        with_usage=bool(body.get("stream_options", {}).get("include_usage")),
+        echo=echo,
+        ignores_ends=_flag(body, "ignore_eos"),
+    )
+
+
+def _flag(body: dict, name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name}={value!r}: must be true or false", param=name)
+    return value
+
+
+def _number(body: dict, name: str, *, kind: type, usual: Any) -> Any:
+    value = body.get(name, usual)
+    good = isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
+    if not good or (name.startswith("max_") and value < 0):
+        raise BadRequest(f"{name}={value!r}: must be {'a number' if kind is float else 'an integer'}", param=name)
+    return kind(value)
+
+
+def _logprobs(body: dict, *, chat: bool) -> int:
+    """How many of the likeliest tokens; chat says it with a flag and a number, completions with a number."""
+    if not chat:
+        return _number(body, "logprobs", kind=int, usual=0)
+    return max(1, _number(body, "top_logprobs", kind=int, usual=1)) if _flag(body, "logprobs") else 0
+
+
+def _stops(body: dict) -> tuple[str, ...]:
+    found = body.get("stop", [])
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
+        raise BadRequest("stop must be a text or a list of texts", param="stop")
+    return tuple(found)
+
+
+def _bias(body: dict) -> dict[int, float]:
+    found = body.get("logit_bias", {})
+    try:
+        return {int(token): float(value) for token, value in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise BadRequest(
+            'logit_bias must map token ids to numbers, as in {"50256": -100}', param="logit_bias"
+        ) from None
+
+
+def _prompts(body: dict) -> tuple[str | list[int], ...]:
+    """One text, one list of tokens, or a list of either."""
+    found = body.get("prompt", "")
+    if isinstance(found, str):
+        return (found,)
+    if isinstance(found, list) and found:
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in found):
+            return (found,)
+        if all(isinstance(item, str) for item in found):
+            return tuple(found)
+        if all(isinstance(item, list) and all(isinstance(token, int) for token in item) for item in found):
+            return tuple(found)
+    raise BadRequest(
+        "prompt must be a text, a list of texts, a list of token ids, or a list of such lists", param="prompt"
+    )
+
+
+def _messages(body: dict) -> tuple[dict[str, str], ...]:
+    found = body.get("messages")
+    if not isinstance(found, list) or not found:
+        raise BadRequest("messages must be a list of at least one message", param="messages")
+    read = []
+    for number, message in enumerate(found):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            content = (
+                "".join(parts) if len(parts) == len(content) and all(isinstance(part, str) for part in parts) else None
+            )
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise BadRequest(f"messages[{number}] must have a role and a text as content", param="messages")
+        read.append({"role": message["role"], "content": content})
+    return tuple(read)

@@ -1,0 +1,166 @@
+"""The thread that computes: requests come from any thread, outputs go back to the event loop that asked."""
+
+import asyncio
+import collections
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ztk.inference import Generator, Output, SamplingParams
+
+
+class Busy(Exception):
+    """Too many requests wait already."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One prompt of one HTTP request. outputs: an asyncio queue of `Output`; an Exception in it is the engine's."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue = field(default_factory=asyncio.Queue)
+    request_id: int | None = None
+
+    def deliver(self, item: Output | Exception) -> None:
+        """Puts into `outputs` from another thread."""
+        self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What /metrics shows. seconds: the engine has computed."""
+
+    requests: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+
+class EngineLoop:
+    """Owns a `Generator`: only its thread touches it.
+
+    max_waiting: prompts that have no output yet, at most; `submit` raises `Busy` beyond.
+    """
+
+    def __init__(self, generator: Generator, *, max_waiting: int) -> None:
+        self.generator, self.counters = generator, Counters()
+        self._max_waiting = max_waiting
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._jobs: dict[int, Job] = {}
+        self._waiting: set[int] = set()  # jobs without an output, by id()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ztk-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> int:
+        """Requests that are computed or wait."""
+        return len(self._jobs) + len(self._commands)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts without an output yet."""
+        return len(self._waiting)
+
+    def submit(self, job: Job) -> None:
+        """Queues a job.
+
+        Raises:
+            Busy: too many wait.
+            RuntimeError: the engine has stopped.
+        """
+        with self._wake:
+            if self.error is not None or self._stopping:
+                raise RuntimeError(f"the engine has stopped: {self.error or 'the server shuts down'}")
+            if len(self._waiting) >= self._max_waiting:
+                self.counters.refused += 1
+                raise Busy
+            self._waiting.add(id(job))
+            self.counters.requests += 1
+            self.counters.prompt_tokens += len(job.prompt)
+            self._commands.append(lambda: self._begin(job))
+            self._wake.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Frees what a job has, within one step of the engine."""
+        with self._wake:
+            self._commands.append(lambda: self._end(job))
+            self._wake.notify()
+
+    def stop(self, *, drain_seconds: float) -> None:
+        """Takes no new jobs, waits for those that run, and ends the thread."""
+        deadline = time.monotonic() + drain_seconds
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        while self.running and self.error is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with self._wake:
+            self._commands.append(self._raise_stop)
+            self._wake.notify()
+        self._thread.join()
+
+    # On the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not self._commands and not self.generator.has_work:
+                        self._wake.wait()
+                    commands = [self._commands.popleft() for _ in range(len(self._commands))]
+                for command in commands:
+                    command()
+                started = time.perf_counter()
+                self._hand_out(self.generator.step())
+                self.counters.seconds += time.perf_counter() - started
+        except _Stop:
+            pass
+        except Exception as error:  # noqa: BLE001  # whoever waits must hear of it, whatever it is
+            self.error = error
+        for job in self._jobs.values():
+            job.deliver(self.error or RuntimeError("the server shuts down"))
+
+    def _begin(self, job: Job) -> None:
+        try:
+            job.request_id = self.generator.submit(job.prompt, sampling=job.sampling).id
+        except ValueError as error:
+            self._waiting.discard(id(job))
+            job.deliver(error)
+            return
+        self._jobs[job.request_id] = job
+
+    def _end(self, job: Job) -> None:
+        self._waiting.discard(id(job))
+        if job.request_id is not None and self._jobs.pop(job.request_id, None) is not None:
+            self.generator.cancel(job.request_id)
+            self.counters.cancelled += 1
+
+    def _hand_out(self, outputs: list[Output]) -> None:
+        """Delivers one step's outputs, of which several may be of one job; then drops the jobs that have ended."""
+        for output in outputs:
+            job = self._jobs.get(output.request_id)
+            if job is None:
+                continue
+            self._waiting.discard(id(job))
+            self.counters.generated_tokens += output.token is not None
+            self.counters.failed += output.finish_reason == "error"
+            job.deliver(output)
+        for number in {output.request_id for output in outputs}:
+            if not self.generator.is_open(number):
+                self._jobs.pop(number, None)
+
+    def _raise_stop(self) -> None:
+        raise _Stop
+
+
+class _Stop(Exception):
+    pass

@@ -1,0 +1,146 @@
+"""Models from folders: runs of ztk, its checkpoints, and what transformers reads; each with its tokenizer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ztk import checkpoint
+from ztk.checkpoint.export import Weights
+from ztk.config import load as load_config
+from ztk.data import ByteTokenizer
+from ztk.nn import Decoder, DecoderConfig
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of a conversation and of what begins the next answer.
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A model with its tokenizer. ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others have no text."""
+
+    name: str
+    module: nn.Module
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]
+    vocabulary: int
+
+
+def open_model(path: str) -> Opened:
+    """The model in `path`, fp32 on the CPU: a run folder, a checkpoint of ztk, or a folder with a config.json. Nothing is downloaded.
+
+    Raises:
+        ValueError: the folder has neither, or transformers is needed and not installed.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return _open_transformers(folder)
+    return _open_checkpoint(folder)
+
+
+def _open_checkpoint(folder: Path) -> Opened:
+    step = checkpoint.resolve(folder)
+    recorded = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
+    if recorded is None:
+        raise ValueError(
+            f"inference.model={folder}: no config.yaml of a run lies in or above the checkpoint, so its sizes are unknown; export it with "
+            "python -m ztk.checkpoint export, and name the exported folder"
+        )
+    sizes = vars(load_config(recorded / "config.yaml").model)
+    config = DecoderConfig(**{name: value for name, value in sizes.items() if name != "name" and value is not None})
+    with torch.device("meta"):
+        model = Decoder(config)
+    manifest = checkpoint.read_manifest(step)
+    weights = Weights(manifest, dtype=torch.float32)
+    try:
+        state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
+    finally:
+        weights.close()
+    model.load_state_dict(state | {name: state[first] for name, first in manifest.tied.items()}, assign=True)
+    model.materialise_buffers("cpu")
+    return Opened(
+        name=recorded.name,
+        module=model.eval(),
+        tokenizer=_Bytes(),
+        ends=(),
+        vocabulary=min(config.vocab_size, ByteTokenizer.vocab_size),
+    )
+
+
+def _open_transformers(folder: Path) -> Opened:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ValueError(f'inference.model={folder}: needs transformers: pip install "ztk[hf]"') from error
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    named = model.generation_config.eos_token_id
+    ends = [] if named is None else [named] if isinstance(named, int) else list(named)
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    return Opened(
+        name=folder.name,
+        module=model,
+        tokenizer=_Pretrained(tokenizer),
+        ends=tuple(dict.fromkeys(ends)),
+        vocabulary=min(model.config.vocab_size, len(tokenizer)),
+    )
+
+
+class _Bytes:
+    """UTF-8 bytes as tokens. A model may have more tokens: they are never drawn, and their text is U+FFFD."""
+
+    def __init__(self) -> None:
+        self._bytes = ByteTokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        return self._bytes.encode(text).tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(bytes([token]) if token < 256 else "\ufffd".encode() for token in tokens).decode(
+            errors="replace"
+        )
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        raise ValueError("the model reads bytes and has no chat template: send the text to /v1/completions")
+
+
+class _Pretrained:
+    """A tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                "the model has no chat template: put one into its tokenizer_config.json (key chat_template), or send the text to "
+                "/v1/completions"
+            )
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

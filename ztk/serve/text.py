@@ -1,0 +1,64 @@
+"""Tokens to text while they arrive, and texts that end an answer."""
+
+from typing import Protocol
+
+_REPLACED = "\ufffd"
+
+
+class Decoder(Protocol):
+    """What turns tokens into text."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+
+class TextStream:
+    """The text of one answer, piece by piece. Joined pieces are the text of all tokens, up to the first stop text.
+
+    A piece that ends in the middle of a character waits for the rest of it, one that may be the beginning of a stop text until that is
+    decided.
+    """
+
+    def __init__(self, decoder: Decoder, *, stops: tuple[str, ...] = ()) -> None:
+        self._decoder, self._stops = decoder, tuple(stop for stop in stops if stop)
+        self._tokens: list[int] = []
+        self._context = 0  # tokens from here on are decoded: those before changed nothing of what follows
+        self._decoded = 0  # tokens whose text is in `_waiting` or was returned
+        self._waiting = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that is certain after one more token. Empty after a stop text, see `stopped`."""
+        self._tokens.append(token)
+        before = self._decoder.decode(self._tokens[self._context : self._decoded])
+        after = self._decoder.decode(self._tokens[self._context :])
+        if len(after) <= len(before) or after.endswith(_REPLACED):
+            return ""
+        self._context, self._decoded = self._decoded, len(self._tokens)
+        return self._release(after[len(before) :])
+
+    def finish(self) -> str:
+        """The rest: what waited for more, a broken character as U+FFFD."""
+        before = self._decoder.decode(self._tokens[self._context : self._decoded])
+        after = self._decoder.decode(self._tokens[self._context :])
+        rest = self._release(after[len(before) :]) + self._waiting
+        self._decoded, self._waiting = len(self._tokens), ""
+        return rest
+
+    def _release(self, piece: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._waiting + piece
+        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if found:
+            self.stopped, self._waiting = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._waiting = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
