@@ -1,5 +1,6 @@
 """Answer requests over HTTP: the program of `python run.py task=serve`."""
 
+import os
 import socket
 
 import uvicorn
@@ -15,7 +16,7 @@ def main(config: Config) -> None:
     """Serves until SIGTERM or SIGINT; running answers then have `serve.drain_seconds` to end.
 
     Raises:
-        ValueError: the model cannot be opened or computed, or the port is taken.
+        ValueError: the model cannot be opened or computed, the port is taken, or the key's variable is not set.
     """
     kernels.set_backend(config.kernels.backend)
     chosen = config.serve
@@ -23,7 +24,7 @@ def main(config: Config) -> None:
     server = Server(
         build_generator(config, opened=opened),
         opened=opened,
-        policy=ServePolicy(api_key=chosen.api_key, max_waiting=chosen.max_waiting),
+        policy=ServePolicy(api_key=_key(chosen.api_key_variable), max_waiting=chosen.max_waiting),
         sampling=usual_sampling(config),
     )
     listening = _listen(chosen.host, port=chosen.port)
@@ -36,6 +37,17 @@ def main(config: Config) -> None:
         uvicorn.Server(options).run(sockets=[listening])
     finally:
         server.stop(drain_seconds=0)
+
+
+def _key(variable: str | None) -> str | None:
+    """The key, which is in no file of the run."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ValueError(
+            f"serve.api_key_variable={variable}: the environment has no such variable; export {variable}=KEY"
+        )
+    return os.environ[variable]
 
 
 def _listen(host: str, *, port: int) -> socket.socket:

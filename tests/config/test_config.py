@@ -55,6 +55,10 @@ def test_every_option_composes(group, tmp_path):
             model = ("model=tiny_moe",)
         if group == "algorithm":
             model = (f"task={'ppo' if option == 'ppo' else 'grpo'}",)
+        if option in ("generate", "serve"):
+            model = (f"inference.model={tmp_path}",)
+        if option == "generate":
+            model += (f"inference.prompts={__file__}",)
         config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=CPU)
         assert from_yaml(to_yaml(config)) == config
 

@@ -338,7 +338,9 @@ EFFECTS = (
         when=lambda c, m: c.task.name == "serve",
         only="task=serve",
     ),
-    Effect(keys=("serve.api_key",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False),
+    Effect(
+        keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
+    ),
 )
 
 

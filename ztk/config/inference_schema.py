@@ -53,8 +53,9 @@ class ServeConfig:
 
     host: str | None = key("address to listen on; 0.0.0.0: all of this machine's", default=None)
     port: int | None = key("port to listen on; 0: a free one, which is printed", default=None)
-    api_key: str | None = key(
-        "clients must send it as Authorization: Bearer KEY; null: none is asked for", default=None
+    api_key_variable: str | None = key(
+        "environment variable whose value clients must send as Authorization: Bearer VALUE; null: nothing is asked for",
+        default=None,
     )
     max_waiting: int | None = key("requests that wait for a place; more are refused with 429", default=None)
     drain_seconds: float | None = key("after SIGTERM running answers have so long to end", default=None)

@@ -97,7 +97,7 @@ class Server:
             asked = read_body(await request.body(), chat=chat, usual=replace(self._usual, seed=secrets.randbits(62)))
             jobs = self._jobs(asked, chat=chat)
         except ValueError as error:
-            return failure(400, str(error), param=getattr(error, "param", None))
+            return failure(400, message=str(error), param=getattr(error, "param", None))
         shape = Shape(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             model=self._opened.name,
@@ -124,7 +124,7 @@ class Server:
             async for _ in self._pieces(jobs, answers=answers, request=request):
                 pass
         except _Failed as error:
-            return failure(500, str(error))
+            return failure(500, message=str(error))
         finally:
             self._cancel(jobs)
         return JSONResponse(shape.complete(answers, prompt_tokens=sum(len(job.prompt) for job in jobs)))
@@ -137,9 +137,9 @@ class Server:
         except Busy:
             self._cancel(jobs)
             text = f"{self._policy.max_waiting} prompts wait already: try again later"
-            return failure(429, text, headers={"Retry-After": str(RETRY_SECONDS)})
+            return failure(429, message=text, headers={"Retry-After": str(RETRY_SECONDS)})
         except RuntimeError as error:
-            return failure(503, str(error))
+            return failure(503, message=str(error))
         return None
 
     def _jobs(self, asked: Asked, *, chat: bool) -> list[Job]:
@@ -242,7 +242,7 @@ class Server:
         sent = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key is None or secrets.compare_digest(sent.encode(), key.encode()):
             return None
-        return failure(401, "Incorrect API key: send it as Authorization: Bearer KEY", code="invalid_api_key")
+        return failure(401, message="Incorrect API key: send it as Authorization: Bearer KEY", code="invalid_api_key")
 
 
 class _Failed(Exception):
@@ -251,8 +251,8 @@ class _Failed(Exception):
 
 def failure(
     status: int,
-    message: str,
     *,
+    message: str,
     param: str | None = None,
     code: str | None = None,
     headers: dict[str, str] | None = None,

@@ -170,11 +170,15 @@ def _messages(body: dict) -> tuple[dict[str, str], ...]:
     for number, message in enumerate(found):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            content = (
-                "".join(parts) if len(parts) == len(content) and all(isinstance(part, str) for part in parts) else None
-            )
+            content = _joined(content)
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise BadRequest(f"messages[{number}] must have a role and a text as content", param="messages")
         read.append({"role": message["role"], "content": content})
     return tuple(read)
+
+
+def _joined(parts: list) -> str | None:
+    """The text of a message in parts; None if one of them is no text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if len(found) == len(parts) else None

@@ -92,7 +92,7 @@ def _open_transformers(folder: Path) -> Opened:
     except ImportError as error:
         raise ValueError(f'inference.model={folder}: needs transformers: pip install "ztk[hf]"') from error
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     named = model.generation_config.eos_token_id
     ends = [] if named is None else [named] if isinstance(named, int) else list(named)
     if tokenizer.eos_token_id is not None:

@@ -1,0 +1,98 @@
+"""`task=generate` over a run of ztk and over a folder of transformers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from tests.experiments.test_faults import CHECKOUT, folder_of, run
+from tests.inference.models import VOCABULARY, build
+from ztk.inference import Generator, SamplingParams
+from ztk.serve.models import open_model
+
+TRAIN = ("train.steps=2", "launch.ranks=2", "zero=stage3", "checkpoint.every=2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    done = run(*TRAIN, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder_of(folder)
+
+
+def test_a_run_answers_a_file(trained, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(
+        '{"prompt": "def f(", "id": 7}\n\n{"tokens": [10, 10], "max_tokens": 3, "n": 2, "temperature": 0}\n'
+    )
+    out = tmp_path / "out"
+    options = (
+        "task=generate",
+        f"inference.model={trained}",
+        f"inference.prompts={prompts}",
+        f"hydra.run.dir={out}",
+        "sampling.max_tokens=6",
+        "sampling.seed=4",
+    )
+    command = [sys.executable, str(CHECKOUT / "run.py"), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines())
+    assert first["id"] == 7 and len(first["answers"]) == 1 and len(first["answers"][0]["tokens"]) == 6
+    assert [len(answer["tokens"]) for answer in second["answers"]] == [3, 3]
+    assert second["answers"][0] == second["answers"][1]
+    opened = open_model(str(trained / "checkpoints"))
+    sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=4, draw_key=(1,))
+    [[answer]] = Generator(opened.module).generate([list(b"def f(")], sampling=sampling)
+    assert first["answers"][0]["tokens"] == answer.tokens
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["generated_tokens"] == 12 and summary["prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2: "),
+        ('{"text": "x"}', 'line 2: has neither "prompt" nor "tokens"'),
+        ('{"prompt": "x", "top_p": 7}', "line 2: sampling.top_p=7"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(line, message, tmp_path):
+    from experiments.generate import read_prompts
+    from ztk.serve.models import Opened, _Bytes
+
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    opened = Opened(name="x", module=torch.nn.Identity(), tokenizer=_Bytes(), ends=(), vocabulary=256)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(str(path), opened=opened, usual=SamplingParams(), vocabulary=256)
+
+
+def test_a_folder_of_transformers_opens_with_its_tokenizer(tmp_path):
+    model = build("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    letters = {chr(33 + number): number for number in range(VOCABULARY - 3)} | {"<s>": 93, "</s>": 94, "<unk>": 95}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
+    opened = open_model(str(tmp_path))
+    assert opened.tokenizer.encode("AB") == [32, 33] and set(opened.ends) >= {94} and opened.vocabulary == VOCABULARY
+    sampling = SamplingParams(max_tokens=8, temperature=0)
+    answers = [
+        Generator(module).generate([[5, 6]], sampling=sampling)[0][0].tokens for module in (opened.module, model)
+    ]
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match="no chat template"):
+        opened.tokenizer.chat([{"role": "user", "content": "x"}])
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        open_model(str(tmp_path))
