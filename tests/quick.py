@@ -44,6 +44,8 @@ QUICK = (
     "tests/precision",
     "tests/recompute/test_policy.py",
     "tests/report/test_report.py",
+    "tests/rollout/test_objective.py",
+    "tests/rollout/test_parts.py",
     "tests/runtime/test_comm.py::test_collectives",
     "tests/runtime/test_counting.py",
     "tests/runtime/test_mesh.py",

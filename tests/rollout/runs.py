@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib
 import json
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from experiments import policies, rollout_loop, rollouts
 from experiments.models import full_values, warm_start
+from ztk import checkpoint
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
 from ztk.report import plot
@@ -73,11 +75,28 @@ def shortened(config, *, process: Process):
     return _warmed[process.world_size]
 
 
-def play(process: Process, *, config: Config, planted: int = 0, fails: bool = False) -> dict:
+@contextmanager
+def dying(step: int):
+    """The run ends after this step, when all models but the policy are saved; 0: it goes on."""
+    save = checkpoint.Saver.save
+
+    def save_or_die(self, **kwargs):
+        if "data_state" in kwargs and self._engine.global_steps == step:
+            raise InterruptedError("died in the middle of a save")
+        return save(self, **kwargs)
+
+    checkpoint.Saver.save = save_or_die
+    try:
+        yield
+    finally:
+        checkpoint.Saver.save = save
+
+
+def play(process: Process, *, config: Config, planted: int = 0, dies: int = 0, fails: bool = False) -> dict:
     """Runs the task to its end on this rank.
 
-    planted: the number of a sample one of whose stored log-probabilities is changed by its last bit, in every rollout; 0: none. fails: the
-    error is returned, on one rank alone.
+    planted: the number of a sample one of whose stored log-probabilities is changed by its last bit, in every rollout; 0: none. dies: see
+    `dying`. fails: the error is returned, on one rank alone.
     """
     task = importlib.import_module(config.task.module)
     rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
@@ -99,7 +118,8 @@ def play(process: Process, *, config: Config, planted: int = 0, fails: bool = Fa
     result = {"rollouts": drawn, "references": references}
     try:
         arranged = process.arrange(policies.topology(config))
-        result["summary"] = rollout_loop.run_task(config, process=arranged, fill=fill, update=update)
+        with dying(dies):
+            result["summary"] = rollout_loop.run_task(config, process=arranged, fill=fill, update=update)
     except Exception as error:
         if not fails or process.world_size > 1:
             raise

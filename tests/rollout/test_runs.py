@@ -96,6 +96,14 @@ def test_a_run_resumed_in_the_middle_of_a_buffer_equals_the_uninterrupted_one(ta
         assert resumed[0]["summary"][key] == straight[0]["summary"][key]
 
 
+def test_a_save_that_ends_before_the_policys_leaves_the_last_one_complete(plain, ranks, tmp_path):
+    changes = {"folder": tmp_path, "checkpoint__every": 1, "checkpoint__keep": 1}
+    (died,) = ranks(1).run(play, config=config_of("ppo", **changes), dies=3, fails=True)
+    assert "died in the middle" in died["error"]
+    ranks(1).run(play, config=config_of("ppo", checkpoint__resume="auto", **changes))
+    assert rows_of(tmp_path) == plain("ppo", 1)[1]
+
+
 def test_one_changed_bit_stops_the_run_and_is_named(ranks, tmp_path):
     config = config_of("grpo", folder=tmp_path)
     (found,) = ranks(1).run(play, config=config, planted=5, fails=True)
