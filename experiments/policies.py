@@ -22,7 +22,7 @@ from ztk.zero import ZeroPolicy
 
 
 def decoder_config(config: Config) -> DecoderConfig:
-    return DecoderConfig(**_given(config.model, without=("name",)))
+    return DecoderConfig(**_given(config.model, without=("name", "path", "init")))
 
 
 def optimizer_policy(config: Config) -> OptimizerPolicy:

@@ -28,7 +28,9 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
         return {"decoder": asdict(module.config)}
     found: dict[str, Any] = {}
     config = getattr(module, "config", None)
-    if hasattr(config, "to_json_string"):
+    if isinstance(exported := getattr(module, "exported_config", None), Mapping):  # as its folder had it
+        found["transformers"] = dict(exported)
+    elif hasattr(config, "to_json_string"):
         found["transformers"] = json.loads(config.to_json_string())
         # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         base = module.get_base_model() if hasattr(module, "get_base_model") else module

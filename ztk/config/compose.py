@@ -17,6 +17,7 @@ from ztk.config.arguments import parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import device_of, null_inactive_keys, settle_parameter_tier
+from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
@@ -76,6 +77,8 @@ def to_config(
     choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
     Raises ConfigError with all faults.
     """
+    if faults := take_sizes(choices):
+        raise ConfigError(faults)
     config = _typed(choices)
     given = _given(config, overrides=overrides, options=options)
     if (
@@ -190,6 +193,8 @@ def _settle_paths(config: Config) -> None:
         config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
+    if config.model.path is not None:
+        config.model.path = _absolute(config.model.path)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

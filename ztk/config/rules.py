@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
+from ztk.config.hugging_face import hugging_face_faults, is_hugging_face
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import (
@@ -175,6 +176,9 @@ def _precision(config: Config, machine: Machine) -> Iterator[str]:
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     model, data = config.model, config.data
+    if is_hugging_face(model):
+        yield from hugging_face_faults(config)
+        return
     if model.heads > 0 and model.dim > 0:
         if model.dim % model.heads:
             fixed = max(1, model.dim // model.heads) * model.heads

@@ -12,6 +12,7 @@ decides between two forms:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -52,12 +53,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
-    # pyrefly: ignore[not-iterable, missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-iterable]  # nn.Module says Tensor | Module for every name that a model has
     first, second = module.weight.shape
     return (first, second) if is_conv1d(module) else (second, first)
 
 
-def derived_rules(model: nn.Module) -> dict[str, TensorRule]:
+def derived_rules(model: Any) -> dict[str, TensorRule]:
     """Module name -> rule, for a model with a Hugging Face configuration; empty if nothing in it can be cut so.
 
     Experts that are stacked in one weight stay copies: `topology.expert` spreads them.
