@@ -83,7 +83,8 @@ def build_model(config: Config) -> tuple[nn.Module, InitialValues]:
     """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with."""
     given = config.model
     if given.path is not None and given.init is not None:
-        return open_causal(given.path, init=given.init.value, seed=config.train.seed)
+        lora = policies.lora_policy(config)
+        return open_causal(given.path, init=given.init.value, seed=config.train.seed, lora=lora)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
     return model, partial(initial_values, model, seed=config.train.seed)
@@ -224,6 +225,7 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
             keep_best=bool(config.checkpoint.keep_best),
         ),
         asynchronous=config.checkpoint.asynchronous,
+        trained_only=config.lora.rank > 0,  # the base stays where it is
     )
 
 

@@ -55,11 +55,28 @@ def test_sizes_follow_from_the_folder(folder):
         (("model.path={folder}", "topology.expert=3"), "topology.expert=3 does not divide model.experts=4"),
         (("model.path={folder}", "data.seq_len=256"), "data.seq_len=256 is longer than the 128 tokens"),
         (("model.path={folder}", "model.init=zeros"), "zeros"),
+        (
+            ("model.path={folder}", "lora=adapter", "model.init=random"),
+            "lora.rank=8: adapters beside random frozen weights",
+        ),
+        (("model.path={folder}", "lora.alpha=2"), "lora.alpha=2.0 has no effect here, only with lora=adapter"),
+        (("model.path={folder}", "lora=adapter", "lora.targets=3"), "lora.targets=3: must be all-linear or names"),
+        (("model.path={folder}", "lora=adapter", "lora.dropout=1.5"), "lora.dropout=1.5"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder, overrides, message):
     with pytest.raises(ConfigError, match=message):
         composed(*(word.format(folder=folder) for word in overrides))
+
+
+def test_adapters_are_added_to_a_frozen_model(folder):
+    config = composed(f"model.path={folder}", "lora=adapter", "lora.targets=[q_proj,v_proj]")
+    model, values = pretrain.build_model(config)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2 and all("_proj.lora_" in name for name in trained)
+    assert not values(name=next(name for name in trained if "lora_B" in name), start=0, stop=8).any()
+    with pytest.raises(ConfigError, match="lora.rank=8: adapters train beside a model of transformers"):
+        compose("lora=adapter", output_dir="/tmp/run", machine=CPU)
 
 
 def test_other_models_have_no_folder(folder):

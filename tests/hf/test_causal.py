@@ -13,6 +13,7 @@ from ztk import checkpoint
 from ztk.checkpoint.export import export_safetensors
 from ztk.engine import Engine
 from ztk.hf.causal import open_causal
+from ztk.nn.lora import LoraPolicy
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
@@ -62,9 +63,12 @@ def save(process: Process, *, folder: str, strategy: Strategy, to: str) -> Tenso
     return logits
 
 
-def trained(process: Process, *, folder: str, strategy: Strategy, losses: list[float]) -> Engine:
+def trained(
+    process: Process, *, folder: str, strategy: Strategy, losses: list[float], lora: LoraPolicy | None = None
+) -> Engine:
+    """The engine after training; `losses` gets the loss of each step."""
     arranged = process.arrange(strategy.topology)
-    model, values = open_causal(folder, init=strategy.init, seed=1)
+    model, values = open_causal(folder, init=strategy.init, seed=1, lora=lora)
     offload = OffloadPolicy(
         optimizer=Tier(strategy.offload),
         parameters=Tier(strategy.offload if strategy.stage == 3 else "none"),
@@ -90,7 +94,7 @@ def trained(process: Process, *, folder: str, strategy: Strategy, losses: list[f
 def plain(model: torch.nn.Module) -> list[float]:
     """The same by torch alone; `model` is trained."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), **LEARNING)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **LEARNING)
     losses = []
     for step in range(STEPS):
         total = 0.0

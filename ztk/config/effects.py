@@ -110,6 +110,11 @@ EFFECTS = (
         when=lambda c, m: not is_hugging_face(c.model),
         only="ztk's own decoder, such as model=tiny",
     ),
+    Effect(
+        keys=_section("lora", "alpha", "targets", "dropout"),
+        when=lambda c, m: c.lora.rank > 0,
+        only="lora=adapter, or lora.rank above 0",
+    ),
     Effect(keys=_section("model", "path", "init"), when=lambda c, m: is_hugging_face(c.model), only="model=hf"),
     Effect(
         keys=("zero.quantized_gradients",),

@@ -251,6 +251,16 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: the model is frozen, and small products beside its linear layers train. With model=hf."""
+
+    rank: int = key("rank of an adapter; 0: the model itself trains")
+    alpha: float | None = key("what an adapter adds is multiplied by alpha / rank", default=None)
+    targets: Any = key("all-linear, or ends of names of linear layers, as in [q_proj,v_proj]", default=None)
+    dropout: float | None = key("dropout of an adapter's inputs, a probability", default=None)
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The tokens to train on."""
 
@@ -393,6 +403,7 @@ class Config:
     recompute: RecomputeConfig
     topology: TopologyConfig
     model: ModelConfig
+    lora: LoraConfig
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ztk.hf.stages import CausalLayers
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.kernels import cross_entropy
+from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 from ztk.nn.loss import IGNORED
 from ztk.runtime.part import InitialValues
 
@@ -33,11 +34,13 @@ def transformers_module() -> ModuleType:
         raise ValueError("model=hf needs transformers, which is not installed: pip install transformers") from None
 
 
-def open_causal(path: str, *, init: str, seed: int) -> tuple[nn.Module, InitialValues]:
+def open_causal(path: str, *, init: str, seed: int, lora: LoraPolicy | None = None) -> tuple[nn.Module, InitialValues]:
     """The model of the folder `path` and its initial values, fp32 by name and range.
 
     init: "pretrained" reads the folder's safetensors files; "random" needs its config.json alone and draws from `seed`, the same values on
-    all ranks. The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None)`: see `CausalForward`.
+        all ranks.
+    lora: the model is frozen and gets adapters that train.
+    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None)`: see `CausalForward`.
 
     Raises:
         ValueError: the folder has no causal model of transformers, no safetensors files, or lacks weights.
@@ -50,6 +53,9 @@ def open_causal(path: str, *, init: str, seed: int) -> tuple[nn.Module, InitialV
     if init == "pretrained":
         values = in_folder = FolderValues(path, model=skeleton)
         in_folder.fill_buffers(model)
+    if lora is not None:
+        add_adapters(model, policy=lora, base=path)
+        values = adapter_values(values, model=model, seed=seed)
     model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
     model.config.use_cache = False  # a block that is recomputed would add to the cache twice
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())

@@ -98,13 +98,16 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
             f"tensor plan {name}=row: {type(module).__name__} has a bias and a forward of its own, so it is not known where "
             "the bias goes; use a linear layer, or leave this module out of the plan"
         )
-    original = module.forward
+    original, adapter = module.forward, getattr(module, "adapter", None)  # of ztk.nn.lora
 
     @functools.wraps(original)
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         if plain is None or module.bias is None:
             return axis.leave(original(x, *args, **kwargs), label=name)
-        return axis.leave(plain(x), label=name) + module.bias
+        local = plain(x)
+        if adapter is not None:
+            local = local + adapter(x)
+        return axis.leave(local, label=name) + module.bias
 
     module.forward = forward
     _set_size(module, name="in_features", dim=1)

@@ -6,6 +6,7 @@ It matches the plan against the model, cuts and rewires each module that the pla
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -152,7 +153,15 @@ class _Cutter:
         self._replace(module, leaf="weight", dim=dim, own=own)
         if not by_rows and isinstance(getattr(module, "bias", None), nn.Parameter):
             self._replace(module, leaf="bias", dim=0, own=own)
+        if hasattr(module, "lora_A"):
+            self._cut_adapter(module, by_rows=by_rows, own=own)
         self._rewire(module, name=name, style=style, own=own, sizes=sizes)
+
+    def _cut_adapter(self, module: Any, *, by_rows: bool, own: range) -> None:
+        """Of ztk.nn.lora: B's outputs or A's inputs are cut like the layer's; each rank computes a part of the other one's gradient."""
+        cut, copied = (module.lora_A, module.lora_B) if by_rows else (module.lora_B, module.lora_A)
+        self._replace(cut.default, leaf="weight", dim=int(by_rows), own=own)
+        self.partial.add(self._canonical[copied.default.weight])
 
     def _rewire(self, module: nn.Module, *, name: str, style: Style, own: range, sizes: tuple[int, ...]) -> None:
         match style:
