@@ -23,7 +23,7 @@ from ztk.zero import ZeroPolicy
 
 
 def decoder_config(config: Config) -> DecoderConfig:
-    return DecoderConfig(**_given(config.model, without=("name", "path", "init")))
+    return DecoderConfig(**_given(config.model, without=("name", "path", "init", "kernels")))
 
 
 def lora_policy(config: Config) -> LoraPolicy | None:

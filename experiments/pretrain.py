@@ -83,8 +83,8 @@ def build_model(config: Config) -> tuple[nn.Module, InitialValues]:
     """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with."""
     given = config.model
     if given.path is not None and given.init is not None:
-        lora = policies.lora_policy(config)
-        return open_causal(given.path, init=given.init.value, seed=config.train.seed, lora=lora)
+        options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
+        return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
     return model, partial(initial_values, model, seed=config.train.seed)

@@ -38,6 +38,7 @@ class Strategy:
     recompute: str = "none"
     init: str = "pretrained"
     schedule: str = "1f1b"
+    kernels: bool = False
 
 
 # Models with experts: where two experts' scores differ by rounding, another one is chosen, and losses by 1e-4. These tokens have no such tie.
@@ -68,7 +69,7 @@ def trained(
 ) -> Engine:
     """The engine after training; `losses` gets the loss of each step."""
     arranged = process.arrange(strategy.topology)
-    model, values = open_causal(folder, init=strategy.init, seed=1, lora=lora)
+    model, values = open_causal(folder, init=strategy.init, seed=1, lora=lora, kernels=strategy.kernels)
     offload = OffloadPolicy(
         optimizer=Tier(strategy.offload),
         parameters=Tier(strategy.offload if strategy.stage == 3 else "none"),
@@ -131,6 +132,10 @@ CASES = {
     "Qwen2Moe ep2 stage 3": ("Qwen2Moe", Strategy(topology=EXPERT2, stage=3)),
     "Llama pp2 zero bubble": ("Llama", Strategy(topology=PIPELINE2, schedule="zero_bubble")),
     "GPT2 pp2 recompute": ("GPT2", Strategy(topology=PIPELINE2, recompute="full")),
+    "Llama kernels stage 3 recompute": ("Llama", Strategy(stage=3, recompute="full", kernels=True)),
+    "Qwen3 kernels tp2": ("Qwen3", Strategy(topology=TENSOR2, kernels=True)),
+    "Gemma2 kernels pp2": ("Gemma2", Strategy(topology=PIPELINE2, kernels=True)),
+    "GPT2 kernels": ("GPT2", Strategy(stage=1, kernels=True)),
     "Qwen2Moe pp2": ("Qwen2Moe", Strategy(topology=PIPELINE2)),
 }
 
@@ -184,6 +189,21 @@ def test_first_values_are_the_folders_and_random_ones_are_transformers(tmp_path)
             assert not torch.equal(first, other), name
             # The standard deviation of n normal numbers is right to 1 / sqrt(2 n): five of them, for both.
             assert float(first.std()) == pytest.approx(float(expected.std()), rel=2 * 5 / (2 * size) ** 0.5), name
+
+
+@pytest.mark.parametrize(
+    ("family", "replaced"),
+    [
+        ("Llama", "2 LlamaMLP -> swiglu, 5 LlamaRMSNorm -> rms_norm, 2 attention of full prompts -> attention"),
+        ("GPT2", "5 LayerNorm -> layer_norm, 2 attention of full prompts -> attention"),
+        ("Gemma2", "2 Gemma2MLP -> geglu, 2 attention of full prompts -> attention"),
+    ],
+)
+def test_what_kernels_replace(tmp_path, caplog, family, replaced):
+    """Gemma's norms scale by 1 + weight and are left as they are."""
+    open_causal(saved(tmp_path, family=family), init="pretrained", seed=1, kernels=True)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ztk.hf.causal"]
+    assert sorted(line.removeprefix("model.kernels: ").split(", ")) == sorted(replaced.split(", "))
 
 
 def refused_by_ranks(process: Process, *, folder: str, strategy: Strategy) -> str:

@@ -115,7 +115,9 @@ EFFECTS = (
         when=lambda c, m: c.lora.rank > 0,
         only="lora=adapter, or lora.rank above 0",
     ),
-    Effect(keys=_section("model", "path", "init"), when=lambda c, m: is_hugging_face(c.model), only="model=hf"),
+    Effect(
+        keys=_section("model", "path", "init", "kernels"), when=lambda c, m: is_hugging_face(c.model), only="model=hf"
+    ),
     Effect(
         keys=("zero.quantized_gradients",),
         when=lambda c, m: c.zero.engine is ZeroEngine.ztk and (c.zero.stage or 0) >= 2,

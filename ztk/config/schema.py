@@ -225,6 +225,10 @@ class ModelConfig:
         "folder with the config.json, and for model.init=pretrained the safetensors files", default=None
     )
     init: ModelInit | None = key("first weights: pretrained: the folder's; random: drawn from train.seed", default=None)
+    kernels: bool | None = key(
+        "ztk's kernels compute norms, gated MLPs and attention where they compute the same as the model's modules on a sample",
+        default=None,
+    )
     vocab_size: int = key("tokens of the vocabulary; text is read as bytes, which are 256")
     dim: int = key("width of the residual stream")
     layers: int = key("number of blocks")

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.hf.kernels import inject_kernels
 from ztk.hf.stages import CausalLayers
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.kernels import cross_entropy
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 from ztk.nn.loss import IGNORED
 from ztk.runtime.part import InitialValues
+
+logger = logging.getLogger(__name__)
 
 
 def transformers_module() -> ModuleType:
@@ -34,12 +38,15 @@ def transformers_module() -> ModuleType:
         raise ValueError("model=hf needs transformers, which is not installed: pip install transformers") from None
 
 
-def open_causal(path: str, *, init: str, seed: int, lora: LoraPolicy | None = None) -> tuple[nn.Module, InitialValues]:
+def open_causal(
+    path: str, *, init: str, seed: int, lora: LoraPolicy | None = None, kernels: bool = False
+) -> tuple[nn.Module, InitialValues]:
     """The model of the folder `path` and its initial values, fp32 by name and range.
 
     init: "pretrained" reads the folder's safetensors files; "random" needs its config.json alone and draws from `seed`, the same values on
         all ranks.
-    lora: the model is frozen and gets adapters that train.
+    lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
+        is logged.
     The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None)`: see `CausalForward`.
 
     Raises:
@@ -53,6 +60,8 @@ def open_causal(path: str, *, init: str, seed: int, lora: LoraPolicy | None = No
     if init == "pretrained":
         values = in_folder = FolderValues(path, model=skeleton)
         in_folder.fill_buffers(model)
+    if kernels:
+        logger.warning("model.kernels: %s", inject_kernels(model, option="model.kernels"))
     if lora is not None:
         add_adapters(model, policy=lora, base=path)
         values = adapter_values(values, model=model, seed=seed)

@@ -16,11 +16,11 @@ from ztk.deepspeed.owners import owner_of
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.engine import InferenceEngine
-from ztk.deepspeed.serving.kernels import inject_kernels
 from ztk.deepspeed.serving.policy import policy_of, rules_of_policy
 from ztk.deepspeed.serving.streaming import generate_in_step, notes_of, settings_of, stream
 from ztk.deepspeed.serving.weights import load_weights
 from ztk.deepspeed.started import arrange, this_process
+from ztk.hf.kernels import inject_kernels
 from ztk.runtime import Comm, Process, Topology
 from ztk.runtime.part import Part
 from ztk.tensor import TensorPolicy, TensorRule, plan_of, shard_tensors
