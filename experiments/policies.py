@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ztk.config import Config
 from ztk.nn import DecoderConfig
+from ztk.nn.lora import LoraPolicy
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.pipeline import PipelinePolicy
@@ -22,7 +23,16 @@ from ztk.zero import ZeroPolicy
 
 
 def decoder_config(config: Config) -> DecoderConfig:
-    return DecoderConfig(**_given(config.model, without=("name",)))
+    return DecoderConfig(**_given(config.model, without=("name", "path", "init", "kernels")))
+
+
+def lora_policy(config: Config) -> LoraPolicy | None:
+    """None if the model itself trains."""
+    if config.lora.rank == 0:
+        return None
+    values = _given(config.lora)
+    targets = values["targets"]
+    return LoraPolicy(**values | {"targets": (targets,) if isinstance(targets, str) else tuple(targets)})
 
 
 def optimizer_policy(config: Config) -> OptimizerPolicy:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments import policies
 from experiments.streams import on_device, open_corpus, open_held_out, open_stream
@@ -19,11 +19,14 @@ from ztk import checkpoint, kernels
 from ztk.config import Config
 from ztk.data import Batch, ByteCorpus, ByteTokenizer, SyntheticStream, TokenStream
 from ztk.engine import Engine
+from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, initial_values, sample_text
 from ztk.parallel import parallelize
 from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
+from ztk.runtime.part import InitialValues
+from ztk.runtime.seed import derive_seed
 
 SAMPLE_BYTES = 160
 PROMPT_BYTES = 48
@@ -38,6 +41,9 @@ def main(config: Config) -> None:
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
     engine = build_engine(config, process=process)
+    torch.manual_seed(
+        derive_seed(config.train.seed, "dropout", process.mesh.replica)
+    )  # ranks of one replica draw alike
     past = resume(config, engine=engine, stream=stream)
     with build_reporter(config, engine=engine, past=past) as reporter:
         train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
@@ -48,8 +54,7 @@ def main(config: Config) -> None:
 
 def build_engine(config: Config, *, process: Process) -> Engine:
     """The model is built on the meta device; every rank then fills only the part that it keeps."""
-    with torch.device("meta"):
-        model = Decoder(policies.decoder_config(config))
+    model, first_values = build_model(config)
     common = {
         "process": process,
         "optimizer": policies.optimizer_policy(config),
@@ -57,7 +62,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         "precision": policies.precision_policy(config),
         "recompute": policies.recompute_policy(config),
         "accumulation_steps": config.train.accumulation_steps,
-        "initial_values": partial(initial_values, model, seed=config.train.seed),
+        "initial_values": first_values,
     }
     if config.zero.engine != "ztk":
         from ztk.engine.peers import parallelize_peer  # here: FSDP2's imports take a second
@@ -72,6 +77,17 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         sample_batch=sample_batch(config, device=process.device),
         **common,
     )
+
+
+def build_model(config: Config) -> tuple[nn.Module, InitialValues]:
+    """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with."""
+    given = config.model
+    if given.path is not None and given.init is not None:
+        options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
+        return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
+    with torch.device("meta"):
+        model = Decoder(policies.decoder_config(config))
+    return model, partial(initial_values, model, seed=config.train.seed)
 
 
 def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
@@ -209,7 +225,13 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
             keep_best=bool(config.checkpoint.keep_best),
         ),
         asynchronous=config.checkpoint.asynchronous,
+        trained_only=config.lora.rank > 0,  # the base stays where it is
     )
+
+
+def parameter_count(model: Any) -> int:
+    """Parameters of the full model."""
+    return model.config.parameter_count() if isinstance(model, Decoder) else model.full_parameter_count
 
 
 def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> Reporter:
@@ -226,7 +248,6 @@ def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> R
             device=process.device,
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
-        # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
-        parameters=engine.module.config.parameter_count(),
+        parameters=parameter_count(engine.module),
         **past,
     )

@@ -35,8 +35,8 @@ RAISES_PENDING = {"deepspeed", "kernels"}
 METHODS_PENDING = {"deepspeed"}
 # Packages with other libraries' signatures, or whose functions do not all take keywords yet.
 POSITIONAL_PENDING = {"config", "deepspeed", "engine", "kernels", "moe", "nn", "pipeline"}
-# Signatures of Python's or ztk's own protocols.
-PROTOCOL_SIGNATURES = {"find_class", "find_spec", "forward", "read"}
+# Signatures of Python's, transformers' or ztk's own protocols.
+PROTOCOL_SIGNATURES = {"attention_forward", "find_class", "find_spec", "forward", "read"}
 # Exceptions that belong to a protocol of Python and not to a function's contract.
 PROTOCOL_ERRORS = {"AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
 

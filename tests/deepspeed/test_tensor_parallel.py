@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ztk.deepspeed as deepspeed
+from tests.topology import families
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.runtime import Process
 from ztk.runtime.seed import generator
@@ -65,6 +66,36 @@ def test_ranks_share_layers_and_train_the_same(ranks, section):
     for losses, shape in ranks(2).run(train, section={"tensor_parallel": section, "train_batch_size": 2}):
         assert losses == pytest.approx(expected, rel=RELATIVE)
         assert shape == (full[0] // 2, full[1])
+
+
+def train_family(process: Process, *, family: str, section: dict) -> tuple[list[float], int]:
+    """Losses, and the number of parameters on this rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+        **section,
+    }
+    engine, *_ = deepspeed.initialize(model=families.make(family), config=config)
+    losses, tokens = [], torch.randint(1, 64, (2, 12), generator=generator("words", 0))
+    for _ in range(4):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    count = sum(parameter.numel() for parameter in engine.module.parameters())
+    engine.destroy()
+    return losses, count
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Bloom"])
+def test_decoders_without_a_tp_plan(ranks, family):
+    """autotp_size as the document writes it, for a Conv1D and for projections that are fused head by head."""
+    expected, full = ranks(2).run(train_family, family=family, section={})[0]
+    section = {"tensor_parallel": {"tp_size": 2, "mpu": None, "tp_grain_size": 64}, "train_batch_size": 2}
+    for losses, count in ranks(2).run(train_family, family=family, section=section):
+        assert losses == pytest.approx(expected, rel=RELATIVE)
+        assert count < 0.6 * full
 
 
 @pytest.mark.parametrize("section", [{}, {"tensor_parallel": {"autotp_size": 2}}], ids=["alone", "and the section"])

@@ -149,19 +149,10 @@ def test_plans_that_do_not_fit_are_refused(patterns, message):
         TensorPlan.of(patterns).matches(Mlp())
 
 
-class Conv1D(nn.Module):
-    """As transformers has it in GPT-2."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
-
-
 def build_without_plan(process: Process, *, plan: dict | None) -> str:
     model = Mlp()
     model.again = nn.Linear(16, 22)
     model.again.weight = model.full.weight
-    model.turned = Conv1D(5, 4)
     try:
         parallelize(
             model, process=process.arrange(TENSOR2), optimizer=OptimizerPolicy(), tensor=TensorPolicy(plan=plan)
@@ -174,11 +165,10 @@ def build_without_plan(process: Process, *, plan: dict | None) -> str:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, "Mlp brings no tensor-parallel plan; pass tensor_plan="),
+        (None, "Mlp brings no tensor-parallel plan, and none follows from its modules; pass tensor_plan="),
         ({"layers.*": "column"}, "ModuleDict has no weight"),
         ({"layers": "row"}, "ModuleList has no weight"),
         ({"again": "column"}, "tensor plan again=column: full has the same weight"),
-        ({"turned": "column"}, "tensor plan turned=column: a Conv1D stores its weight as [in, out]"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused_on_all_ranks(ranks, plan, message):

@@ -28,7 +28,9 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
         return {"decoder": asdict(module.config)}
     found: dict[str, Any] = {}
     config = getattr(module, "config", None)
-    if hasattr(config, "to_json_string"):
+    if isinstance(exported := getattr(module, "exported_config", None), Mapping):  # as its folder had it
+        found["transformers"] = dict(exported)
+    elif hasattr(config, "to_json_string"):
         found["transformers"] = json.loads(config.to_json_string())
         # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
@@ -70,6 +72,8 @@ def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], d
     # base_model.model.x.lora_A.default.weight and x.modules_to_save.default.weight are stored as x.lora_A.weight and x.weight
     pattern = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     names = {info.name: pattern.sub("", info.name) for info in manifest.parameters if pattern.search(info.name)}
+    prefix = "base_model.model."  # of peft's models; ztk.nn.lora leaves the model's names as they are
+    names = {own: name if name.startswith(prefix) else prefix + name for own, name in names.items()}
     return names, configs[adapter] | {"inference_mode": True}
 
 

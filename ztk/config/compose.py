@@ -17,6 +17,7 @@ from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
+from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
@@ -79,6 +80,8 @@ def to_config(
     choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
     Raises ConfigError with all faults.
     """
+    if faults := take_sizes(choices):
+        raise ConfigError(faults)
     config = _typed(choices)
     given = _given(config, overrides=overrides, options=options)
     if (
@@ -208,6 +211,8 @@ def _settle_paths(config: Config) -> None:
     if config.reward.function is not None:
         path, _, function = config.reward.function.rpartition(":")
         config.reward.function = f"{_absolute(path)}:{function}"
+    if config.model.path is not None:
+        config.model.path = _absolute(config.model.path)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ztk.config.inference_schema import SamplingConfig
+from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
@@ -161,8 +162,21 @@ EFFECTS = (
             *("experts_per_token", "experts_every", "expert_hidden_dim", "shared_hidden_dim"),
             *("balance_loss_weight", "router_z_loss_weight"),
         ),
-        when=lambda c, m: c.model.experts is not None,
+        when=lambda c, m: c.model.experts is not None and not is_hugging_face(c.model),
         only="model=tiny_moe and others with model.experts",
+    ),
+    Effect(
+        keys=_section("model", "hidden_dim", "rope_theta", "norm_eps", "tie_embeddings"),
+        when=lambda c, m: not is_hugging_face(c.model),
+        only="ztk's own decoder, such as model=tiny",
+    ),
+    Effect(
+        keys=_section("lora", "alpha", "targets", "dropout"),
+        when=lambda c, m: c.lora.rank > 0,
+        only="lora=adapter, or lora.rank above 0",
+    ),
+    Effect(
+        keys=_section("model", "path", "init", "kernels"), when=lambda c, m: is_hugging_face(c.model), only="model=hf"
     ),
     Effect(
         keys=("zero.quantized_gradients",),

@@ -9,6 +9,7 @@ from pathlib import Path
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
+from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
 from ztk.config.rollout import rollout_faults
@@ -74,6 +75,9 @@ RANGES = {
     "model.router_z_loss_weight": NOT_NEGATIVE,
     "model.rope_theta": POSITIVE,
     "model.norm_eps": POSITIVE,
+    "lora.rank": Range(low=0, high=65_536),
+    "lora.alpha": POSITIVE,
+    "lora.dropout": BELOW_ONE,
     "data.validation_fraction": BELOW_ONE,
     "data.seq_len": COUNT,
     "train.steps": Range(low=1, high=2**24),  # the step counter on the device is float32: exact up to here
@@ -182,6 +186,10 @@ def _precision(config: Config, machine: Machine) -> Iterator[str]:
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     model, data = config.model, config.data
+    yield from lora_faults(config)
+    if is_hugging_face(model):
+        yield from hugging_face_faults(config)
+        return
     if model.heads > 0 and model.dim > 0:
         if model.dim % model.heads:
             fixed = max(1, model.dim // model.heads) * model.heads

@@ -56,6 +56,11 @@ class DataName(StrEnum):
     prompts = "prompts"  # what a policy answers: of `rollout.task`, or lines of `data.path`
 
 
+class ModelInit(StrEnum):
+    pretrained = "pretrained"  # the weights in the folder
+    random = "random"  # drawn as transformers draws them; the folder needs only its config.json
+
+
 class OptimizerName(StrEnum):
     adamw = "adamw"
     adam = "adam"
@@ -219,19 +224,28 @@ class TopologyConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """The decoder: a Llama-like transformer, dense or with experts."""
+    """The decoder: ztk's own, a Llama-like transformer, dense or with experts; or a causal model of transformers (model=hf), whose sizes are
+    those of its config.json."""
 
-    name: str = key("name of the model, for the record")
+    name: str = key("name of the model, for the record; hf: the model of transformers in model.path")
+    path: str | None = key(
+        "folder with the config.json, and for model.init=pretrained the safetensors files", default=None
+    )
+    init: ModelInit | None = key("first weights: pretrained: the folder's; random: drawn from train.seed", default=None)
+    kernels: bool | None = key(
+        "ztk's kernels compute norms, gated MLPs and attention where they compute the same as the model's modules on a sample",
+        default=None,
+    )
     vocab_size: int = key("tokens of the vocabulary; text is read as bytes, which are 256")
     dim: int = key("width of the residual stream")
     layers: int = key("number of blocks")
     heads: int = key("query heads")
     kv_heads: int = key("key and value heads (grouped-query attention)")
-    hidden_dim: int = key("hidden width of the SwiGLU, in a model with experts of the blocks without them")
+    hidden_dim: int | None = key("hidden width of the SwiGLU, in a model with experts of the blocks without them")
     max_seq_len: int = key("longest sequence in tokens")
-    rope_theta: float = key("base of the rotary embedding's wavelengths")
-    norm_eps: float = key("added to the mean square in RMSNorm")
-    tie_embeddings: bool = key("the output layer is the embedding's weight")
+    rope_theta: float | None = key("base of the rotary embedding's wavelengths")
+    norm_eps: float | None = key("added to the mean square in RMSNorm")
+    tie_embeddings: bool | None = key("the output layer is the embedding's weight")
     experts: int | None = key("experts of a block that has them; null: the model is dense", default=None)
     experts_per_token: int | None = key("experts that a token is sent to", default=None)
     experts_every: int | None = key("every n-th block has experts, the last of each n", default=None)
@@ -245,6 +259,16 @@ class ModelConfig:
     router_z_loss_weight: float | None = key(
         "weight of the mean squared logsumexp of the router's logits", default=None
     )
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: the model is frozen, and small products beside its linear layers train. With model=hf."""
+
+    rank: int = key("rank of an adapter; 0: the model itself trains")
+    alpha: float | None = key("what an adapter adds is multiplied by alpha / rank", default=None)
+    targets: Any = key("all-linear, or ends of names of linear layers, as in [q_proj,v_proj]", default=None)
+    dropout: float | None = key("dropout of an adapter's inputs, a probability", default=None)
 
 
 @dataclass(kw_only=True)
@@ -390,6 +414,7 @@ class Config:
     recompute: RecomputeConfig
     topology: TopologyConfig
     model: ModelConfig
+    lora: LoraConfig
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig

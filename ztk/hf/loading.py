@@ -7,9 +7,11 @@ group at a time.
 """
 
 import functools
+import importlib
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.hf.slices import SafetensorsSlices, TensorSlice
 from ztk.zero.partitioned import partitioned_of
+
+logger = logging.getLogger(__name__)
 
 _CORE = "transformers.core_model_loading"
 _DEACTIVATE_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -61,6 +65,40 @@ def load_slices(model: nn.Module, *, files: list[str], load_config: Any) -> Any:
     return info
 
 
+def names_in_model(
+    entries: dict[str, TensorSlice], *, model: nn.Module, targets: dict, mapping: list | None
+) -> tuple[dict[str, TensorSlice], dict[str, dict[str, TensorSlice]]]:
+    """(model's name -> entry for tensors that at most change their name, model's name -> the file's entries that are converted into it).
+
+    targets: the model's state_dict. mapping: transformers' conversions. Entries without a place in the model are in neither.
+    """
+    core: Any = importlib.import_module(_CORE)
+    plain, others = _by_name(entries, model=model, targets=targets, mapping=mapping, core=core)
+    renamings, converters = _transforms(mapping, core=core)
+    converted: dict[str, dict[str, TensorSlice]] = {}
+    for key, entry in others.items():
+        name, _ = core.rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name in targets:
+            converted.setdefault(name, {})[key] = entry
+        else:
+            logger.warning("%s has no place in the model", key)
+    return plain, converted
+
+
+def converted_values(entries: dict[str, TensorSlice], *, model: nn.Module, mapping: list) -> dict[str, Tensor]:
+    """What transformers makes of `entries`: model's name -> values. The model stays as it is."""
+    core: Any = importlib.import_module(_CORE)
+    found: dict[str, Tensor] = {}
+
+    def keep(model, target_name, param_value, loading_info, *args, **kwargs):
+        found[target_name] = param_value
+
+    load_config = importlib.import_module("transformers.modeling_utils").LoadStateDictConfig(weight_mapping=mapping)
+    with _replaced(core, keep), _without_progress_bars():
+        _convert_lazily(entries, model=model, load_config=load_config, core=core)
+    return found
+
+
 def read_bytes(model: nn.Module) -> int | None:
     """What this rank read from files for `model`; None if it was not loaded by slices."""
     return _read.get(model)
@@ -78,9 +116,7 @@ def _by_name(
 
     transformers converts or reports the others.
     """
-    mapping = mapping or []
-    renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
+    renamings, converters = _transforms(mapping, core=core)
     plain, others = {}, {}
     for key, entry in entries.items():
         name, pattern = core.rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
@@ -93,10 +129,22 @@ def _by_name(
     return plain, others
 
 
+def _transforms(mapping: list | None, *, core: Any) -> tuple[list, list]:
+    """(renamings, converters), each in order."""
+    mapping = mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
+    return renamings, [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
+
+
 def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: Any) -> Any:
     """Converts `entries` with transformers' own code, one group in memory at a time. Its report lists all other tensors as missing."""
+    with _filling(core):
+        return _convert_lazily(entries, model=model, load_config=load_config, core=core)
+
+
+def _convert_lazily(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: Any) -> Any:
     lazy = {key: _Lazy(entry) for key, entry in entries.items()}
-    with _without_threads(), _filling(core):
+    with _without_threads():
         info, _ = core.convert_and_load_state_dict_in_model(
             model=model, state_dict=lazy, load_config=load_config, disk_offload_index=None
         )
@@ -115,7 +163,7 @@ class _Lazy:
 
 
 @contextmanager
-def _filling(core: ModuleType) -> Iterator[None]:
+def _filling(core: Any) -> Iterator[None]:
     """Values that transformers would put in place of the model's parameters are written into their shards instead."""
     original = core.set_param_for_module
 
@@ -127,13 +175,32 @@ def _filling(core: ModuleType) -> Iterator[None]:
             loading_info.missing_keys.discard(target_name)
             _fill(target, entry=param_value)
 
-    # pyrefly: ignore[missing-attribute]  # replaces a function of the module
-    core.set_param_for_module = set_param_for_module
+    with _replaced(core, set_param_for_module):
+        yield
+
+
+@contextmanager
+def _replaced(core: Any, function: Callable) -> Iterator[None]:
+    """Inside, transformers calls `function` for each parameter that it has converted."""
+    original = core.set_param_for_module
+    core.set_param_for_module = function
     try:
         yield
     finally:
-        # pyrefly: ignore[missing-attribute]  # replaces a function of the module
         core.set_param_for_module = original
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """One group of weights at a time would draw one bar each."""
+    library: Any = importlib.import_module("transformers.utils.logging")
+    were_drawn = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_drawn:
+            library.enable_progress_bar()
 
 
 @contextmanager

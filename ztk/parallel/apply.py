@@ -141,6 +141,7 @@ def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
         plan.parts |= parts
     elif plan.mesh.comm("tp").size > 1:
         plan.tensors = shard_tensors(plan.model, mesh=plan.mesh, policy=plan.tensor)
+        plan.tensors.check_dropout(plan.model)
         plan.parts |= plan.tensors.parts
 
 

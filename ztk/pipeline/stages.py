@@ -42,6 +42,8 @@ def layered(model: nn.Module) -> LayeredModel:
         return model
     if isinstance(model, Decoder):
         return DecoderLayers(model)
+    if callable(layers := getattr(model, "pipeline_layers", None)):
+        return layers()
     raise ValueError(
         f"topology.pipeline: {type(model).__name__} cannot be cut into stages; write it as a "
         "ztk.pipeline.PipelineModule of layers, or use topology.pipeline=1"
@@ -171,8 +173,8 @@ class _StageForward:
 
     def __call__(self, stage: int, carry: Carry, batch: MicroBatch) -> Carry:
         indices = self._boundaries[stage]
-        if isinstance(self._model, PipelineModule):
-            return self._model.run_layers(indices, carry=carry, batch=batch)
+        if callable(run_layers := getattr(self._model, "run_layers", None)):
+            return run_layers(indices, carry=carry, batch=batch)
         for index in indices:
             carry = self._model.layers[index].run(carry, batch)
         return carry

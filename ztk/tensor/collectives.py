@@ -20,12 +20,19 @@ from ztk.runtime.differentiable import through
 
 
 def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """The sum of `x` over the ranks: x's shape and dtype, the same bits on every rank. `x` is not changed."""
+    """The sum of `x` over the ranks: x's shape and dtype, the same bits on every rank. `x` is not changed.
+
+    The result is no view, as models that add to it in place need.
+    """
     numel = -(-x.numel() // comm.size) * comm.size
-    flat = x.new_zeros(numel) if numel > x.numel() else x.new_empty(numel)
+    if numel == x.numel():
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(out.view(-1), label=label).wait()
+        return out
+    flat = x.new_zeros(numel)
     flat[: x.numel()].copy_(x.detach().reshape(-1))
     comm.all_reduce(flat, label=label).wait()
-    return flat[: x.numel()].view(x.shape)
+    return flat[: x.numel()].view(x.shape).clone()
 
 
 def gathered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 _ONE_KEY = ("k_proj", "v_proj", "key", "value", "k", "v")
+_HEAD_BY_HEAD = ("GPTNeoXAttention",)  # classes whose single projection stores (query, key, value) of each head in turn
+_QUERY_HEADS = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+_WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "d_model")
 _FUSED = ("query_key_value",)  # GPT-NeoX, BLOOM: [heads, (query, key, value)] in one weight
 
 
@@ -36,3 +42,23 @@ class Heads:
 def is_attention(name: str) -> bool:
     """Whether the module name, or pattern of names, is that of an attention layer."""
     return "attn" in name.lower() or "attention" in name.lower()
+
+
+def head_by_head(module: nn.Module) -> bool:
+    """Whether an attention layer's single projection stores query, key and value of one head after those of another."""
+    return type(module).__name__ in _HEAD_BY_HEAD
+
+
+def count_own_heads(module: nn.Module, *, heads: Heads, widths: list[int]) -> None:
+    """After the cut: an attention layer that remembers numbers of heads and widths learns those of its own part.
+
+    widths: outputs of its projections on this rank.
+    """
+    own = {
+        **dict.fromkeys(_WIDTHS, (heads.query * heads.size, max(widths))),
+        **dict.fromkeys(_QUERY_HEADS, (heads.query, max(widths) // heads.size)),
+        **dict.fromkeys(_KEY_HEADS, (heads.key, min(widths) // heads.size)),
+    }
+    for attribute, (full, here) in own.items():
+        if module.__dict__.get(attribute) == full:
+            setattr(module, attribute, here)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ztk.nn.linear import Linear, linear
 from ztk.runtime import Comm
 from ztk.tensor.collectives import copy_in, gather_in, gather_last, scatter_out, split_last, sum_out
+from ztk.tensor.derived import is_conv1d
 
 
 class TensorAxis:
@@ -59,7 +60,10 @@ class TensorAxis:
 
 
 def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
-    """Makes `module` column-parallel: x [..., in] -> this rank's outputs [..., out / n]."""
+    """Makes `module` column-parallel: x [..., in] -> this rank's outputs [..., out / n].
+
+    A Conv1D of GPT-2 is a linear layer whose weight is [in, out].
+    """
     original = module.forward
 
     @functools.wraps(original)
@@ -68,6 +72,7 @@ def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
 
     module.forward = forward
     _set_size(module, name="out_features", dim=0)
+    _set_size(module, name="nf", dim=1)
 
 
 def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[int, ...]) -> None:
@@ -93,16 +98,20 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
             f"tensor plan {name}=row: {type(module).__name__} has a bias and a forward of its own, so it is not known where "
             "the bias goes; use a linear layer, or leave this module out of the plan"
         )
-    original = module.forward
+    original, adapter = module.forward, getattr(module, "adapter", None)  # of ztk.nn.lora
 
     @functools.wraps(original)
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         if plain is None or module.bias is None:
             return axis.leave(original(x, *args, **kwargs), label=name)
-        return axis.leave(plain(x), label=name) + module.bias
+        local = plain(x)
+        if adapter is not None:
+            local = local + adapter(x)
+        return axis.leave(local, label=name) + module.bias
 
     module.forward = forward
     _set_size(module, name="in_features", dim=1)
+    _set_size(module, name="nx", dim=0)
 
 
 def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[int, ...]) -> None:
@@ -149,6 +158,8 @@ def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return lambda x: linear(x, weight=module.weight)
     if forward is nn.Linear.forward:
         return lambda x: F.linear(x, module.weight)
+    if is_conv1d(module):
+        return lambda x: x @ module.weight
     return None
 
 

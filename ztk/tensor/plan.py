@@ -1,35 +1,16 @@
-"""Which module is cut in which way: by the native model's plan, by a Hugging Face model's `tp_plan`, or by the user's patterns."""
+"""Which module is cut in which way: by the native model's plan, a Hugging Face model's `tp_plan`, the module
+tree, or the user's patterns."""
 
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from torch import nn
 
 from ztk.nn import Decoder
+from ztk.tensor.derived import derived_rules
 from ztk.tensor.heads import Heads, is_attention
-
-
-class Style(Enum):
-    """What happens to a module's weight [out, in] (an embedding's: [vocabulary, width])."""
-
-    column = "column"  # each rank computes some of the outputs
-    row = "row"  # each rank reads some of the inputs; results are summed
-    vocabulary = "vocabulary"  # each rank has some of the rows; results are summed
-    head = "head"  # as column; the logits stay cut for the loss, and are gathered where there is no loss
-    column_gathered = "column_gathered"  # as column, and the outputs are gathered
-    row_split = "row_split"  # as row, from full inputs on every rank
-    partial = "partial"  # a copy on every rank inside layers that are cut; each rank computes a part of its gradient
-    loss = "loss"  # a module without weights that takes cut logits: see `ztk.tensor.loss`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorRule:
-    """How one module is cut: in multiples of `grain` elements, such as a head's size."""
-
-    style: Style
-    grain: int = 1
+from ztk.tensor.rules import Style, TensorRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +50,16 @@ class TensorPlan:
 
 
 def plan_of(model: nn.Module) -> TensorPlan:
-    """The plan that the model brings. Raises ValueError if it brings none."""
+    """The plan that the model brings, or else the one that its module tree gives. Raises ValueError if there is neither."""
     if isinstance(model, Decoder):
         return _decoder_plan(model)
     if plan := _hugging_face_plan(model):
         return plan
+    if rules := derived_rules(model):
+        return TensorPlan(rules=rules)
     raise ValueError(
-        f"topology.tensor: {type(model).__name__} brings no tensor-parallel plan; pass tensor_plan={{'layers.*.up': 'column', "
-        "'layers.*.down': 'row', ...}}"
+        f"topology.tensor: {type(model).__name__} brings no tensor-parallel plan, and none follows from its modules; pass "
+        "tensor_plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
     )
 
 

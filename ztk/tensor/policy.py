@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ztk.tensor.plan import TensorRule
+from ztk.tensor.rules import TensorRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,7 +11,7 @@ class TensorPolicy:
     """How layers are cut over the tensor-parallel ranks.
 
     plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`. None: the plan that
-        the model brings.
+        the model brings, or the one that follows from its modules.
     sequence_parallel: between tensor-parallel layers, norms and residuals work on each rank's part of the sequence: the same bytes on the
         wire, 1/n of the activations there (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
     """

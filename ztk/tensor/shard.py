@@ -6,6 +6,7 @@ It matches the plan against the model, cuts and rewires each module that the pla
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,10 +14,13 @@ from ztk.nn.staged import Arguments, sequence_length
 from ztk.runtime import Comm, Mesh
 from ztk.runtime.part import Part, share_first_values
 from ztk.tensor import collectives, layers
+from ztk.tensor.derived import is_conv1d
+from ztk.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
 from ztk.tensor.layers import TensorAxis
 from ztk.tensor.loss import VocabularyParallelLoss
-from ztk.tensor.plan import Style, TensorPlan, TensorRule, plan_of
+from ztk.tensor.plan import TensorPlan, plan_of
 from ztk.tensor.policy import TensorPolicy
+from ztk.tensor.rules import Style, TensorRule
 from ztk.tensor.split import part_range
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"
@@ -28,12 +32,24 @@ class ShardedTensors:
     """What was cut.
 
     parts: this rank's part of every parameter, by name. partial: copied parameters of which each rank computes a part of the gradient;
-    the parts are summed over `comm` before ZeRO reads them.
+    the parts are summed over `comm` before ZeRO reads them. uneven: the first module whose outputs the ranks have unequal shares of, or "".
     """
 
     parts: dict[str, Part]
     partial: frozenset[str]
     comm: Comm
+    uneven: str
+
+    def check_dropout(self, model: nn.Module) -> None:
+        """Ranks that draw random numbers for tensors of unequal sizes no longer agree on those for tensors that all of them have.
+
+        Raises ValueError for a model that is to train with dropout and has such tensors.
+        """
+        if self.uneven and (found := _dropout(model)):
+            raise ValueError(
+                f"topology.tensor={self.comm.size} does not divide {self.uneven}, so ranks would draw different numbers in dropout "
+                f"({found}); use a degree that divides it, or a model without dropout"
+            )
 
     def sum_partial_gradients(self, model: nn.Module) -> None:
         """Hooks the sums into the backward. Call it after ZeRO was built, which may replace parameters."""
@@ -66,6 +82,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
     for name, rule in matched.items():
         if rule.style is Style.loss:
             _replace_loss(model, name=name, comm=comm, sizes=cutter.head_sizes)
+    _tell_attention(model, matched=matched)
     if policy.sequence_parallel and staged:
         _begin_stages(model, axis=axis)
     parts, partial = dict(cutter.parts), set(cutter.partial)
@@ -75,7 +92,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
             parts[name] = Part.everything(tuple(parameter.shape), replica=comm.rank)
             if policy.sequence_parallel:
                 partial.add(name)
-    return ShardedTensors(parts=parts, partial=frozenset(partial), comm=comm)
+    return ShardedTensors(parts=parts, partial=frozenset(partial), comm=comm, uneven=cutter.uneven)
 
 
 def _tied_embeddings(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
@@ -111,6 +128,9 @@ class _Cutter:
         self.parts: dict[str, Part] = {}
         self.partial: set[str] = set()
         self.head_sizes: tuple[int, ...] = ()
+        self.uneven = (
+            ""  # the name of a module between whose outputs and the next sum ranks have tensors of unequal sizes
+        )
         self._axis, self._canonical = axis, canonical
         self._made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
 
@@ -124,25 +144,30 @@ class _Cutter:
             raise ValueError(
                 f"tensor plan {name}={style.value}: {type(module).__name__} has no weight with two dimensions"
             )
-        if type(module).__name__ == "Conv1D":  # of transformers' GPT-2
-            raise ValueError(
-                f"tensor plan {name}={style.value}: a Conv1D stores its weight as [in, out], so its rows are not outputs; make it an "
-                "nn.Linear, or leave it out of the plan"
-            )
-        dim = 1 if style in (Style.row, Style.row_split) else 0
+        by_rows = style in (Style.row, Style.row_split)
+        dim = int(by_rows != is_conv1d(module))  # a Conv1D stores [in, out]
         # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
         size = module.weight.shape[dim]
         own = self._range(size, name=name, grain=rule.grain, part=comm.rank)
         sizes = tuple(len(self._range(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))
         self._replace(module, leaf="weight", dim=dim, own=own)
-        if dim == 0 and isinstance(getattr(module, "bias", None), nn.Parameter):
+        if not by_rows and isinstance(getattr(module, "bias", None), nn.Parameter):
             self._replace(module, leaf="bias", dim=0, own=own)
+        if hasattr(module, "lora_A"):
+            self._cut_adapter(module, by_rows=by_rows, own=own)
         self._rewire(module, name=name, style=style, own=own, sizes=sizes)
+
+    def _cut_adapter(self, module: Any, *, by_rows: bool, own: range) -> None:
+        """Of ztk.nn.lora: B's outputs or A's inputs are cut like the layer's; each rank computes a part of the other one's gradient."""
+        cut, copied = (module.lora_A, module.lora_B) if by_rows else (module.lora_B, module.lora_A)
+        self._replace(cut.default, leaf="weight", dim=int(by_rows), own=own)
+        self.partial.add(self._canonical[copied.default.weight])
 
     def _rewire(self, module: nn.Module, *, name: str, style: Style, own: range, sizes: tuple[int, ...]) -> None:
         match style:
             case Style.column:
                 layers.cut_column(module, axis=self._axis, name=name)
+                self.uneven = self.uneven or (name if len(set(sizes)) > 1 else "")
             case Style.head:
                 layers.cut_column(module, axis=self._axis, name=name)
                 self.head_sizes = sizes
@@ -176,6 +201,36 @@ class _Cutter:
             share_first_values(old, comm=self._axis.comm, name=name, key=_KEY)
             self._made[old] = nn.Parameter(part.of(old.detach()).clone(), requires_grad=old.requires_grad)
         module._parameters[leaf] = self._made[old]
+
+
+def _tell_attention(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> None:
+    """Attention layers that are cut between heads learn how many they have."""
+    heads, widths = Heads.of(getattr(model, "config", None)), dict[str, list[int]]()
+    for name, rule in matched.items():
+        owner = name.rpartition(".")[0]
+        if heads is not None and rule.style is Style.column and is_attention(owner):
+            module = model.get_submodule(name)
+            # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
+            size = module.weight.shape[int(is_conv1d(module))]
+            fused = head_by_head(model.get_submodule(owner))
+            widths.setdefault(owner, []).append(size // 3 if fused else size)
+    for owner, found in widths.items():
+        count_own_heads(model.get_submodule(owner), heads=heads, widths=found)
+
+
+def _dropout(model: nn.Module) -> str:
+    """The name of a dropout that draws numbers, or ""."""
+    elsewhere = ("classifier", "summary")  # of heads that a decoder does not have
+    of_config = getattr(getattr(model, "config", None), "__dict__", {})  # attention's is called as a function
+    for name, value in of_config.items():
+        if (
+            name.endswith(("dropout", "pdrop"))
+            and not name.startswith(elsewhere)
+            and isinstance(value, float)
+            and value
+        ):
+            return name
+    return next((name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0), "")
 
 
 def _replace_loss(model: nn.Module, *, name: str, comm: Comm, sizes: tuple[int, ...]) -> None:

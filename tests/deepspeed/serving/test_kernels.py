@@ -6,8 +6,8 @@ from torch import nn
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.serving import small
-from ztk.deepspeed.serving import attention
-from ztk.deepspeed.serving.kernels import inject_kernels
+from ztk.hf import attention
+from ztk.hf.kernels import inject_kernels
 
 # fp32: sums of up to 48 terms in another order, through two layers, of values below 4: a few dozen roundings of 2^-23.
 FP32 = 1e-5

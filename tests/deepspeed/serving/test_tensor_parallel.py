@@ -54,6 +54,8 @@ def expected(model: str) -> dict:
 
 CASES = {
     "by the model's plan": {"model": "llama", "options": {"tensor_parallel": {"tp_size": 2}}},
+    "a Conv1D, several projections in one weight": {"model": "gpt2", "options": {"mp_size": 2}},
+    "heads that are counted, no policy": {"model": "opt", "options": {"mp_size": 2}},
     "three heads in one weight": {"model": "neox", "options": {"mp_size": 2}},
     "by a policy that agrees": {"model": "llama", "options": {"mp_size": 2}, "by_policy": True},
     "by a policy alone": {"model": "unplanned", "options": {"mp_size": 2}, "by_policy": True},
@@ -82,7 +84,7 @@ def test_ranks_that_share_a_model_answer_as_one(ranks, case):
 
 
 def test_what_a_rank_holds(ranks):
-    """Half of every layer that is cut; a policy knows nothing of the head."""
+    """Half of every layer that is cut: by transformers' plan, and by the one that follows from the modules, which a policy agrees with."""
     full = {name: tuple(p.shape) for name, p in small.llama().named_parameters()}
     for model in ("llama", "unplanned"):
         shapes = ranks(2).run(ask, model=model, options={"mp_size": 2}, by_policy=model == "unplanned")[0]["shapes"]
@@ -92,7 +94,7 @@ def test_what_a_rank_holds(ranks):
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 assert shapes[name] == (first, rest[0] // 2), name
             elif name == "lm_head.weight":
-                assert shapes[name] == (first // 2 if model == "llama" else first, *rest)
+                assert shapes[name] == (first // 2, *rest)
             elif name.endswith("norm.weight"):
                 assert shapes[name] == (first,), name
 
@@ -129,8 +131,14 @@ def refused(process: Process, *, model: str, options: dict, kind: str | None = N
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ({"model": "opt", "options": {}}, "OPTForCausalLM brings no tp_plan; give injection_policy="),
-        ({"model": "gpt2", "kind": "GPT2Block", "options": {"names": ("attn.c_proj",)}}, "is a Conv1D; only nn.Linear"),
+        (
+            {"model": "bert", "options": {}},
+            "BertModel brings no tensor-parallel plan, and none follows from its modules",
+        ),
+        (
+            {"model": "gpt2", "kind": "GPT2Block", "options": {"names": ("attn.c_proj",)}},
+            "mlp.c_proj is summed over ranks, too: name it",
+        ),
         ({"model": "llama", "kind": "LlamaDecoderLayer", "options": {"names": ("o_projj",)}}, "named ...o_projj"),
         (
             {"model": "llama", "kind": "LlamaDecoderLayer", "options": {"names": ("self_attn.o_proj",)}},

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
-from ztk.deepspeed.serving.kernels import Injection
+from ztk.hf.kernels import Injection
 from ztk.runtime import Process
 
 

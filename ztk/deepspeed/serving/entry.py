@@ -16,14 +16,14 @@ from ztk.deepspeed.owners import owner_of
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.engine import InferenceEngine
-from ztk.deepspeed.serving.kernels import inject_kernels
-from ztk.deepspeed.serving.policy import PolicyPlan, count_own_heads, plan_of_policy, policy_of
+from ztk.deepspeed.serving.policy import policy_of, rules_of_policy
 from ztk.deepspeed.serving.streaming import generate_in_step, notes_of, settings_of, stream
 from ztk.deepspeed.serving.weights import load_weights
 from ztk.deepspeed.started import arrange, this_process
+from ztk.hf.kernels import inject_kernels
 from ztk.runtime import Comm, Process, Topology
 from ztk.runtime.part import Part
-from ztk.tensor import TensorPolicy, plan_of, shard_tensors
+from ztk.tensor import TensorPolicy, TensorRule, plan_of, shard_tensors
 from ztk.zero.partitioned import partitioned_of
 
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models whose layers are cut for good -> over how many ranks
@@ -123,19 +123,17 @@ def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
 class _Cut:
     """How a model is cut over the tensor-parallel ranks. by_policy: None for the model's own plan."""
 
-    by_policy: PolicyPlan | None
+    by_policy: dict[str, TensorRule] | None
 
     def apply(self, model: nn.Module, *, process: Process) -> dict[str, Part]:
         """A collective call."""
         degree = process.mesh.comm("tp").size
-        policy = TensorPolicy(plan=self.by_policy.rules if self.by_policy is not None else None)
+        policy = TensorPolicy(plan=self.by_policy)
         _cut[model] = degree
         try:
             parts = shard_tensors(model, mesh=process.mesh, policy=policy).parts
         except ValueError as error:
             raise ValueError(f"tensor_parallel.tp_size={degree}: {error}") from None
-        if self.by_policy is not None:
-            count_own_heads(model, plan=self.by_policy)
         return parts
 
 
@@ -150,12 +148,13 @@ def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Proc
     if config.injection_policy_tuple is not None:
         policy = policy_of(model, suffixes=config.injection_policy_tuple)
     if policy is not None:
-        return _Cut(by_policy=plan_of_policy(model, policy=policy))
+        return _Cut(by_policy=rules_of_policy(model, policy=policy))
     try:
         plan_of(model)
     except ValueError:
         raise ValueError(
-            f"tensor_parallel.tp_size={process.mesh.comm('tp').size}: {type(model).__name__} brings no tp_plan; give injection_policy="
+            f"tensor_parallel.tp_size={process.mesh.comm('tp').size}: {type(model).__name__} brings no tensor-parallel plan, and none "
+            "follows from its modules; give injection_policy="
             "{class of its layers: ends of names of the linear layers whose results are summed}, as {OPTDecoderLayer: "
             "('self_attn.out_proj', 'fc2')}, or use tp_size=1"
         ) from None

@@ -1,28 +1,17 @@
 """`injection_policy`: from the names of layers whose results are summed over ranks to a plan of cuts.
 
 Inside a layer of the class that the policy names, its linear layers are cut: those it lists by rows, whose partial results are summed, all
-others by columns. Attention is cut between heads. Where the model brings a plan of its own, that plan is followed, and the policy must agree.
+others by columns. Attention is cut between heads. Where the model brings a plan, or its modules give one, that plan is followed, and the
+policy must agree.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from torch import nn
 
 from ztk.tensor import Heads, Style, TensorRule, is_attention, plan_of
 
 Policy = Mapping[type[nn.Module], tuple[str, ...]]
-_QUERY_HEADS = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-_WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "d_model")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyPlan:
-    """rules: module name -> how it is cut. attention: names of modules that hold the projections into heads."""
-
-    rules: dict[str, TensorRule]
-    attention: tuple[str, ...]
 
 
 def policy_of(model: nn.Module, *, suffixes: tuple[str, ...]) -> Policy:
@@ -34,11 +23,13 @@ def policy_of(model: nn.Module, *, suffixes: tuple[str, ...]) -> Policy:
     return dict.fromkeys(kinds, suffixes)
 
 
-def plan_of_policy(model: nn.Module, *, policy: Policy) -> PolicyPlan:
-    """Raises ValueError for a class or a name that the model does not have, and for layers that cannot be cut so."""
+def rules_of_policy(model: nn.Module, *, policy: Policy) -> dict[str, TensorRule]:
+    """Module name -> how it is cut.
+
+    Raises ValueError for a class or a name that the model does not have, and for layers that cannot be cut so.
+    """
     own, heads = _own_rules(model), Heads.of(getattr(model, "config", None))
     rules: dict[str, TensorRule] = dict(own)
-    attention: dict[str, None] = {}
     for kind, suffixes in policy.items():
         layers = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
         if not layers:
@@ -55,31 +46,7 @@ def plan_of_policy(model: nn.Module, *, policy: Policy) -> PolicyPlan:
                 continue
             for below, rule in _rules(layer, suffixes=suffixes, heads=heads).items():
                 rules[names[below]] = rule
-                if rule.style is Style.column and is_attention(below):
-                    attention[names[below].rpartition(".")[0]] = None
-    return PolicyPlan(rules=rules, attention=tuple(attention))
-
-
-def count_own_heads(model: nn.Module, *, plan: PolicyPlan) -> None:
-    """After the cut: modules that remember numbers of heads and widths learn those of their own part."""
-    heads = Heads.of(getattr(model, "config", None))
-    if heads is None:
-        return
-    for name in plan.attention:
-        module = model.get_submodule(name)
-        widths = [
-            child.out_features
-            for leaf, child in module.named_children()
-            if f"{name}.{leaf}" in plan.rules and plan.rules[f"{name}.{leaf}"].style is Style.column
-        ]
-        own = {
-            **dict.fromkeys(_WIDTHS, (heads.query * heads.size, max(widths))),
-            **dict.fromkeys(_QUERY_HEADS, (heads.query, max(widths) // heads.size)),
-            **dict.fromkeys(_KEY_HEADS, (heads.key, min(widths) // heads.size)),
-        }
-        for attribute, (full, here) in own.items():
-            if module.__dict__.get(attribute) == full:
-                setattr(module, attribute, here)
+    return rules
 
 
 def _rules(layer: nn.Module, *, suffixes: tuple[str, ...], heads: Heads | None) -> dict[str, TensorRule]:
@@ -114,9 +81,7 @@ def _check_agreement(names: Mapping[str, str], *, own: Mapping[str, TensorRule],
     summed = {below for below, name in names.items() if name in own and own[name].style in (Style.row, Style.row_split)}
     for below in sorted(rows ^ summed):
         fix = "is not summed over ranks" if below in rows else "is summed over ranks, too: name it"
-        raise ValueError(
-            f"injection_policy: {names[below]} {fix} in the model's own plan (tp_plan), which knows its layers"
-        )
+        raise ValueError(f"injection_policy: {names[below]} {fix} in the model's own plan, which knows its layers")
 
 
 def _own_rules(model: nn.Module) -> dict[str, TensorRule]:

@@ -1,4 +1,4 @@
-"""`replace_with_kernel_inject`: forwards of a model's modules by ztk's kernels, weights as they are.
+"""Forwards of a model's modules by ztk's kernels, weights as they are: `model.kernels` and `replace_with_kernel_inject`.
 
 A module is replaced for what it computes, not for its name: a twin of it with small weights is tried on a sample beside the kernel.
 What rounds or scales otherwise (Gemma's 1 + weight) is left as it is.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.serving.attention import restore_attention, use_attention
+from ztk.hf.attention import restore_attention, use_attention
 from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -44,8 +44,11 @@ class Injection:
         return ", ".join(f"{count} {what}" for what, count in self.counts.items())
 
 
-def inject_kernels(model: nn.Module) -> Injection:
-    """Replaces all that a kernel can compute. Raises ValueError for a model in which there is nothing."""
+def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_inject") -> Injection:
+    """Replaces all that a kernel can compute, for inference and for training.
+
+    option: the key that asks for it, for the error. Raises ValueError for a model in which there is nothing.
+    """
     made = Injection(model=model)
     tried: dict[tuple[type, str], Callable | None] = {}
     for module in model.modules():
@@ -64,9 +67,9 @@ def inject_kernels(model: nn.Module) -> Injection:
         made.counts["attention of full prompts -> attention"] = model.config.get_text_config().num_hidden_layers
     if not made.counts:
         raise ValueError(
-            f"replace_with_kernel_inject=True: {type(model).__name__} has no module that a kernel of ztk could compute (RMS and layer "
+            f"{option}=true: {type(model).__name__} has no module that a kernel of ztk could compute (RMS and layer "
             "norms, gated MLPs with gate_proj, up_proj and down_proj, attention by transformers' interface): use "
-            "replace_with_kernel_inject=False"
+            f"{option}=false"
         )
     return made
 

@@ -39,7 +39,7 @@ def restore_attention(model: nn.Module, *, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
-def attention_forward(
+def attention_forward(  # noqa: PLR0917 - as transformers calls it
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -1,0 +1,95 @@
+"""model=hf: sizes from config.json, and what does not go with a model of transformers."""
+
+import pytest
+
+from experiments import pretrain
+from tests.topology.families import make
+from ztk.config import Config, ConfigError, Machine, compose, from_yaml, to_yaml
+
+CPU = Machine(gpus=0, cores=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make("Qwen2Moe", vocab_size=300, max_position_embeddings=128).save_pretrained(path)
+    return path
+
+
+def composed(*overrides: str) -> Config:
+    return compose("model=hf", "data.seq_len=64", *overrides, output_dir="/tmp/run", machine=CPU)
+
+
+def test_sizes_follow_from_the_folder(folder):
+    config = composed(f"model.path={folder}", "zero=stage3")
+    sizes = (config.model.vocab_size, config.model.dim, config.model.layers, config.model.heads, config.model.kv_heads)
+    assert sizes == (300, 32, 2, 4, 2)
+    assert (config.model.experts, config.model.max_seq_len, config.model.rope_theta) == (4, 128, None)
+    assert from_yaml(to_yaml(config)) == config
+    model, values = pretrain.build_model(config)
+    assert pretrain.parameter_count(model) == sum(parameter.numel() for parameter in model.parameters())
+    assert values(name="model.norm.weight", start=3, stop=9).shape == (6,)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "model=hf names no model: use model.path=FOLDER"),
+        (("model.path=/no/such",), "there is no config.json .* models are not downloaded"),
+        (("model.path={folder}", "model.dim=64"), "model.dim=64: model=hf takes it from config.json: leave it out"),
+        (
+            ("model.path={folder}", "model.rope_theta=1e6"),
+            "model.rope_theta=.* has no effect here, only with ztk's own decoder",
+        ),
+        (("model.path={folder}", "zero=ddp"), "model=hf: zero=ddp is there to compare ztk's own decoder with"),
+        (
+            ("model.path={folder}", "topology=sp2"),
+            "topology.sequence=2: sequences are divided for ztk's own decoder only",
+        ),
+        (
+            ("model.path={folder}", "topology=tp2", "topology.sequence_parallel=true"),
+            "use topology.sequence_parallel=false",
+        ),
+        (("model.path={folder}", "topology.tensor=4"), "topology.tensor=4 is more than model.kv_heads=2"),
+        (("model.path={folder}", "topology.expert=3"), "topology.expert=3 does not divide model.experts=4"),
+        (("model.path={folder}", "data.seq_len=256"), "data.seq_len=256 is longer than the 128 tokens"),
+        (("model.path={folder}", "model.init=zeros"), "zeros"),
+        (
+            ("model.path={folder}", "lora=adapter", "model.init=random"),
+            "lora.rank=8: adapters beside random frozen weights",
+        ),
+        (("model.path={folder}", "lora.alpha=2"), "lora.alpha=2.0 has no effect here, only with lora=adapter"),
+        (("model.path={folder}", "lora=adapter", "lora.targets=3"), "lora.targets=3: must be all-linear or names"),
+        (("model.path={folder}", "lora=adapter", "lora.dropout=1.5"), "lora.dropout=1.5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        composed(*(word.format(folder=folder) for word in overrides))
+
+
+def test_adapters_are_added_to_a_frozen_model(folder):
+    config = composed(f"model.path={folder}", "lora=adapter", "lora.targets=[q_proj,v_proj]")
+    model, values = pretrain.build_model(config)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2 and all("_proj.lora_" in name for name in trained)
+    assert not values(name=next(name for name in trained if "lora_B" in name), start=0, stop=8).any()
+    with pytest.raises(ConfigError, match="lora.rank=8: adapters train beside a model of transformers"):
+        compose("lora=adapter", output_dir="/tmp/run", machine=CPU)
+
+
+def test_other_models_have_no_folder(folder):
+    with pytest.raises(ConfigError, match="model.path=.* has no effect here, only with model=hf: leave it out"):
+        compose("model=tiny", f"model.path={folder}", output_dir="/tmp/run", machine=CPU)
+
+
+def test_a_folder_without_weights_or_of_too_few_words_is_refused(tmp_path):
+    model = make("Llama", max_position_embeddings=128)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        composed(f"model.path={tmp_path}")
+    assert "there are no safetensors files" in str(caught.value)
+    assert "text is read as bytes, and its vocabulary has 64 tokens; use data=synthetic" in str(caught.value)
+    config = composed(f"model.path={tmp_path}", "model.init=random", "data=synthetic")
+    assert config.model.init == "random"

@@ -1,0 +1,120 @@
+"""`model=hf`: what config.json of `model.path` says, and what does not go with a model of transformers."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, ZeroEngine
+
+NAME = "hf"
+_SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_ENDLESS = 1 << 30  # no learned positions: as long as memory allows
+
+
+def is_hugging_face(model: ModelConfig) -> bool:
+    """Whether the model is one of transformers."""
+    return model.name == NAME
+
+
+def take_sizes(choices: DictConfig) -> list[str]:
+    """Fills the sizes of `model=hf` in a composed configuration from its folder. Returns one line per fault."""
+    model = choices.model
+    if model.name != NAME:
+        return []
+    given = [name for name in _SIZES if not OmegaConf.is_missing(model, name)]
+    if given:
+        return [f"model.{name}={model[name]}: model=hf takes it from config.json: leave it out" for name in given]
+    path = model.get("path")
+    if not path:
+        return ["model=hf names no model: use model.path=FOLDER, with a config.json as save_pretrained writes it"]
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        return [
+            f"model.path={path}: there is no config.json (from {os.getcwd()}): name a folder as save_pretrained writes it; models are not "
+            "downloaded"
+        ]
+    try:
+        for name, value in _sizes(folder).items():
+            model[name] = value
+    except (ImportError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
+def _sizes(folder: Path) -> Mapping[str, int]:
+    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+
+    config = read_config(str(folder))
+    text = config.get_text_config()
+
+    def first(*names: str) -> Any:
+        return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
+
+    heads = first("num_attention_heads")
+    found = {
+        "vocab_size": first("vocab_size"),
+        "dim": first("hidden_size"),
+        "layers": first("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": first("num_key_value_heads") or heads,
+        "max_seq_len": first(*_LENGTHS) or _ENDLESS,
+    }
+    if lacking := [name for name, value in found.items() if value is None]:
+        raise ValueError(
+            f"model.path={folder}: its configuration ({type(config).__name__}) does not say {', '.join(lacking)}, as those of causal models "
+            "do; name another model"
+        )
+    experts = first(*_EXPERTS)
+    return found | ({"experts": experts} if experts else {})
+
+
+def hugging_face_faults(config: Config) -> Iterator[str]:
+    """One line per choice that does not go with a model of transformers."""
+    model, topology = config.model, config.topology
+    if not is_hugging_face(model):
+        return
+    folder = Path(model.path or "").expanduser()
+    if model.init is ModelInit.pretrained and not list(folder.glob("*.safetensors")):
+        yield (
+            f"model.path={model.path}: there are no safetensors files: save the model by save_pretrained, or use model.init=random"
+        )
+    if config.zero.engine is not ZeroEngine.ztk:
+        yield f"model=hf: zero={config.zero.engine.value} is there to compare ztk's own decoder with; use zero=stage0 to stage3"
+    if topology.sequence > 1:
+        yield (
+            f"topology.sequence={topology.sequence}: sequences are divided for ztk's own decoder only, not for model=hf; use "
+            "topology.sequence=1"
+        )
+    if topology.tensor > 1 and topology.sequence_parallel:
+        yield (
+            "topology.sequence_parallel=true: models of transformers compute positions for full sequences; use "
+            "topology.sequence_parallel=false with model=hf"
+        )
+    if config.data.seq_len > model.max_seq_len:
+        yield (
+            f"data.seq_len={config.data.seq_len} is longer than the {model.max_seq_len} tokens of {model.path}: use "
+            f"data.seq_len={model.max_seq_len}"
+        )
+    if config.data.name is not DataName.synthetic and model.vocab_size < 256:
+        yield f"model.path={model.path}: text is read as bytes, and its vocabulary has {model.vocab_size} tokens; use data=synthetic"
+
+
+def lora_faults(config: Config) -> Iterator[str]:
+    """One line per choice that does not go with adapters."""
+    lora, model = config.lora, config.model
+    if lora.rank < 1:
+        return
+    if not is_hugging_face(model):
+        yield f"lora.rank={lora.rank}: adapters train beside a model of transformers; use model=hf model.path=FOLDER, or lora=none"
+    elif model.init is ModelInit.random:
+        yield f"lora.rank={lora.rank}: adapters beside random frozen weights learn little; use model.init=pretrained, or lora=none"
+    targets = lora.targets
+    if not (
+        isinstance(targets, str) or (isinstance(targets, list) and targets and all(isinstance(t, str) for t in targets))
+    ):
+        yield f"lora.targets={targets}: must be all-linear or names, as in lora.targets=[q_proj,v_proj]"

@@ -1,0 +1,134 @@
+"""A causal model of transformers as the main job trains it: built without memory, called as `model(tokens, targets)`, filled by slices.
+
+Every rank builds the module tree with parameters on the meta device and real buffers. Initial values come one range of one parameter at a
+time: from the folder's safetensors files, or drawn as transformers draws them. So a rank reads what it keeps, under any topology.
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.hf.kernels import inject_kernels
+from ztk.hf.stages import CausalLayers
+from ztk.hf.values import DrawnValues, FolderValues
+from ztk.kernels import cross_entropy
+from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
+from ztk.nn.loss import IGNORED
+from ztk.runtime.part import InitialValues
+
+logger = logging.getLogger(__name__)
+
+
+def transformers_module() -> ModuleType:
+    """transformers, imported here and not with ztk.
+
+    Raises ValueError where it is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise ValueError("model=hf needs transformers, which is not installed: pip install transformers") from None
+
+
+def open_causal(
+    path: str, *, init: str, seed: int, lora: LoraPolicy | None = None, kernels: bool = False
+) -> tuple[nn.Module, InitialValues]:
+    """The model of the folder `path` and its initial values, fp32 by name and range.
+
+    init: "pretrained" reads the folder's safetensors files; "random" needs its config.json alone and draws from `seed`, the same values on
+        all ranks.
+    lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
+        is logged.
+    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None)`: see `CausalForward`.
+
+    Raises:
+        ValueError: the folder has no causal model of transformers, no safetensors files, or lacks weights.
+    """
+    transformers = transformers_module()
+    config = read_config(path)
+    build = functools.partial(_build, transformers, config)
+    model, skeleton = build(), build()
+    values: InitialValues = DrawnValues(skeleton, seed=seed)
+    if init == "pretrained":
+        values = in_folder = FolderValues(path, model=skeleton)
+        in_folder.fill_buffers(model)
+    if kernels:
+        logger.warning("model.kernels: %s", inject_kernels(model, option="model.kernels"))
+    if lora is not None:
+        add_adapters(model, policy=lora, base=path)
+        values = adapter_values(values, model=model, seed=seed)
+    model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
+    model.config.use_cache = False  # a block that is recomputed would add to the cache twice
+    model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    model.forward = CausalForward(model)
+    model.pipeline_layers = functools.partial(CausalLayers, model)
+    return model.train(), values
+
+
+def read_config(path: str) -> Any:
+    """transformers' configuration of the folder `path`. Raises ValueError if there is none that it knows."""
+    transformers = transformers_module()
+    try:
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"model.path={path}: no configuration that transformers can read ({reason}): name a folder with the config.json of a causal "
+            "model, as save_pretrained writes it"
+        ) from None
+
+
+def _build(transformers: ModuleType, config: Any) -> Any:
+    try:
+        with _parameters_on_meta():
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(
+            f"model.path: {str(error).splitlines()[0]}; name a folder with a causal language model"
+        ) from None
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter loses its memory as soon as a module has it; buffers keep theirs."""
+    original = nn.Module.register_parameter
+
+    @functools.wraps(original)
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register_parameter
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
+
+
+class CausalForward:
+    """`(tokens, targets=None)` over a model of transformers: tokens int64 [B, T] -> logits [B, T, V], or with targets [B, T] the loss.
+
+    The loss is the mean cross entropy, fp32 scalar; targets of -100 do not count. The router's loss is added where the configuration says
+    `output_router_logits`, with its coefficient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.original: Callable[..., Any] = model.forward
+        self._router_weight = getattr(model.config, "router_aux_loss_coef", 0.0)
+
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = self.original(input_ids=tokens, use_cache=False)
+        if targets is None:
+            return out.logits
+        loss = cross_entropy(out.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        router = getattr(out, "aux_loss", None)
+        return loss if router is None else loss + self._router_weight * router.to(loss.device)

@@ -1,0 +1,154 @@
+"""A decoder of transformers as layers of a pipeline: embedding, the elements of its list of layers, and norm with head and loss.
+
+A stage runs the model's own forward, in which the list of layers is the stage's own and modules before and after them do nothing where they
+belong to other stages. So masks, positions and rotary embeddings are computed on every stage as the model computes them.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.kernels import cross_entropy
+from ztk.nn.loss import IGNORED
+from ztk.nn.staged import argument
+from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
+
+# The decoder's children besides its list of layers, by what they do: models with others are refused.
+_TOKENS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+_POSITIONS = ("wpe", "embed_positions")
+_BEFORE = ("word_embeddings_layernorm", "emb_dropout", "drop", "embed_dropout")
+_AFTER = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_LISTS = ("layers", "h")
+
+
+class CausalLayers:
+    """See `LayeredModel`. A tied embedding stays on the head's stage too, under the embedding's name."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises ValueError for a model whose forward is not known to be that of embedding, layers and norm."""
+        self.module = model
+        head, self._full_forward = model.get_output_embeddings(), model.forward.original
+        names = {module: name for name, module in model.named_modules()}
+        self._decoder = _decoder_of(model)
+        prefix = names[self._decoder]
+        children = dict(self._decoder.named_children())
+        self._list = next(name for name in _LISTS if name in children)
+        self._blocks = list(self._decoder.get_submodule(self._list))
+        found = {kind: [name for name in kinds if name in children] for kind, kinds in _KINDS.items()}
+        self._before, self._positions, self._after = found["before"], found["positions"], found["after"]
+        self._tokens = found["tokens"][0]
+        first = [f"{prefix}.{name}" for name in (self._tokens, *self._positions, *self._before)]
+        last = [*(f"{prefix}.{name}" for name in self._after), names[head]]
+        if head.weight is children[self._tokens].weight:
+            last.append(first[0])
+        blocks = [f"{prefix}.{self._list}.{number}" for number in range(len(self._blocks))]
+        self.layers = [
+            self._layer("embedding", modules=tuple(first)),
+            *(self._layer(name, modules=(name,)) for name in blocks),
+            self._layer("head", modules=tuple(last)),
+        ]
+        self._check_parameters()
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def keep(self, own: Collection[int]) -> None:
+        needed = {path for index in own for path in self.layers[index].modules}
+        known = dict.fromkeys(path for layer in self.layers for path in layer.modules)
+        drop_modules(self.module, paths=[path for path in known if path not in needed])
+        self._blocks = [block if index + 1 in own else None for index, block in enumerate(self._blocks)]
+
+    def run_layers(self, indices: range, *, carry: Carry, batch: MicroBatch) -> Carry:
+        """Layers `indices` of a micro-batch `(tokens, targets)`: hidden states, or the last layer's loss or logits."""
+        has_first, has_last = indices.start == 0, indices.stop == len(self.layers)
+        given = {"input_ids": argument(batch, index=0, name="tokens")} if has_first else {"inputs_embeds": carry}
+        with self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last):
+            if not has_last:
+                return self._decoder(**given, use_cache=False)[0]
+            logits = self._full_forward(**given, use_cache=False).logits
+        targets = argument(batch, index=1, name="targets")
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+    def _blocks_of(self, indices: range) -> list:
+        """In a list that the decoder numbers, blocks of other stages have places, too."""
+        own = range(max(0, indices.start - 1), indices.stop - 1)
+        if getattr(self.module.config, "layer_types", None) is None:
+            return self._blocks[own.start : own.stop]
+        return [block if number in own else _same for number, block in enumerate(self._blocks)]
+
+    @contextlib.contextmanager
+    def _shadowed(self, blocks: list, *, has_first: bool, has_last: bool) -> Iterator[None]:
+        """The decoder with these blocks. Attributes of the instance hide its modules, whose names stay."""
+        hidden: dict[str, Any] = {self._list: blocks}
+        if not has_first:
+            hidden |= dict.fromkeys(self._before, _same) | dict.fromkeys(self._positions, _no_positions)
+        if not has_last:
+            hidden |= dict.fromkeys(self._after, _same)
+        self._decoder.__dict__.update(hidden)
+        try:
+            yield
+        finally:
+            for name in hidden:
+                del self._decoder.__dict__[name]
+
+    def _layer(self, name: str, *, modules: tuple[str, ...]) -> Layer:
+        found = [self.module.get_submodule(path) for path in modules]
+        run = self._runner(name)
+        return Layer(
+            name=name, kind=type(found[0]).__name__, modules=modules, num_parameters=count_parameters(*found), run=run
+        )
+
+    def _runner(self, name: str) -> Callable[[Carry, MicroBatch], Carry]:
+        def run(carry: Carry, batch: MicroBatch) -> Carry:
+            index = next(index for index, layer in enumerate(self.layers) if layer.name == name)
+            return self.run_layers(range(index, index + 1), carry=carry, batch=batch)
+
+        return run
+
+    def _check_parameters(self) -> None:
+        known = {
+            p for layer in self.layers for path in layer.modules for p in self.module.get_submodule(path).parameters()
+        }
+        for name, parameter in self.module.named_parameters():
+            if parameter not in known:
+                raise ValueError(
+                    f"topology.pipeline: {type(self.module).__name__} has {name} outside of its embedding, layers and norm, and it is not "
+                    "known which stage needs it; use topology.pipeline=1"
+                )
+
+
+_KINDS = {"tokens": _TOKENS, "positions": _POSITIONS, "before": _BEFORE, "after": _AFTER}
+# Families whose stages are tested to compute what the full model computes.
+TESTED = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
+    *("gpt2", "gpt_neox", "opt", "bloom", "phi", "stablelm"),
+)
+
+
+def _decoder_of(model: Any) -> nn.Module:
+    """The module whose children are the embedding and the list of layers."""
+    kind = model.config.model_type
+    if kind not in TESTED:
+        raise ValueError(
+            f"topology.pipeline: models of type {kind} are not cut into stages, only {', '.join(sorted(TESTED))}; use topology.pipeline=1"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "topology.pipeline: the router's loss needs the logits of all layers, which lie on several stages; set output_router_logits to "
+            "false in config.json, or use topology.pipeline=1"
+        )
+    tokens = model.get_input_embeddings()
+    return next(module for module in model.modules() if any(child is tokens for child in module.children()))
+
+
+def _same(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return x
+
+
+def _no_positions(positions: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.zeros(1, device=positions.device)

@@ -1,0 +1,127 @@
+"""Initial values of a model of transformers, one range of one parameter at a time: from a folder of safetensors, or drawn."""
+
+import copy
+import functools
+import importlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.hf.loading import converted_values, names_in_model
+from ztk.hf.slices import SafetensorsSlices
+from ztk.runtime.seed import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class FolderValues:
+    """`(name=, start=, stop=)` -> fp32 [stop - start] on the CPU, read from the folder's files.
+
+    Parameters that the files store in another form (experts one by one) are converted by transformers, one at a time; the last one is kept.
+    """
+
+    def __init__(self, path: str, *, model: nn.Module) -> None:
+        """model: of the folder, with parameters on the meta device; kept.
+
+        Raises ValueError if the folder has no safetensors files, or if they lack a parameter or have it in another shape.
+        """
+        self._model = model
+        entries = SafetensorsSlices(_files(path)).__enter__()  # the files stay open: buckets are filled later
+        self._targets = model.state_dict(keep_vars=True)
+        self._mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        self._plain, self._converted = names_in_model(
+            entries, model=model, targets=self._targets, mapping=self._mapping
+        )
+        self._check(path)
+        unused = [name for name in self._plain if name not in self._targets]
+        if unused:
+            logger.warning(
+                "model.path=%s: %d tensors have no place in the model, such as %s", path, len(unused), unused[0]
+            )
+
+    def __call__(self, *, name: str, start: int, stop: int) -> Tensor:
+        entry = self._plain.get(name)
+        if entry is None:
+            return self._convert(name)[start:stop].float()
+        return entry.read(start, stop).float()
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Gives the buffers that the files have their values."""
+        for name, buffer in model.named_buffers():
+            if name in self._plain:
+                buffer.copy_(self._plain[name].full())
+
+    def _check(self, path: str) -> None:
+        aliases: dict[Any, list[str]] = {}
+        for name, target in self._targets.items():
+            aliases.setdefault(target, []).append(name)
+        lacking = []
+        for name, parameter in self._model.named_parameters():
+            known = next((other for other in aliases[parameter] if other in self._plain), None)
+            if known is not None:
+                entry = self._plain[name] = self._plain[known]
+                if entry.shape != tuple(parameter.shape):
+                    raise ValueError(
+                        f"model.path={path}: {name} is {entry.shape} in the files and {tuple(parameter.shape)} by config.json; name a "
+                        "folder whose files belong together"
+                    )
+            elif name not in self._converted:
+                lacking.append(name)
+        if lacking:
+            raise ValueError(
+                f"model.path={path}: the files lack {len(lacking)} weights of the model, such as {lacking[0]}; name a folder with all "
+                "weights, or use model.init=random"
+            )
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - lives as long as the engine is built
+    def _convert(self, name: str) -> Tensor:
+        values = converted_values(self._converted[name], model=self._model, mapping=self._mapping)
+        return values[name].reshape(-1)
+
+
+def _files(path: str) -> list[str]:
+    """The safetensors files of a folder. Raises ValueError if there are none."""
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    )
+    lacking = [name for name in names if not (folder / name).is_file()]
+    if lacking:
+        raise ValueError(
+            f"model.path={path}: there is no {lacking[0]}; save the model by save_pretrained, which writes safetensors, or use "
+            "model.init=random"
+        )
+    return [str(folder / name) for name in names]
+
+
+class DrawnValues:
+    """`(name=, start=, stop=)` -> fp32 [stop - start] on the CPU, drawn by the model's own `_init_weights`.
+
+    A unit (an element of a list of layers, else the module that owns the parameter) is drawn in full from a seed of its own, so that
+    values do not depend on who asks for them; the last one is kept.
+    """
+
+    def __init__(self, model: Any, *, seed: int) -> None:
+        """model: with parameters on the meta device; kept."""
+        self._model, self._seed = model, seed
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        self._units = [f"{name}.{leaf}" for name in outer for leaf, _ in model.get_submodule(name).named_children()]
+
+    def __call__(self, *, name: str, start: int, stop: int) -> Tensor:
+        unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), name.rpartition(".")[0])
+        return self._draw(unit)[name][start:stop]
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - lives as long as the engine is built
+    def _draw(self, unit: str) -> dict[str, Tensor]:
+        drawn = copy.deepcopy(self._model.get_submodule(unit)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(derive_seed(self._seed, "initial", unit))
+            for module in reversed(list(drawn.modules())):  # children first, as transformers does
+                self._model._init_weights(module)
+        return {f"{unit}.{name}": value.detach().reshape(-1) for name, value in drawn.named_parameters()}

@@ -1,0 +1,145 @@
+"""Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): trained beside frozen linear layers, named as peft names them.
+
+A target keeps its module, name and weight. It gets two children, `lora_A.default.weight` [rank, in] and `lora_B.default.weight` [out, rank],
+and adds scale * B A dropout(x) to its output.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ztk.runtime.part import InitialValues
+from ztk.runtime.seed import generator
+
+ALL = "all-linear"
+_A, _B = "lora_A.default.weight", "lora_B.default.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraPolicy:
+    """rank: of the product B A. alpha: its scale is alpha / rank. targets: ends of names of linear layers; ("all-linear",): all in lists of
+    layers. dropout: of the adapter's inputs, a probability."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftDescription:
+    """`adapter_config.json` of peft, for checkpoints."""
+
+    values: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return dict(self.values)
+
+
+class _Named(nn.Module):
+    """A container with one child, "default". No ModuleDict, whose elements would be gathered one by one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.default = nn.Linear(inputs, outputs, bias=False, device="meta")
+
+
+def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
+    """Freezes `model`, in place, and adds trained adapters on the meta device: see `adapter_values`.
+
+    base: where the frozen weights come from, for peft.
+    Raises ValueError for targets that name no linear layer.
+    """
+    found = targets_of(model, targets=policy.targets)
+    model.requires_grad_(False)
+    turned = set()
+    for module in found.values():
+        inputs, outputs, is_turned = _sizes(module)
+        turned.add(is_turned)
+        module.lora_A, module.lora_B = _Named(inputs, policy.rank), _Named(policy.rank, outputs)
+        module.forward = functools.partial(_adapted, module, module.forward, policy.scale, policy.dropout)
+        module.adapter = functools.partial(delta, module, scale=policy.scale, dropout=policy.dropout)
+    if len(turned) > 1:
+        raise ValueError(
+            "lora.targets: peft cannot describe one adapter for weights stored as [in, out] and as [out, in]; name one kind"
+        )
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": policy.rank,
+        "lora_alpha": policy.alpha,
+        "lora_dropout": policy.dropout,
+        "target_modules": sorted(found),
+        "fan_in_fan_out": turned == {True},
+        "bias": "none",
+    }
+    model.peft_config = {"default": PeftDescription(values=described)}
+
+
+def targets_of(model: nn.Module, *, targets: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Name -> linear layer. Raises ValueError for a target that names none."""
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    if targets == (ALL,):
+        lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        return {name: module for name, module in linear.items() if any(name.startswith(within) for within in lists)}
+    for target in targets:
+        if not any(_ends(name, end=target) for name in linear):
+            leaves = sorted({name.rpartition(".")[2] for name in linear})
+            raise ValueError(f"lora.targets={target}: no linear layer has that name; the model has {', '.join(leaves)}")
+    return {name: module for name, module in linear.items() if any(_ends(name, end=target) for target in targets)}
+
+
+def adapter_values(values: InitialValues, *, model: nn.Module, seed: int) -> InitialValues:
+    """`values`, and for adapters peft's: A uniform within 1 / sqrt(inputs), drawn from `seed`; B zero, so that the model starts as its base."""
+    inputs = {name: p.shape[1] for name, p in model.named_parameters() if name.endswith(_A)}
+    sizes = {name: p.numel() for name, p in model.named_parameters() if name.endswith(_A)}
+
+    def with_adapters(*, name: str, start: int, stop: int) -> Tensor:
+        if name.endswith(_B):
+            return torch.zeros(stop - start)
+        if name not in inputs:
+            return values(name=name, start=start, stop=stop)
+        drawn = torch.rand(sizes[name], generator=generator(seed, "lora", name)) * 2 - 1
+        return drawn[start:stop] / math.sqrt(inputs[name])
+
+    return with_adapters
+
+
+def delta(module: Any, x: Tensor, *, scale: float, dropout: float) -> Tensor:
+    """What the adapter of `module` adds: x [..., in] -> [..., out]."""
+    if dropout and module.training:
+        x = F.dropout(x, p=dropout)
+    return module.lora_B.default(module.lora_A.default(x)) * scale
+
+
+def _adapted(module: nn.Module, original: Any, scale: float, dropout: float, x: Tensor) -> Tensor:
+    return original(x) + delta(module, x, scale=scale, dropout=dropout)
+
+
+def _ends(name: str, *, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A linear layer of torch, or the Conv1D of transformers' GPT-2."""
+    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int, bool]:
+    """(inputs, outputs, whether the weight is [in, out])."""
+    # pyrefly: ignore[not-iterable]  # nn.Module says Tensor | Module for every name that a model has
+    first, second = module.weight.shape
+    is_turned = not isinstance(module, nn.Linear)
+    return (first, second, True) if is_turned else (second, first, False)
