@@ -234,7 +234,8 @@ def parameter_count(model: Any) -> int:
     return model.config.parameter_count() if isinstance(model, Decoder) else model.full_parameter_count
 
 
-def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> Reporter:
+def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any], parameters: int | None = None) -> Reporter:
+    """parameters: those of the full model; None: of the engine's module."""
     process = engine.process
     return Reporter(
         policies.report_policy(config),
@@ -248,6 +249,6 @@ def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any]) -> R
             device=process.device,
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
-        parameters=parameter_count(engine.module),
+        parameters=parameter_count(engine.module) if parameters is None else parameters,
         **past,
     )

@@ -7,6 +7,7 @@ import pytest
 
 # Folders, files and tests. tests/test_quick.py finds entries that match nothing.
 QUICK = (
+    "tests/align",
     "tests/test_architecture.py",
     "tests/test_library.py",
     "tests/test_quick.py",

@@ -34,7 +34,7 @@ def test_every_group_option_and_key_has_a_meaning():
 
 def test_defaults_are_those_of_the_option_files():
     defaults = {key.name: key.default for group in REFERENCE.values() for key in group.keys}
-    assert defaults["train.steps"] == "300; 150 with task=grpo, task=ppo"
+    assert defaults["train.steps"] == "300; 150 with task=dpo, task=grpo, task=ppo"
     assert defaults["advantage.baseline"] == (
         "mean with algorithm=cispo, algorithm=dapo, algorithm=dr_grpo, algorithm=grpo, algorithm=gspo; critic with algorithm=ppo; "
         "leave_one_out with algorithm=rloo"

@@ -18,11 +18,11 @@ from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import flatten, leaf_types
+from ztk.config.keys import data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
-from ztk.config.rules import ConfigError, check, data_paths
+from ztk.config.rules import ConfigError, check
 from ztk.config.schema import Config, DataName, SchedulerName
 from ztk.config.topology import replicas_of, settled_ranks
 
@@ -213,6 +213,8 @@ def _settle_paths(config: Config) -> None:
         config.reward.function = f"{_absolute(path)}:{function}"
     if config.model.path is not None:
         config.model.path = _absolute(config.model.path)
+    if config.warm_start.path is not None:
+        config.warm_start.path = _absolute(config.warm_start.path)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

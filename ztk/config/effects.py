@@ -7,8 +7,8 @@ configuration shows what took part. A key that has an effect needs a value.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ztk.config.inference_schema import SamplingConfig
 from ztk.config.hugging_face import is_hugging_face
+from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
@@ -71,11 +71,15 @@ def _draws(config: Config, machine: Machine) -> bool:
     return config.task.name in ("grpo", "ppo")
 
 
+def _warms(config: Config, machine: Machine) -> bool:
+    """Whether supervised steps may come first."""
+    return config.task.name in ("grpo", "ppo", "dpo")
+
+
 def _rollout_effects() -> Iterator[Effect]:
     only = "task=grpo or task=ppo"
     required = {
         "rollout": "prompts group_size max_tokens temperature identity drop_equal_groups mask_truncated show_every",
-        "warm_start": "steps",
         "advantage": "baseline scale",
         "policy": "ratio form clip_low clip_high average",
         "kl": "reference coef",
@@ -83,6 +87,7 @@ def _rollout_effects() -> Iterator[Effect]:
     }
     for section, names in required.items():
         yield Effect(keys=_section(section, *names.split()), when=_draws, only=only)
+    yield Effect(keys=("warm_start.steps",), when=_warms, only="task=grpo, task=ppo or task=dpo")
     optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function")
     yield Effect(keys=optional, when=_draws, only=only, required=False)
     yield Effect(
@@ -103,8 +108,8 @@ def _rollout_effects() -> Iterator[Effect]:
     )
     yield Effect(
         keys=_section("warm_start", "correct", "lr", "batch_size"),
-        when=lambda c, m: _draws(c, m) and bool(c.warm_start.steps),
-        only=f"{only} and warm_start.steps above 0",
+        when=lambda c, m: _warms(c, m) and bool(c.warm_start.steps),
+        only="task=grpo, task=ppo or task=dpo with warm_start.steps above 0",
     )
     yield Effect(
         keys=("advantage.gamma", "advantage.lam", "critic.lr", "critic.value_clip"),
@@ -121,6 +126,31 @@ def _rollout_effects() -> Iterator[Effect]:
 def _answers(config: Config, machine: Machine) -> bool:
     """Whether the task answers prompts and trains nothing."""
     return config.task.name in ANSWERING
+
+
+def _task(*names: str) -> Callable[[Config, Machine], bool]:
+    return lambda config, machine: config.task.name in names
+
+
+def _reads_records(config: Config, machine: Machine) -> bool:
+    return config.data.name in (DataName.chat, DataName.preferences)
+
+
+def _alignment_effects() -> Iterator[Effect]:
+    yield Effect(keys=("sft.mask_prompts",), when=_task("sft"), only="task=sft")
+    yield Effect(keys=_section("reward", "loss", "margin", "centring"), when=_task("reward"), only="task=reward")
+    yield Effect(
+        keys=_section("dpo", "loss", "beta", "label_smoothing", "length_normalised", "sft_weight", "reference"),
+        when=_task("dpo"),
+        only="task=dpo",
+    )
+    yield Effect(
+        keys=("warm_start.path",),
+        when=_task("sft", "reward", "dpo"),
+        only="task=sft, task=reward or task=dpo",
+        required=False,
+    )
+    yield Effect(keys=("data.stop",), when=_reads_records, only="data=chat or data=preferences")
 
 
 EFFECTS = (
@@ -233,14 +263,21 @@ EFFECTS = (
     ),
     Effect(
         keys=("data.path",),
-        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts),
-        only="data=files or data=prompts",
+        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or _reads_records(c, m),
+        only="data=files, prompts, chat or preferences",
         required=False,
     ),
     Effect(
-        keys=("data.validation_fraction", "train.eval_every", "train.eval_batches"),
-        when=lambda c, m: c.data.name in (DataName.stdlib, DataName.files),
-        only="data=stdlib or data=files",
+        keys=("data.validation_fraction",),
+        when=lambda c, m: (
+            c.data.name in (DataName.stdlib, DataName.files) or (_reads_records(c, m) and c.data.path is not None)
+        ),
+        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
+    ),
+    Effect(
+        keys=("train.eval_every", "train.eval_batches"),
+        when=lambda c, m: c.data.name in (DataName.stdlib, DataName.files) or _reads_records(c, m),
+        only="data=stdlib, files, chat or preferences",
     ),
     Effect(
         keys=("optimizer.betas",),
@@ -355,6 +392,7 @@ EFFECTS = (
     Effect(
         keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
     ),
+    *_alignment_effects(),
 )
 
 

@@ -90,3 +90,9 @@ def holds_number(hint: Any) -> bool:
 
 def holds_int(hint: Any) -> bool:
     return hint is int or (isinstance(hint, types.UnionType) and int in typing.get_args(hint))
+
+
+def data_paths(config: Config) -> list[str]:
+    """`data.path` as a list."""
+    path = config.data.path
+    return [str(entry) for entry in path] if isinstance(path, list) else [str(path)]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ztk.config.align_schema import RewardLossName
 from ztk.config.key import key
 
 
@@ -106,6 +107,10 @@ class WarmStartConfig:
     correct: float | None = key("fraction of the answers that are right", default=None)
     lr: float | None = key("learning rate of these steps", default=None)
     batch_size: int | None = key("examples per step, over all ranks", default=None)
+    path: str | None = key(
+        "run folder or checkpoint of a decoder of this shape, whose parameters are the first ones; null: those of train.seed",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)
@@ -169,10 +174,19 @@ class CriticConfig:
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    """The reward of an answer."""
+    """The reward of an answer, and the model that learns it."""
 
     function: str | None = key(
         "FILE.py:FUNCTION, called as FUNCTION(prompt=, answer=, record=); a number, or None to leave the answer out; null: the task's own",
         default=None,
     )
     timeout_seconds: float | None = key("longest time of one call", default=None)
+    loss: RewardLossName | None = key(
+        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values behind the common "
+        "beginning",
+        default=None,
+    )
+    margin: float | None = key(
+        "by which a chosen answer's value is to be larger, where a record has no margin", default=None
+    )
+    centring: float | None = key("factor of (chosen + rejected)^2, added to the loss", default=None)

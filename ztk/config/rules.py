@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
-from ztk.config.keys import read, written
+from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.rollout import rollout_faults
 from ztk.config.schema import (
@@ -25,7 +26,19 @@ from ztk.config.schema import (
     ZeroEngine,
 )
 from ztk.config.topology import topology_faults
-from ztk.policies import inference, layout, loss_scale, offload, optimizer, pipeline, recompute, rollout, schedule, zero
+from ztk.policies import (
+    align,
+    inference,
+    layout,
+    loss_scale,
+    offload,
+    optimizer,
+    pipeline,
+    recompute,
+    rollout,
+    schedule,
+    zero,
+)
 from ztk.policies.ranges import (
     BELOW_ONE,
     COUNT,
@@ -99,6 +112,7 @@ RANGES = {
     **_of("inference", ranges=inference.RANGES),
     **_of("sampling", ranges=inference.SAMPLING_RANGES),
     **_of("serve", ranges=inference.SERVE_RANGES),
+    **align.RANGES,
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 
@@ -224,10 +238,10 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _data(config: Config, machine: Machine) -> Iterator[str]:
-    if config.data.name not in (DataName.files, DataName.prompts):
+    if config.data.name not in (DataName.files, DataName.prompts, DataName.chat, DataName.preferences):
         return
     if config.data.path is None:
-        if config.data.name is DataName.prompts:
+        if config.data.name is not DataName.files:
             return
         yield "data=files reads what data.path names, and it names nothing: use data.path=FOLDER, a file or a glob, or data=stdlib"
         return
@@ -236,20 +250,14 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
             yield f"data.path={entry}: no such file or folder, and no file matches (from {os.getcwd()}): name others"
 
 
-def data_paths(config: Config) -> list[str]:
-    """`data.path` as a list."""
-    path = config.data.path
-    return [str(entry) for entry in path] if isinstance(path, list) else [str(path)]
-
-
 def _matches(pattern: str) -> bool:
     return next(glob.iglob(os.path.expanduser(pattern), recursive=True), None) is not None
 
 
 def _training(config: Config, machine: Machine) -> Iterator[str]:
     train, checkpoint = config.train, config.checkpoint
-    reads_text = config.data.name in (DataName.stdlib, DataName.files)
-    if reads_text and config.data.validation_fraction == 0 and train.eval_every:
+    holds_out = config.data.name in (DataName.stdlib, DataName.files) or config.data.path is not None
+    if holds_out and config.data.validation_fraction == 0 and train.eval_every:
         yield (
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
@@ -279,6 +287,9 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with "
             "checkpoints, or checkpoint.resume=auto for the run's own, or leave it out"
         )
+    start = config.warm_start.path
+    if start is not None and not os.path.exists(os.path.expanduser(start)):
+        yield f"warm_start.path={start}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or leave it out"
     logger = config.logger
     if (
         logger.mode is not LoggerMode.disabled
@@ -339,4 +350,16 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
         yield "kernels=triton needs a GPU: use kernels=auto (torch's kernels on a CPU), or kernels=reference"
 
 
-_RULES = (_task, _zero_and_offload, _nvme, _precision, _model, _data, _training, _optimizer, _launch, rollout_faults)
+_RULES = (
+    _task,
+    _zero_and_offload,
+    _nvme,
+    _precision,
+    _model,
+    _data,
+    _training,
+    _optimizer,
+    _launch,
+    rollout_faults,
+    alignment_faults,
+)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ztk.config.align_schema import DpoConfig, SftConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
 from ztk.config.rollout_schema import (
@@ -54,6 +55,8 @@ class DataName(StrEnum):
     files = "files"  # whatever `data.path` names
     synthetic = "synthetic"  # random tokens, for benchmarks
     prompts = "prompts"  # what a policy answers: of `rollout.task`, or lines of `data.path`
+    chat = "chat"  # answers to learn: made on the spot, or lines of `data.path`
+    preferences = "preferences"  # pairs of answers: made on the spot, or lines of `data.path`
 
 
 class ModelInit(StrEnum):
@@ -277,9 +280,11 @@ class DataConfig:
 
     name: DataName = key(
         "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
-        'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...}'
+        'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...}; chat: made on the spot, or data.path\'s lines {"messages": '
+        '...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": ..., "rejected": ...}'
     )
     path: Any = key("a file, a folder, a glob, or a list of them", default=None)
+    stop: int | None = key("byte that ends an answer of data=chat and data=preferences; 10: a line end", default=None)
     validation_fraction: float | None = key("part of the text held out for evaluation", default=None)
     seq_len: int = key("tokens per sequence")
 
@@ -433,4 +438,6 @@ class Config:
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     output_dir: str

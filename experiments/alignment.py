@@ -1,0 +1,136 @@
+"""The parts of `task=sft`, `task=reward` and `task=dpo` that are the same: steps, evaluation, checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.examples import Examples, ExampleStream, Step
+from experiments.pretrain import load_past, open_saver
+from experiments.streams import share_of
+from ztk import checkpoint
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.report import Reporter
+from ztk.runtime import Process
+
+BODY = ("embedding.*", "blocks.*", "norm.*")  # of a decoder: all but the output layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a step's forwards found on this rank. loss: the mean over its micro-batches, of which the mean over ranks is the step's loss.
+
+    sums: over its examples, scalars, of what is shown as the mean over all examples.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def open_stream(config: Config, *, process: Process) -> ExampleStream:
+    """Raises ValueError for a record that is none."""
+    share = share_of(config, process=process)
+    return ExampleStream(Examples(config, process=process), config=config, share=share)
+
+
+def start_from(config: Config, *, engine: Engine, body_only: bool = False) -> None:
+    """Sets the parameters from `warm_start.path`, if there is one. body_only: the output layer stays. A collective call.
+
+    Raises CheckpointError.
+    """
+    if config.warm_start.path is not None:
+        checkpoint.load(engine, path=config.warm_start.path, weights_only=True, only=BODY if body_only else None)
+
+
+def resume(
+    config: Config, *, engine: Engine, stream: ExampleStream
+) -> tuple[dict[str, Any], checkpoint.LoadReport | None]:
+    """Restores engine and stream from `checkpoint.resume`; returns what the reporter needs to continue its record, and what was loaded."""
+    loaded = load_past(config, engine=engine)
+    if loaded is None:
+        return {}, None
+    if engine.process.rank == 0:
+        print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
+    stream.load_state_dict(loaded.data_state)
+    return (loaded.extra or {}) | {"first_step": engine.global_steps}, loaded
+
+
+def train(
+    config: Config,
+    *,
+    engine: Engine,
+    stream: ExampleStream,
+    reporter: Reporter,
+    train_step: Callable[[Step], Measured],
+    evaluate: Callable[[], Mapping[str, float]],
+    state: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+    """Optimizer steps up to `train.steps`, with evaluations and checkpoints between them.
+
+    state: what a checkpoint holds beside the position of the stream.
+    """
+    settings = config.train
+    with open_saver(config, engine=engine) as saver:
+        for number in range(engine.global_steps + 1, settings.steps + 1):
+            step = stream.next_step()
+            found = train_step(step)
+            saves = saver is not None and number % config.checkpoint.every == 0
+            is_due = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
+            has_row = saves or is_due or number % settings.log_every == 0 or number in (1, settings.steps)
+            measured = means(found.sums, step=step, engine=engine) if has_row else {}
+            if is_due:
+                with reporter.aside():
+                    measured |= evaluate()
+            reporter.step(loss=found.loss, tokens=step.num_tokens, metrics=engine.read_metrics, row=saves, **measured)
+            if saves:
+                with reporter.aside():
+                    assert saver is not None
+                    saver.save(data_state=stream.state_dict() | dict(state()), extra=reporter.past())
+
+
+def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str, float]:
+    """The means over all ranks' examples. A collective call."""
+    if not sums:
+        return {}
+    own = torch.stack([value.detach().double() for value in sums.values()])
+    totals = engine.process.comm.gather_scalars(own, label="examples").sum(0) / step.num_examples
+    return dict(zip(sums, totals.tolist(), strict=True))
+
+
+def train_pairs(
+    engine: Engine, *, step: Step, forward: Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]
+) -> Measured:
+    """One optimizer step. forward(step, micro-batch) -> this micro-batch's part of the step's loss, and sums over its pairs."""
+    losses, sums = [], []
+    for index, batch in enumerate(step.micro_batches):
+        loss, found = forward(step, index)
+        loss = loss * (0 if batch.is_filler else step.parts)  # the engine divides by as much
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+        sums.append(_counted(found, is_filler=batch.is_filler))
+    return Measured(loss=torch.stack(losses).mean(), sums=_added(sums))
+
+
+def evaluate_pairs(
+    engine: Engine, *, step: Step, forward: Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]
+) -> dict[str, float]:
+    """The loss over pairs that are not trained on, as `validation_loss`, and the means of what `forward` sums. A collective call."""
+    sums = []
+    with engine.evaluating():
+        for index, batch in enumerate(step.micro_batches):
+            loss, found = forward(step, index)
+            sums.append(_counted({"loss": loss * step.num_examples} | found, is_filler=batch.is_filler))
+    found = means(_added(sums), step=step, engine=engine)
+    return {f"validation_{name}": value for name, value in found.items()}
+
+
+def _counted(sums: Mapping[str, Tensor], *, is_filler: bool) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value) if is_filler else value.detach() for name, value in sums.items()}
+
+
+def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}

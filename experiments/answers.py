@@ -1,0 +1,79 @@
+"""What a policy answers to prompts that training does not see: the reward of sampled and of greedy answers, and the KL divergence."""
+
+import torch
+from torch import Tensor
+
+from experiments.examples import HELD_OUT
+from experiments.prompts import PAD, STOP, is_right, sorting
+from ztk.config import Config
+from ztk.data import ByteTokenizer
+from ztk.engine import Engine
+from ztk.rollout import Requests, RolloutPolicy, Samples, generate, token_logprobs
+
+PROMPTS = 256  # at least, over all ranks
+GREEDY = 1e-6  # a temperature at which the largest logit has all probability
+LONGEST = 8  # tokens of an answer
+
+
+class Answers:
+    """Of the built-in task, whose rewards are exact. With records of a file there is nothing to measure."""
+
+    def __init__(self, config: Config, *, engine: Engine, reference: Engine | None) -> None:
+        """reference: the engine that the divergence is measured to; None: it is not measured."""
+        self._config, self._engine, self._reference = config, engine, reference
+        process, size = engine.process, config.train.micro_batch_size
+        per_rank = -(-PROMPTS // (process.world_size * size)) * size  # in full micro-batches
+        self._numbers = torch.arange(per_rank) * process.world_size + process.rank
+
+    def measure(self) -> dict[str, float]:
+        """`reward` of sampled and `greedy_reward` of greedy answers, `kl` in nats per sampled answer. A collective call."""
+        if self._config.data.path is not None:
+            return {}
+        sampled, greedy = self._drawn(temperature=1.0), self._drawn(temperature=GREEDY)
+        found = {"reward": sampled.rewards, "greedy_reward": greedy.rewards}
+        if self._reference is not None:
+            found["kl"] = self._divergence(sampled)
+        own = torch.stack([values.mean() for values in found.values()]).to(self._engine.process.device)
+        totals = self._engine.process.comm.gather_scalars(own, label="answers").mean(0)
+        return dict(zip(found, totals.tolist(), strict=True))
+
+    def _drawn(self, *, temperature: float) -> Samples:
+        config = self._config
+        prompts = [sorting(seed=config.train.seed, number=HELD_OUT + int(number)) for number in self._numbers]
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        policy = RolloutPolicy(
+            length=config.data.seq_len,
+            micro_batch=config.train.micro_batch_size,
+            max_tokens=min(LONGEST, config.data.seq_len - longest),
+            stop=STOP,
+            pad=PAD,
+            temperature=temperature,
+            seed=config.train.seed,
+        )
+        requests = Requests(
+            prompts=[prompt.tokens for prompt in prompts],
+            numbers=self._numbers,
+            prompt_numbers=self._numbers,
+            copies=torch.zeros_like(self._numbers),
+        )
+        samples = generate(self._engine, policy=policy, requests=requests, step=0)
+        for row, prompt in enumerate(prompts):
+            samples.rewards[row] = is_right(prompt=prompt.text, answer=_text(samples, row=row), record={})
+        return samples
+
+    def _divergence(self, samples: Samples) -> Tensor:
+        """log policy - log reference of every answer, float64 [S]: its mean estimates the KL divergence."""
+        assert self._reference is not None
+        size, device, parts = self._config.train.micro_batch_size, self._engine.process.device, []
+        with self._reference.evaluating():
+            for first in range(0, len(samples), size):
+                tokens = samples.tokens[first : first + size].to(device)
+                parts.append(token_logprobs(self._reference(tokens), tokens=tokens, temperature=1.0).cpu())
+        return ((samples.logprobs - torch.cat(parts)) * samples.answer_mask).double().sum(1)
+
+
+def _text(samples: Samples, *, row: int) -> str:
+    """The text of an answer, without its end."""
+    first = int(samples.prompt_lengths[row])
+    last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
+    return ByteTokenizer().decode(samples.tokens[row, first:last])

@@ -1,0 +1,110 @@
+"""Direct preference optimisation, a policy learns from pairs of answers: the program of every rank of `task=dpo`."""
+
+from functools import partial
+
+from torch import Tensor
+
+from experiments import policies
+from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
+from experiments.answers import Answers
+from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.models import Values, build, warm_start
+from experiments.pretrain import build_reporter
+from experiments.reference import FrozenReference, NoReference, PrecomputedReference, Reference, pair_logprobs
+from ztk import kernels
+from ztk.align import DpoPolicy, dpo_loss, dpo_losses
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.runtime import Process
+
+
+def main(config: Config) -> None:
+    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    kernels.set_backend(config.kernels.backend)
+    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    run(config, process=process.arrange(policies.topology(config)))
+    process.stop()
+
+
+def run(config: Config, *, process: Process) -> dict[str, float]:
+    """Builds, trains and evaluates; returns what the last evaluation found."""
+    stream = open_stream(config, process=process)
+    continues = config.checkpoint.resume not in (None, "auto")
+    first_values = None if continues else warm_start(config, process=process)
+    engine = build(config, process=process, values=first_values, lr_table=policies.learning_rates(config))
+    start_from(config, engine=engine)
+    reference = open_reference(config, engine=engine, stream=stream, first_values=first_values)
+    past, loaded = resume(config, engine=engine, stream=stream)
+    if loaded is None:
+        reference.begin()
+    else:
+        reference.resume(loaded)
+    with build_reporter(config, engine=engine, past=past) as reporter:
+        reporter.say(lengths_of(stream.examples))
+        policy = policy_of(config)
+        answers = Answers(config, engine=engine, reference=reference.engine)
+        forward = partial(losses_of, engine, policy=policy, reference=reference)
+
+        def train_step(step: Step) -> Measured:
+            return train_pairs(engine, step=step, forward=forward)
+
+        def evaluate() -> dict[str, float]:
+            step = stream.held_out()
+            found = {} if step is None else evaluate_pairs(engine, step=step, forward=forward)
+            return found | answers.measure()
+
+        before = evaluate()
+        train(
+            config,
+            engine=engine,
+            stream=stream,
+            reporter=reporter,
+            train_step=train_step,
+            evaluate=evaluate,
+            state=reference.state_dict,
+        )
+        after = evaluate()
+        reporter.finish(**after)
+        for name, value in after.items():
+            reporter.say(f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after")
+    engine.close()
+    reference.close()
+    return after
+
+
+def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, first_values: Values | None) -> Reference:
+    """What `dpo.reference` names. engine: the policy, before its first step."""
+    if config.dpo.reference == "frozen":
+        return FrozenReference(config, process=engine.process, first_values=first_values)
+    if config.dpo.reference == "precomputed":
+        return PrecomputedReference(config, policy=engine, stream=stream)
+    return NoReference()
+
+
+def policy_of(config: Config) -> DpoPolicy:
+    """The loss that `dpo` describes."""
+    dpo = config.dpo
+    return DpoPolicy(
+        loss=str(dpo.loss),
+        beta=dpo.beta,
+        label_smoothing=dpo.label_smoothing,
+        length_normalised=dpo.length_normalised,
+        sft_weight=dpo.sft_weight,
+    )
+
+
+def losses_of(
+    engine: Engine, step: Step, index: int, *, policy: DpoPolicy, reference: Reference
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The part of the step's loss of a micro-batch, and sums over its pairs."""
+    frozen = reference.of(step, index=index)
+    pairs = pair_logprobs(engine, step=step, index=index)
+    found = dpo_losses(pairs, policy=policy, reference=frozen)
+    loss = dpo_loss(found, pairs=pairs, policy=policy, num_pairs=step.num_examples, num_tokens=step.num_answer_tokens)
+    sums = {
+        "accuracy": (found.chosen > found.rejected).sum(),
+        "margin": (found.chosen - found.rejected).sum(),
+        "chosen": found.chosen.sum(),
+        "rejected": found.rejected.sum(),
+    }
+    return loss, sums

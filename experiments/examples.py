@@ -1,0 +1,223 @@
+"""The examples of `task=sft`, `task=reward` and `task=dpo`: made on the spot, or lines of a file; and a rank's part of each step."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experiments.prompts import PAD, STOP, sorting, wrong_answer
+from ztk.align import Example, RecordFormat, Sequences, Text, read_examples
+from ztk.config import Config
+from ztk.data import Share
+from ztk.data.permutation import Permutation
+from ztk.runtime import Process
+
+HELD_OUT = 2**40  # number of the first built-in prompt to evaluate with
+ANOTHER = 2**50  # added to the number of a prompt that has no wrong answer
+ROW_UNIT = 8  # rows are as long as the longest text of a step, up to the next multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One forward of this rank. sequences: one per chat; of P pairs 2P, all chosen ones first. margins: of the pairs, float32 [P]. numbers:
+    of the examples in the run, [P]. is_filler: it has another rank's example, because every rank runs equally many forwards, and counts 0."""
+
+    sequences: Sequences
+    margins: Tensor
+    numbers: tuple[int, ...]
+    is_filler: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """This rank's micro-batches of a step, and over all ranks: its examples, its tokens, and the answer tokens of chats or chosen texts.
+
+    length: of every row. parts: micro-batches of all ranks.
+    """
+
+    micro_batches: list[MicroBatch]
+    num_examples: int
+    num_tokens: int
+    num_answer_tokens: int
+    length: int
+    parts: int
+
+    def rows(self, batch: MicroBatch, *, device: torch.device) -> Tensor:
+        """int64 [S, length]."""
+        return batch.sequences.rows(length=self.length, pad=PAD).to(device)
+
+
+class Examples:
+    """The training examples by position, endless, in a new order in every pass over a file; and those held out.
+
+    An example's number is its place among the held-out ones, or behind them its place among the others.
+    """
+
+    def __init__(self, config: Config, *, process: Process) -> None:
+        """Raises ValueError for a record that is none, and if machines have different files under the same names."""
+        self._seed, data = config.train.seed, config.data
+        self._is_pair = config.task.name != "sft"
+        self._masks = config.task.name != "sft" or bool(config.sft.mask_prompts)
+        self.held_out: list[Example] = []
+        self._records: list[Example] | None = None
+        self._epoch = -1  # of `_order`
+        if data.path is None:
+            count = config.train.eval_batches * config.train.global_batch_size
+            self.held_out = [self._made(HELD_OUT + number) for number in range(count)]
+            return
+        found = read_examples(
+            data.path, record_format=RecordFormat(data.name.value), seq_len=data.seq_len, stop=data.stop
+        )
+        found = [self._shaped(example) for example in found]
+        held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0
+        order = self._order = Permutation(len(found), seed=(self._seed, "held out"))
+        shuffled = [found[order[index]] for index in range(len(found))]
+        self.held_out, self._records = shuffled[:held], shuffled[held:]
+        digests = process.comm.gather_objects(self.digest)
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise ValueError(
+                f"data.path: ranks {others} read other records than rank 0; name files that all machines share"
+            )
+
+    @property
+    def num_records(self) -> int | None:
+        """Those to train on; None: there is no end to them."""
+        return None if self._records is None else len(self._records)
+
+    @property
+    def records(self) -> list[Example]:
+        """All that were read, the held-out ones first."""
+        return [*self.held_out, *(self._records or [])]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names the records, for checkpoints."""
+        if self._records is None:
+            return "sorting"
+        digest = hashlib.blake2b(digest_size=16)
+        for example in self.records:
+            for text in example.texts:
+                digest.update(bytes(text.tokens.tolist()) + b"\0" + bytes(text.answer.tolist()))
+        return digest.hexdigest()
+
+    def number(self, position: int) -> int:
+        """The number of the example at a position of the training order."""
+        if self._records is None:
+            return len(self.held_out) + position
+        epoch, index = divmod(position, len(self._records))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, Permutation(len(self._records), seed=(self._seed, "examples", epoch))
+        return len(self.held_out) + self._order[index]
+
+    def __getitem__(self, number: int) -> Example:
+        index = number - len(self.held_out)
+        if index < 0:
+            return self.held_out[number]
+        return self._made(index) if self._records is None else self._records[index]
+
+    def _made(self, number: int) -> Example:
+        """Letters to be sorted, the right answer, and of a pair a wrong one."""
+        while True:
+            prompt = sorting(seed=self._seed, number=number)
+            assert prompt.answer is not None
+            wrong = wrong_answer(prompt, seed=self._seed, number=number)
+            if wrong != prompt.answer:
+                break
+            number += ANOTHER
+        answers = (prompt.answer, wrong)
+        texts = tuple(Text.of([(prompt.text, False), (answer, True)], stop=STOP) for answer in answers)
+        return self._shaped(Example(texts=texts))
+
+    def _shaped(self, example: Example) -> Example:
+        """One text for supervised fine-tuning, where prompts may count, too."""
+        if self._is_pair:
+            return example
+        text = example.texts[0]
+        counts = text.answer if self._masks else torch.arange(len(text)) > 0
+        return Example(texts=(Text(tokens=text.tokens, answer=counts),))
+
+
+class ExampleStream:
+    """Steps of a run; see [Note: Global order] in `ztk.data.stream`."""
+
+    def __init__(self, examples: Examples, *, config: Config, share: Share) -> None:
+        """Rows have one length where the model's layers are divided, so that every part knows its shapes."""
+        self.examples, self.position = examples, 0
+        self._share, self._seq_len = share, config.data.seq_len
+        self._most_held_out = (config.train.eval_batches or 0) * share.global_batch
+        degrees = config.topology
+        self._fixed = max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1
+
+    def next_step(self) -> Step:
+        """This rank's part of the next `train.global_batch_size` examples."""
+        first, self.position = self.position, self.position + self._share.global_batch
+        return self.step_of([self.examples.number(position) for position in range(first, self.position)])
+
+    def step_of(self, numbers: Sequence[int]) -> Step:
+        """This rank's part of the examples of these numbers, in micro-batches."""
+        share = Share.of_total(
+            len(numbers),
+            micro_batch=self._share.micro_batch,
+            rank=self._share.rank,
+            world_size=self._share.world_size,
+        )
+        examples = [self.examples[number] for number in numbers]
+        texts = [text for example in examples for text in example.texts]
+        longest = max(map(len, texts))
+        return Step(
+            micro_batches=[
+                _micro_batch(examples, numbers=numbers, own=share.sequences(step))
+                for step in range(share.accumulation_steps)
+            ],
+            num_examples=len(examples),
+            num_tokens=sum(map(len, texts)),
+            num_answer_tokens=sum(int(example.texts[0].answer.sum()) for example in examples),
+            length=self._seq_len if self._fixed else min(self._seq_len, -(-longest // ROW_UNIT) * ROW_UNIT),
+            parts=share.accumulation_steps * share.world_size,
+        )
+
+    def held_out(self) -> Step | None:
+        """This rank's part of what is held out, up to `train.eval_batches` global batches; None if nothing is."""
+        count = min(len(self.examples.held_out), self._most_held_out)
+        return self.step_of(range(count)) if count else None
+
+    def state_dict(self) -> dict[str, object]:
+        """The position, the same on all ranks."""
+        return {"position": self.position, "digest": self.examples.digest}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Continues where `state` was saved, on any number of ranks. Raises ValueError if the records differ."""
+        if state["digest"] != self.examples.digest:
+            raise ValueError(
+                "the checkpoint's run had other records, or held others out: resume with the same data, or start from its parameters with "
+                "warm_start.path"
+            )
+        assert isinstance(state["position"], int)
+        self.position = state["position"]
+
+
+def lengths_of(examples: Examples) -> str:
+    """How many texts there are, and their lengths in tokens, for the screen."""
+    known = examples.records if examples.num_records is not None else examples.held_out
+    lengths = sorted(len(text) for example in known for text in example.texts)
+    parts = {f"{percent}%": lengths[(len(lengths) - 1) * percent // 100] for percent in (0, 10, 50, 90, 100)}
+    shown = ", ".join(f"{name} {length}" for name, length in parts.items())
+    made = "" if examples.num_records is not None else " held out, others are made on the spot"
+    return f"texts: {len(lengths)}{made}, of as many tokens (quantiles): {shown}"
+
+
+def _micro_batch(examples: Sequence[Example], *, numbers: Sequence[int], own: range) -> MicroBatch:
+    picked = own or range(1)
+    chosen = [examples[index] for index in picked]
+    sides = range(len(chosen[0].texts))
+    return MicroBatch(
+        sequences=Sequences.of(
+            [(example.texts[side].tokens, example.texts[side].answer) for side in sides for example in chosen]
+        ),
+        margins=torch.tensor([example.margin for example in chosen], dtype=torch.float32),
+        numbers=tuple(numbers[index] for index in picked),
+        is_filler=not own,
+    )

@@ -1,0 +1,158 @@
+"""The reference of `task=dpo`: the policy before its first step, as an engine of its own, as numbers computed in advance, or not at all."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from experiments.alignment import start_from
+from experiments.examples import ExampleStream, Step
+from experiments.models import Values, build
+from ztk import checkpoint
+from ztk.align import PairLogprobs, token_logprobs
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.report import RunFolder
+from ztk.runtime import Process
+
+FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
+
+
+class Reference(Protocol):
+    """`of` gives a micro-batch's log-probabilities. engine: what computes them for any text; None: nothing does."""
+
+    engine: Engine | None
+
+    def begin(self) -> None:
+        """A new run: the policy has made no step. A collective call."""
+
+    def resume(self, loaded: checkpoint.LoadReport) -> None:
+        """The run goes on from a checkpoint. A collective call; raises ValueError if that has no such reference."""
+
+    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
+        """Of micro-batch number `index`, without gradients; None: there is no reference."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint of the policy holds."""
+
+    def close(self) -> None:
+        """Ends what still runs."""
+
+
+def pair_logprobs(engine: Engine, *, step: Step, index: int) -> PairLogprobs:
+    """The log-probabilities that `engine` gives the answers of micro-batch number `index`."""
+    batch, device = step.micro_batches[index], engine.process.device
+    sequences = batch.sequences.to(device)
+    logits = sequences.pack(engine(step.rows(batch, device=device)))
+    return PairLogprobs.of(token_logprobs(logits, sequences=sequences), sequences=sequences)
+
+
+class NoReference:
+    """dpo.reference=none."""
+
+    engine = None
+
+    def begin(self) -> None: ...
+
+    def resume(self, loaded: checkpoint.LoadReport) -> None: ...
+
+    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
+        return None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class FrozenReference:
+    """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once."""
+
+    def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
+        self.engine: Engine = build(config, process=process, values=first_values, is_trained=False)
+        start_from(config, engine=self.engine)
+        self._folder = RunFolder(config.output_dir).path / FOLDER if config.checkpoint.every else None
+
+    def begin(self) -> None:
+        """Writes the checkpoint, if the run writes any."""
+        if self._folder is not None:
+            with checkpoint.Saver(self.engine, folder=self._folder, retention=checkpoint.Retention(keep=1)) as saver:
+                saver.save()
+
+    def resume(self, loaded: checkpoint.LoadReport) -> None:
+        """From the folder beside the policy's checkpoints."""
+        source = loaded.path.parent.parent / FOLDER
+        checkpoint.load(self.engine, path=source)
+        if self._folder is not None and self._folder.resolve() != source.resolve():
+            self.begin()
+
+    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
+        with self.engine.evaluating():
+            return pair_logprobs(self.engine, step=step, index=index)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class PrecomputedReference:
+    """dpo.reference=precomputed: the log-probabilities of all examples of the run, float32 [examples, 2], computed with the policy itself."""
+
+    engine = None
+
+    def __init__(self, config: Config, *, policy: Engine, stream: ExampleStream) -> None:
+        self._policy, self._stream, self._batch = policy, stream, config.train.global_batch_size
+        examples = stream.examples
+        trained = examples.num_records
+        self._count = len(examples.held_out) + (config.train.steps * self._batch if trained is None else trained)
+        self._table = torch.zeros(0, 2)
+
+    def begin(self) -> None:
+        """Computes them, in the micro-batches of training where examples do not repeat."""
+        held = len(self._stream.examples.held_out)
+        starts = [*range(0, held, self._batch), *range(held, self._count, self._batch)]
+        ends = [min(start + self._batch, held if start < held else self._count) for start in starts]
+        with self._policy.evaluating():
+            parts = [self._computed(range(start, end)) for start, end in zip(starts, ends, strict=True)]
+        self._table = torch.cat(parts)
+
+    def _computed(self, numbers: range) -> Tensor:
+        """float32 [numbers, 2] on every rank."""
+        step, device = self._stream.step_of(numbers), self._policy.process.device
+        own = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
+        for index, batch in enumerate(step.micro_batches):
+            found = pair_logprobs(self._policy, step=step, index=index)
+            if not batch.is_filler:
+                rows = torch.tensor(batch.numbers, device=device) - numbers.start
+                own[rows] = torch.stack([found.chosen, found.rejected], dim=1).double()
+        gathered = self._policy.process.comm.gather_scalars(own.flatten(), label="reference")
+        return gathered.sum(0).view(-1, 2).float().cpu()
+
+    def resume(self, loaded: checkpoint.LoadReport) -> None:
+        """From the policy's checkpoint: the policy has moved on since."""
+        table = (loaded.data_state or {}).get("reference")
+        if table is None:
+            raise ValueError(
+                f"{loaded.path} has no precomputed reference: use the dpo.reference of the run that saved it, or start a new run from its "
+                "parameters with warm_start.path"
+            )
+        if len(table) < self._count:
+            raise ValueError(
+                f"{loaded.path} has reference log-probabilities of {len(table)} examples and train.steps needs {self._count}: use the "
+                "train.steps of the run that saved it"
+            )
+        self._table = torch.tensor(table, dtype=torch.float32)
+
+    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
+        batch, device = step.micro_batches[index], self._policy.process.device
+        chosen, rejected = self._table[list(batch.numbers)].to(device).unbind(1)
+        tokens = batch.sequences.answer_lengths.to(device).chunk(2)
+        return PairLogprobs(chosen=chosen, rejected=rejected, chosen_tokens=tokens[0], rejected_tokens=tokens[1])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"reference": self._table.tolist()}
+
+    def close(self) -> None: ...

@@ -1,0 +1,77 @@
+"""Train a reward model, a decoder with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
+
+from functools import partial
+
+from torch import Tensor
+
+from experiments import policies
+from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
+from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.models import build
+from experiments.pretrain import build_reporter
+from ztk import kernels
+from ztk.align import PairwisePolicy, pairwise_losses
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.runtime import Process
+
+
+def main(config: Config) -> None:
+    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    kernels.set_backend(config.kernels.backend)
+    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    run(config, process=process.arrange(policies.topology(config)))
+    process.stop()
+
+
+def run(config: Config, *, process: Process) -> dict[str, float]:
+    """Builds, trains and evaluates; returns what the last evaluation found."""
+    stream = open_stream(config, process=process)
+    engine = build(config, process=process, lr_table=policies.learning_rates(config), is_critic=True)
+    start_from(config, engine=engine, body_only=True)
+    past, _ = resume(config, engine=engine, stream=stream)
+    forward = partial(losses_of, engine, policy=policy_of(config))
+    with build_reporter(config, engine=engine, past=past, parameters=engine.num_parameters) as reporter:
+        reporter.say(lengths_of(stream.examples))
+
+        def train_step(step: Step) -> Measured:
+            return train_pairs(engine, step=step, forward=forward)
+
+        def evaluate() -> dict[str, float]:
+            return evaluated(engine, stream=stream, policy=policy_of(config))
+
+        before = evaluate()
+        train(config, engine=engine, stream=stream, reporter=reporter, train_step=train_step, evaluate=evaluate)
+        after = evaluate()
+        reporter.finish(**after)
+        if after:
+            was, now = before["validation_accuracy"], after["validation_accuracy"]
+            reporter.say(f"the chosen answer of held-out pairs has the larger value: {was:.1%} before, {now:.1%} after")
+    engine.close()
+    return after
+
+
+def policy_of(config: Config) -> PairwisePolicy:
+    """The loss that `reward` describes."""
+    reward = config.reward
+    return PairwisePolicy(loss=str(reward.loss), margin=reward.margin, centring=reward.centring)
+
+
+def losses_of(engine: Engine, step: Step, index: int, *, policy: PairwisePolicy) -> tuple[Tensor, dict[str, Tensor]]:
+    """The part of the step's loss of a micro-batch, and sums over its pairs."""
+    batch, device = step.micro_batches[index], engine.process.device
+    sequences = batch.sequences.to(device)
+    values = sequences.pack(engine(step.rows(batch, device=device)).squeeze(-1))
+    found = pairwise_losses(values, sequences=sequences, policy=policy, margins=batch.margins.to(device))
+    sums = {
+        "accuracy": (found.chosen > found.rejected).sum(),
+        "margin": (found.chosen - found.rejected).sum(),
+        "value": (found.chosen + found.rejected).sum() / 2,
+    }
+    return found.losses.sum() / step.num_examples, sums
+
+
+def evaluated(engine: Engine, *, stream: ExampleStream, policy: PairwisePolicy) -> dict[str, float]:
+    """Loss, accuracy, margin and value over the held-out pairs; empty if there are none. A collective call."""
+    step = stream.held_out()
+    return {} if step is None else evaluate_pairs(engine, step=step, forward=partial(losses_of, engine, policy=policy))

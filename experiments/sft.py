@@ -1,0 +1,72 @@
+"""Supervised fine-tuning, the answers of records with prompts masked: the program of every rank of `task=sft`."""
+
+from torch import Tensor
+
+from experiments import policies
+from experiments.alignment import Measured, open_stream, resume, start_from, train
+from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.pretrain import build_engine, build_reporter
+from ztk import kernels
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.pipeline import MicroBatch
+from ztk.runtime import Process
+
+
+def main(config: Config) -> None:
+    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    kernels.set_backend(config.kernels.backend)
+    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    run(config, process=process.arrange(policies.topology(config)))
+    process.stop()
+
+
+def run(config: Config, *, process: Process) -> dict[str, float]:
+    """Builds, trains and evaluates; returns what the last evaluation found."""
+    stream = open_stream(config, process=process)
+    engine = build_engine(config, process=process)
+    start_from(config, engine=engine)
+    past, _ = resume(config, engine=engine, stream=stream)
+    with build_reporter(config, engine=engine, past=past) as reporter:
+        reporter.say(lengths_of(stream.examples))
+
+        def train_step(step: Step) -> Measured:
+            return Measured(loss=engine.train_batch(micro_batches(step, engine=engine)))
+
+        before = evaluate(engine, stream=stream)
+        train(
+            config,
+            engine=engine,
+            stream=stream,
+            reporter=reporter,
+            train_step=train_step,
+            evaluate=lambda: evaluate(engine, stream=stream),
+        )
+        after = evaluate(engine, stream=stream)
+        reporter.finish(**after)
+        for name, value in after.items():
+            reporter.say(
+                f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after (nats per answer token)"
+            )
+    engine.close()
+    return after
+
+
+def evaluate(engine: Engine, *, stream: ExampleStream) -> dict[str, float]:
+    """The masked loss over all held-out texts, the same number on every rank; empty if there are none."""
+    step = stream.held_out()
+    if step is None:
+        return {}
+    loss: Tensor = engine.eval_batch(micro_batches(step, engine=engine))
+    return {"validation_loss": engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()}
+
+
+def micro_batches(step: Step, *, engine: Engine) -> list[MicroBatch]:
+    """Tokens, targets, and the weight with which the mean over micro-batches and ranks is the mean over the step's answer tokens."""
+    device, batches = engine.process.device, []
+    for batch in step.micro_batches:
+        counted = 0 if batch.is_filler else int(batch.sequences.answer.sum())
+        targets = batch.sequences.targets(length=step.length).to(device)
+        weight = counted * step.parts / step.num_answer_tokens
+        batches.append(MicroBatch(args=(step.rows(batch, device=device), targets), weight=weight))
+    return batches

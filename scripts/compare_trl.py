@@ -1,0 +1,201 @@
+"""Losses of task=sft, reward and dpo beside TRL's trainers: one model, the same texts in the same order, fp32, one process.
+
+    pip install trl
+    python scripts/compare_trl.py               every case, 6 optimizer steps
+    python scripts/compare_trl.py --steps 20    more
+
+Prints the largest difference of a step's loss per case. Exit code 1 if one exceeds 1e-5.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import io
+import json
+import re
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import datasets
+import tokenizers
+import transformers
+import trl
+
+from experiments import answers
+from experiments.alignment import open_stream
+from experiments.models import build, full_values
+from experiments.prompts import PAD, STOP
+from ztk.checkpoint.llama import TO_LLAMA, llama_config
+from ztk.config import Config, Machine, compose
+from ztk.report import plot
+from ztk.runtime import Process
+
+TOLERANCE = 1e-5
+COMMON = (
+    *("model.dim=32", "model.heads=2", "model.kv_heads=2", "model.hidden_dim=64", "train.global_batch_size=16"),
+    *("train.micro_batch_size=16", "optimizer.lr=1e-3", "scheduler=constant", "scheduler.warmup_steps=0"),
+    *("train.eval_every=0", "train.eval_batches=1", "launch.ranks=1", "launch.device=cpu", "logger=disabled"),
+)
+DPO = ("task=dpo", "warm_start.steps=0", "dpo.beta=0.3", "dpo.sft_weight=0")
+# Case -> ztk's choices, TRL's.
+CASES = {
+    "sft": (("task=sft",), {}),
+    "sft, prompts counted": (("task=sft", "sft.mask_prompts=false"), {}),
+    "reward": (("task=reward",), {}),
+    "reward, margin and centring": (
+        ("task=reward", "reward.margin=0.5", "reward.centring=0.01"),
+        {"center_rewards_coefficient": 0.01},
+    ),
+    "dpo": (DPO, {}),
+    "dpo, hinge": ((*DPO, "dpo.loss=hinge"), {"loss_type": ["hinge"]}),
+    "dpo, ipo per token": ((*DPO, "dpo.loss=ipo", "dpo.length_normalised=true"), {"loss_type": ["ipo"]}),
+    "dpo, per token": ((*DPO, "dpo.length_normalised=true"), {"loss_type": ["sigmoid_norm"]}),
+    "dpo and sft": ((*DPO[:-1], "dpo.sft_weight=0.5"), {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    steps = parser.parse_args().steps
+    plot.plot_run, answers.PROMPTS = (lambda folder: None), 1
+    transformers.logging.set_verbosity_error()
+    worst = 0.0
+    process = Process.start(device="cpu")
+    print(f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, {steps} steps")
+    rows = []
+    for name, (overrides, options) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            config = compose(
+                *overrides, *COMMON, f"train.steps={steps}", output_dir=folder, machine=Machine(gpus=0, cores=2)
+            )
+            with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
+                theirs = run_trl(config, process=process, folder=folder, options=options)
+                import_module(config.task.module).run(copy.deepcopy(config), process=process)
+            written = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        ours = [row["loss"] for row in written]
+        difference = max(abs(own - their) for own, their in zip(ours, theirs, strict=True))
+        worst = max(worst, difference)
+        rows.append(
+            f"{name:30} {difference:9.1e}   {ours[0]:8.5f} -> {ours[-1]:8.5f}   TRL {theirs[0]:8.5f} -> {theirs[-1]:8.5f}"
+        )
+    print("\n".join(["case                           largest difference of a step's loss", *rows]))
+    return int(worst > TOLERANCE)
+
+
+def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> list[float]:
+    """The loss of every step of TRL's trainer, from the first parameters of the run that `config` describes."""
+    is_reward = config.task.name == "reward"
+    engine = build(config, process=process, is_trained=False, is_critic=is_reward)
+    values = full_values(engine)
+    shape = engine.module.config
+    engine.close()
+    model = llama_of(values, shape=shape, is_reward=is_reward)
+    kind = {"sft": trl.SFTTrainer, "reward": trl.RewardTrainer, "dpo": trl.DPOTrainer}[config.task.name]
+    settings = {"sft": trl.SFTConfig, "reward": trl.RewardConfig, "dpo": trl.DPOConfig}[config.task.name]
+    losses: list[float] = []
+
+    # pyrefly: ignore[invalid-inheritance]  # one of three classes with the same methods
+    class Recording(kind):
+        def compute_loss(self, *args, **kwargs):
+            found = super().compute_loss(*args, **kwargs)
+            losses.append((found[0] if isinstance(found, tuple) else found).item())
+            return found
+
+        def _get_train_sampler(self, *args, **kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    optimizer = config.optimizer
+    arguments = settings(
+        output_dir=folder,
+        max_steps=config.train.steps,
+        per_device_train_batch_size=config.train.global_batch_size,
+        learning_rate=optimizer.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_epsilon=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.clip_grad_norm,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+        **({"beta": config.dpo.beta} if config.task.name == "dpo" else {}),
+        **options,
+    )
+    extra = {"ref_model": copy.deepcopy(model)} if config.task.name == "dpo" else {}
+    trainer = Recording(
+        model=model,
+        args=arguments,
+        train_dataset=texts_of(config, process=process),
+        processing_class=byte_tokenizer(),
+        **extra,
+    )
+    trainer.train()
+    return losses
+
+
+def texts_of(config: Config, *, process: Process) -> datasets.Dataset:
+    """The run's examples in its order, as TRL takes them."""
+    stream, records = open_stream(config, process=process), []
+    for _ in range(config.train.steps):
+        for batch in stream.next_step().micro_batches:
+            sequences = batch.sequences
+            tokens, masks = (
+                values.split(sequences.lengths.tolist()) for values in (sequences.tokens, sequences.answer)
+            )
+            if config.task.name == "sft":
+                for ids, mask in zip(tokens, masks, strict=True):
+                    labels = torch.where(mask, ids, -100)
+                    records.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+                continue
+            half = len(tokens) // 2
+            for chosen, rejected, mask in zip(tokens[:half], tokens[half:], masks[:half], strict=True):
+                start = int(mask.nonzero()[0])
+                if config.task.name == "reward":
+                    margin = {"margin": config.reward.margin} if config.reward.margin else {}
+                    records.append({"chosen_ids": chosen.tolist(), "rejected_ids": rejected.tolist(), **margin})
+                else:
+                    texts = {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
+                    records.append({key: bytes(ids.tolist()).decode() for key, ids in texts.items()})
+    return datasets.Dataset.from_list(records)
+
+
+def llama_of(values: dict[str, torch.Tensor], *, shape, is_reward: bool) -> transformers.PreTrainedModel:
+    """The decoder's parameters in Hugging Face's classes."""
+    settings = llama_config(asdict(shape)) | {"pad_token_id": PAD, "attn_implementation": "sdpa"}
+    settings.pop("architectures")
+    named = {}
+    for name, value in values.items():
+        renamed = functools.reduce(lambda found, rule: re.sub(*rule, found), TO_LLAMA.items(), name)
+        named[renamed.replace("lm_head", "score") if is_reward else renamed] = value
+    config = transformers.LlamaConfig(**settings, **({"num_labels": 1} if is_reward else {}))
+    model = (transformers.LlamaForSequenceClassification if is_reward else transformers.LlamaForCausalLM)(config)
+    left = model.load_state_dict(named, strict=False)
+    assert not left.unexpected_keys and set(left.missing_keys) <= {"lm_head.weight"}, left
+    model.tie_weights()
+    return model.float()
+
+
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token per ASCII character, its code."""
+    vocabulary = {chr(code): code for code in range(128)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=chr(1)))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(STOP), pad_token=chr(PAD))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

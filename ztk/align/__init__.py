@@ -1,0 +1,26 @@
+"""Losses of supervised fine-tuning, reward models and direct preference optimisation over packed sequences; their records in files."""
+
+from ztk.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
+from ztk.align.logprobs import token_logprobs
+from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
+from ztk.align.records import Example, RecordFormat, Text, read_examples
+from ztk.align.sequences import Sequences, segment_sums
+
+__all__ = [
+    "DpoLosses",
+    "DpoPolicy",
+    "Example",
+    "PairLogprobs",
+    "PairwiseLosses",
+    "PairwisePolicy",
+    "RecordFormat",
+    "Sequences",
+    "Text",
+    "dpo_loss",
+    "dpo_losses",
+    "last_values",
+    "pairwise_losses",
+    "read_examples",
+    "segment_sums",
+    "token_logprobs",
+]

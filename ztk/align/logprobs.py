@@ -1,0 +1,20 @@
+"""Log-probabilities of the tokens of answers."""
+
+import torch
+from torch import Tensor
+
+from ztk.align.sequences import Sequences
+
+
+def token_logprobs(logits: Tensor, *, sequences: Sequences) -> Tensor:
+    """log p(token | those before it in its sequence), of packed logits [T, V] -> [T]; 0 for tokens that do not count.
+
+    Logits at a token predict the next one. float64 for float64 logits, else float32. Only rows that count are read: the backward keeps one
+    copy of them.
+    """
+    index = sequences.answer.nonzero().squeeze(1)
+    rows = logits.index_select(0, index - 1)
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    chosen = rows.gather(1, sequences.tokens[index].unsqueeze(1)).squeeze(1)
+    found = chosen - rows.logsumexp(dim=1)
+    return found.new_zeros(len(sequences.tokens)).index_copy(0, index, found)

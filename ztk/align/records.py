@@ -1,0 +1,204 @@
+"""Records of chats and preferences: lines of JSON, checked before anything trains on them.
+
+A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, with "margin" if a reward model is to use one. A chat is {"messages":
+[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. Text is UTF-8 bytes. An answer
+ends with the stop byte, so that a policy learns to end.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ztk.data import ByteTokenizer
+
+ROLES = ("system", "user", "assistant")
+_MAX_FAULTS = 10
+
+
+class RecordFormat(StrEnum):
+    """What the lines of a file are."""
+
+    chat = "chat"
+    preferences = "preferences"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """tokens: uint8 [n]. answer: the token is to be learnt, bool [n]."""
+
+    tokens: Tensor
+    answer: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def of(parts: Sequence[tuple[str, bool]], *, stop: int) -> "Text":
+        """From (text, whether it is an answer), in order; `stop` ends every answer."""
+        tokens, answer = [], []
+        for text, is_answer in parts:
+            bytes_ = ByteTokenizer().encode(text).tolist() + [stop] * is_answer
+            tokens += bytes_
+            answer += [is_answer] * len(bytes_)
+        return Text(tokens=torch.tensor(tokens, dtype=torch.uint8), answer=torch.tensor(answer, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN: it has none of its own."""
+
+    texts: tuple[Text, ...]
+    margin: float = math.nan
+
+
+def read_examples(paths: Sequence[str], *, record_format: RecordFormat, seq_len: int, stop: int) -> list[Example]:
+    """The lines of all files. paths: files, globs, or folders of *.jsonl. seq_len: the longest text in tokens. stop: the byte that
+    ends answers.
+
+    Raises:
+        ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.
+    """
+    examples: list[Example] = []
+    faults: list[str] = []
+    for file in files_of(paths):
+        for number, line in enumerate(_lines(file), start=1):
+            if not line.strip():
+                continue
+            try:
+                examples.append(_example(line, record_format=record_format, seq_len=seq_len, stop=stop))
+            except ValueError as error:
+                faults.append(f"data.path={file}, line {number}: {error}")
+            if len(faults) == _MAX_FAULTS:
+                raise ValueError("\n".join([*faults, "later lines were not read"]))
+    if faults:
+        raise ValueError("\n".join(faults))
+    if not examples:
+        raise ValueError(f"data.path={', '.join(paths)}: there are no records; every line must be a JSON object")
+    return examples
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """The files that `paths` name. Raises ValueError if an entry names none."""
+    files: list[Path] = []
+    for entry in paths:
+        path = Path(entry).expanduser()
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
+        found = found or [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not found:
+            raise ValueError(f"data.path={entry}: no such file, and no *.jsonl in it: name others")
+        files += found
+    return files
+
+
+def _lines(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.path={file}: cannot be read as UTF-8 text ({error}); name others") from None
+
+
+def _example(line: str, *, record_format: RecordFormat, seq_len: int, stop: int) -> Example:
+    """Raises ValueError without the place."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError("must be a JSON object, such as {...}")
+    make = _chat if record_format is RecordFormat.chat else _preference
+    example = make(record, stop=stop)
+    if (longest := max(len(text) for text in example.texts)) > seq_len:
+        raise ValueError(
+            f"{longest} tokens, and data.seq_len={seq_len}: shorten it, or use data.seq_len={longest} and a model.max_seq_len of as many"
+        )
+    return example
+
+
+def _chat(record: Mapping[str, Any], *, stop: int) -> Example:
+    if "messages" in record:
+        parts = _rendered(record["messages"], stop=stop)
+        if not any(is_answer for _, is_answer in parts):
+            raise ValueError('"messages" has no message of the role "assistant", so there is nothing to learn')
+        return Example(texts=(Text.of(parts, stop=stop),))
+    prompt = _prompt(record, stop=stop)
+    return Example(texts=(Text.of([*prompt, (_answer(record, key="answer", stop=stop), True)], stop=stop),))
+
+
+def _preference(record: Mapping[str, Any], *, stop: int) -> Example:
+    prompt = _prompt(record, stop=stop)
+    answers = [_answer(record, key=key, stop=stop) for key in ("chosen", "rejected")]
+    if answers[0] == answers[1]:
+        raise ValueError('"chosen" and "rejected" are equal, so there is nothing to learn: leave the line out')
+    margin = record.get("margin", math.nan)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or math.isinf(margin):
+        raise ValueError(f'"margin": {margin!r} must be a finite number')
+    texts = tuple(Text.of([*prompt, (answer, True)], stop=stop) for answer in answers)
+    return Example(texts=texts, margin=float(margin))
+
+
+def _prompt(record: Mapping[str, Any], *, stop: int) -> list[tuple[str, bool]]:
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return [(prompt, False)]
+    if isinstance(prompt, list):
+        parts = [
+            (f"{text}{chr(stop)}" if is_answer else text, False) for text, is_answer in _rendered(prompt, stop=stop)
+        ]
+        return [*parts, (_header("assistant"), False)]
+    raise ValueError(f'"prompt": {_shown(prompt)} must be a text of a character or more, or a list of messages')
+
+
+def _answer(record: Mapping[str, Any], *, key: str, stop: int) -> str:
+    text = record.get(key)
+    if isinstance(text, list) and len(text) == 1 and isinstance(text[0], dict) and text[0].get("role") == "assistant":
+        text = text[0].get("content")
+    if not isinstance(text, str):
+        raise ValueError(f'"{key}": {_shown(text)} must be a text, or a list of one message of the role "assistant"')
+    return _without_stop(text, key=key, stop=stop)
+
+
+def _rendered(messages: Any, *, stop: int) -> list[tuple[str, bool]]:
+    """Messages as `<|role|>`, a line end, the content, and a line end, which behind an assistant's content is the stop byte."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{_shown(messages)} must be a list of messages")
+    parts = []
+    for number, message in enumerate(messages, start=1):
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise ValueError(
+                f'message {number}: {_shown(message)} must be {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} and a text'
+            )
+        is_answer = message["role"] == "assistant"
+        text = message["content"]
+        parts.append((_header(message["role"]), False))
+        parts.append((_without_stop(text, key="content", stop=stop), True) if is_answer else (f"{text}\n", False))
+    return parts
+
+
+def _header(role: str) -> str:
+    return f"<|{role}|>\n"
+
+
+def _without_stop(text: str, *, key: str, stop: int) -> str:
+    if stop in text.encode():
+        raise ValueError(
+            f'"{key}" contains the byte {stop}, which ends an answer: use data.stop=3, or another byte that no answer contains'
+        )
+    return text
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

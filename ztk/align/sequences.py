@@ -1,0 +1,107 @@
+"""Packed sequences: S of them one after another, T tokens in all, and the tokens that count in a loss. No padding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a target that does not count, as in torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """tokens: int64 [T]. lengths: of the sequences, int64 [S]. answer: the token counts in the loss, bool [T].
+
+    Raises:
+        ValueError: shapes that do not belong together, an empty sequence, an answer without a token before it.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    answer: Tensor
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or self.answer.shape != self.tokens.shape or self.lengths.ndim != 1:
+            raise ValueError(
+                f"tokens {list(self.tokens.shape)}, answer {list(self.answer.shape)}, lengths {list(self.lengths.shape)}: must be [T], "
+                "[T] and [S]"
+            )
+        if self.tokens.device.type != "cpu":
+            return  # was checked before it was copied; here it would wait for the device
+        if len(self.lengths) == 0 or int(self.lengths.min()) < 1:
+            raise ValueError(f"lengths={self.lengths.tolist()}: there must be sequences, each with a token or more")
+        if int(self.lengths.sum()) != len(self.tokens):
+            raise ValueError(f"lengths sum to {int(self.lengths.sum())} and there are {len(self.tokens)} tokens")
+        if self.answer[self.starts].any():
+            raise ValueError(
+                "the first token of a sequence has nothing before it to be predicted from: answer must be False there"
+            )
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Self:
+        """One sequence per (tokens [n], answer [n])."""
+        return cls(
+            tokens=torch.cat([tokens for tokens, _ in parts]).long(),
+            lengths=torch.tensor([len(tokens) for tokens, _ in parts]),
+            answer=torch.cat([answer for _, answer in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        """Index of each sequence's first token, int64 [S]."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def ends(self) -> Tensor:
+        """Index of each sequence's last token, int64 [S]."""
+        return self.lengths.cumsum(0) - 1
+
+    @property
+    def positions(self) -> Tensor:
+        """Each token's position in its sequence, int64 [T]."""
+        index = torch.arange(len(self.tokens), device=self.tokens.device)
+        return index - self.starts.repeat_interleave(self.lengths, output_size=len(self.tokens))
+
+    @property
+    def answer_lengths(self) -> Tensor:
+        """How many tokens of each sequence count, int64 [S]."""
+        return segment_sums(self.answer.double(), lengths=self.lengths).long()
+
+    def to(self, device: torch.device | str) -> "Sequences":
+        """A copy on `device`."""
+        return Sequences(tokens=self.tokens.to(device), lengths=self.lengths.to(device), answer=self.answer.to(device))
+
+    def rows(self, *, length: int, pad: int) -> Tensor:
+        """One sequence per row, with `pad` behind it: int64 [S, length], for a model that is causal.
+
+        Raises:
+            ValueError: a longer sequence.
+        """
+        if (longest := int(self.lengths.max())) > length:
+            raise ValueError(f"a sequence of {longest} tokens does not fit into a row of {length}")
+        rows = self.tokens.new_full((len(self), length), pad)
+        rows[self._is_token(length=length)] = self.tokens
+        return rows
+
+    def targets(self, *, length: int) -> Tensor:
+        """What follows each token of `rows`, where it counts, else -100: int64 [S, length]."""
+        rows = self.tokens.new_full((len(self), length), IGNORED)
+        rows[self._is_token(length=length)] = torch.where(self.answer, self.tokens, IGNORED)
+        return torch.cat([rows[:, 1:], rows.new_full((len(self), 1), IGNORED)], dim=1)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Of values [S, length, ...], one per position of `rows`, those of tokens: [T, ...]."""
+        return rows[self._is_token(length=rows.shape[1])]
+
+    def _is_token(self, *, length: int) -> Tensor:
+        return torch.arange(length, device=self.lengths.device) < self.lengths.unsqueeze(1)
+
+
+def segment_sums(values: Tensor, *, lengths: Tensor) -> Tensor:
+    """The sum over each sequence: values [T], lengths [S] -> [S]. A sum does not depend on the other sequences of the pack."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, axis=0)

@@ -1,0 +1,103 @@
+"""What `task=sft`, `task=reward` and `task=dpo` need, and what they do not run with yet."""
+
+from collections.abc import Iterator
+
+from ztk.config.align_schema import DpoLossName, RewardLossName
+from ztk.config.keys import data_paths
+from ztk.config.machine import Machine
+from ztk.config.schema import Config, DataName, ZeroEngine
+from ztk.config.topology import DEGREES, replicas_of, settled_ranks
+
+ALIGNMENT_TASKS = ("sft", "reward", "dpo")
+RECORDS = (DataName.chat, DataName.preferences)
+BUILT_IN_LENGTH = 12  # bytes of a prompt and an answer of the sorting task
+
+
+def alignment_faults(config: Config, machine: Machine) -> Iterator[str]:
+    """One line per fault, each with its fix."""
+    name, data = config.task.name, config.data.name
+    if name not in ALIGNMENT_TASKS:
+        if data in RECORDS:
+            yield f"data={data.value}: records are for task=sft, reward and dpo; use one of them, or another data than {data.value}"
+        return
+    if name == "sft" and data not in RECORDS:
+        yield f"data={data.value}: task=sft learns answers; use data=chat or data=preferences (of which the chosen answers are learnt)"
+    elif name != "sft" and data is not DataName.preferences:
+        yield f"data={data.value}: task={name} compares two answers; use data=preferences"
+    else:
+        yield from _record_faults(config)
+    yield from _strategy_faults(config)
+    yield from _loss_faults(config)
+    yield from _warm_start_faults(config, machine=machine)
+
+
+def _record_faults(config: Config) -> Iterator[str]:
+    """Every record is read here, so that a bad one is named before ranks start."""
+    data = config.data
+    if data.path is None:
+        if data.seq_len < BUILT_IN_LENGTH:
+            yield f"data.seq_len={data.seq_len}: texts of the built-in task have {BUILT_IN_LENGTH} tokens; use data.seq_len={BUILT_IN_LENGTH}"
+        return
+    if not data.seq_len or not data.stop:
+        return  # the ranges say so
+    from ztk.align import RecordFormat, read_examples  # here: torch takes a second, and only files need it
+
+    try:
+        examples = read_examples(
+            data_paths(config), record_format=RecordFormat(data.name.value), seq_len=data.seq_len, stop=data.stop
+        )
+    except ValueError as error:
+        yield from str(error).splitlines()
+        return
+    if len(examples) < 2 and data.validation_fraction:
+        yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0 and train.eval_every=0"
+
+
+def _strategy_faults(config: Config) -> Iterator[str]:
+    name = config.task.name
+    if config.model.experts is not None:
+        yield (
+            f"model.experts={config.model.experts}: task={name} fills rows up, and what fills them would count in the router's "
+            "load-balancing loss; use model=nano or another dense model"
+        )
+    if config.launch.elastic:
+        yield f"launch.elastic=true: task={name} does not go on with fewer ranks by itself; use launch.elastic=false"
+    if config.zero.engine is not ZeroEngine.ztk:
+        yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
+    if name == "sft":
+        return
+    for degree in DEGREES:
+        value = getattr(config.topology, degree)
+        if value > 1:
+            yield (
+                f"topology.{degree}={value}: task={name} reads the model's output of full sequences on every rank; use topology=dp, "
+                f"or topology.{degree}=1"
+            )
+
+
+def _loss_faults(config: Config) -> Iterator[str]:
+    dpo, reward = config.dpo, config.reward
+    if config.task.name == "dpo":
+        if dpo.label_smoothing and dpo.loss is not DpoLossName.sigmoid:
+            yield f"dpo.label_smoothing={dpo.label_smoothing:g}: only dpo.loss=sigmoid has it; use dpo.label_smoothing=0"
+        if config.model.vocab_size > 256 and config.data.path is None:
+            yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use model.vocab_size=256"
+    if config.task.name == "reward" and reward.loss is RewardLossName.per_token and reward.margin:
+        yield f"reward.margin={reward.margin:g}: reward.loss=per_token has none; use reward.margin=0"
+
+
+def _warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    warm = config.warm_start
+    if not warm.steps:
+        return
+    if config.data.path is not None:
+        yield (
+            "warm_start.steps: answers to learn from are made for the built-in task alone; use warm_start.steps=0 and "
+            "warm_start.path=RUN, the folder of a run of task=sft"
+        )
+    if warm.path is not None:
+        yield "warm_start.path has no effect beside warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
+    replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
+    if warm.batch_size and warm.batch_size % replicas:
+        fixed = -(-warm.batch_size // replicas) * replicas
+        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"
