@@ -36,7 +36,12 @@ def main(config: Config) -> None:
     """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     kernels.set_backend(config.kernels.backend)
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    process = process.arrange(policies.topology(config))
+    run(config, process=process.arrange(policies.topology(config)))
+    process.stop()
+
+
+def run(config: Config, *, process: Process) -> None:
+    """Builds, trains and evaluates."""
     corpus = open_corpus(config, process=process)
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
@@ -49,7 +54,6 @@ def main(config: Config) -> None:
         train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
         finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
     engine.close()
-    process.stop()
 
 
 def build_engine(config: Config, *, process: Process) -> Engine:

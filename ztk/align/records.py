@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ztk.data import ByteTokenizer
 
+ANSWER_END = ord("\n")  # ends an answer, unless data.stop says otherwise
 ROLES = ("system", "user", "assistant")
 _MAX_FAULTS = 10
 
@@ -164,6 +165,14 @@ def _answer(record: Mapping[str, Any], *, key: str, stop: int) -> str:
     if not isinstance(text, str):
         raise ValueError(f'"{key}": {_shown(text)} must be a text, or a list of one message of the role "assistant"')
     return _without_stop(text, key=key, stop=stop)
+
+
+def chat_prompt(messages: Sequence[Mapping[str, str]], *, stop: int) -> str:
+    """The text of a conversation up to where the next answer begins, as `task=sft` learns it. stop: the byte that ends answers.
+
+    Raises ValueError for messages that are none.
+    """
+    return "".join(text for text, _ in _prompt({"prompt": list(messages)}, stop=stop))
 
 
 def _rendered(messages: Any, *, stop: int) -> list[tuple[str, bool]]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ztk.config.align_schema import DpoLossName, RewardLossName
+from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DataName, ZeroEngine
@@ -66,6 +67,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if name == "sft":
         return
+    if is_hugging_face(config.model):
+        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft with model=hf"
     for degree in DEGREES:
         value = getattr(config.topology, degree)
         if value > 1:
