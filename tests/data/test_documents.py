@@ -67,7 +67,7 @@ def test_text_files_are_one_document_in_pieces(tmp_path, monkeypatch, name, size
     text = "ab\r\n\u2211\u2211\u2211\u2211\u2211\u2211\u2211\n" + "\U0001f600" * 9 + "end"
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    pieces = [item for item in read_documents(path, field="text")]
+    pieces = list(read_documents(path, field="text"))
     assert all(isinstance(piece, Document) for piece in pieces)
     assert "".join(piece.text for piece in pieces) == text
     assert pieces[0].is_first and not any(piece.is_first for piece in pieces[1:])

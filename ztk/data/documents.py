@@ -73,17 +73,17 @@ def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
 def _of_text(path: Path) -> Iterator[Document | Fault]:
     lines, pending, is_first = 1, b"", True
     with _opened(path) as source:
-        while read := source.read(PIECE_BYTES):
+        read = source.read(PIECE_BYTES)
+        while read:
+            following = source.read(PIECE_BYTES)
             piece = pending + read
-            cut = _cut(piece)
+            cut = _cut(piece) if following else len(piece)
             piece, pending = piece[:cut], piece[cut:]
             item = _decoded(piece, path=path, first_line=lines, is_first=is_first)
             yield item
             if isinstance(item, Fault):
                 return
-            is_first, lines = False, lines + piece.count(b"\n")
-    if pending:
-        yield _decoded(pending, path=path, first_line=lines, is_first=is_first)
+            read, is_first, lines = following, False, lines + piece.count(b"\n")
 
 
 def _decoded(piece: bytes, *, path: Path, first_line: int, is_first: bool) -> Document | Fault:
