@@ -148,7 +148,7 @@ def test_a_killed_build_goes_on_and_gives_the_same_tokens(lines, tmp_path, monke
         path.mkdir()
         for number in range(4):
             (path / f"{number}.txt").write_text("\n".join(TEXTS[number * 50 : number * 50 + 50]))
-    whole = opened(path, tmp_path / "other")
+    uninterrupted = opened(path, tmp_path / "other")
     original, made = tokencache._Builder._note, []
 
     def killed_in_a_process() -> None:
@@ -170,19 +170,19 @@ def test_a_killed_build_goes_on_and_gives_the_same_tokens(lines, tmp_path, monke
     [left] = (tmp_path / "cache").glob("*.building")
     assert (left / "journal.json").exists() == bool(notes)
     part = opened(path, tmp_path)
-    assert part.train.equal(whole.train) and part.held_out.equal(whole.held_out)
-    assert part.counts == whole.counts and part.digest == whole.digest
+    assert part.train.equal(uninterrupted.train) and part.held_out.equal(uninterrupted.held_out)
+    assert part.counts == uninterrupted.counts and part.digest == uninterrupted.digest
 
 
 def test_a_journal_ahead_of_its_files_starts_again(lines, tmp_path, monkeypatch):
-    whole = opened(lines, tmp_path / "other")
-    building = tmp_path / "cache" / f"tokens-{whole.digest}.building"
+    uninterrupted = opened(lines, tmp_path / "other")
+    building = tmp_path / "cache" / f"tokens-{uninterrupted.digest}.building"
     building.mkdir(parents=True)
     for name in ("train.bin", "held_out.bin"):
         (building / name).write_bytes(b"rest")
     counts = {"train_tokens": 100, "train_documents": 9}
     (building / "journal.json").write_text(json.dumps({"items": 9, "limit": 5, "side": "train", "counts": counts}))
-    assert opened(lines, tmp_path).train.equal(whole.train)
+    assert opened(lines, tmp_path).train.equal(uninterrupted.train)
 
 
 def test_bad_input_is_refused_or_skipped_and_counted(lines, tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from ztk.data import ReadPolicy, Share, SubwordTokenizer, TextPolicy, needs_tokens, open_tokens
+from ztk.data import ReadPolicy, Share, SubwordTokenizer, TextPolicy, open_tokens
 from ztk.data.mixture import BLOCK, shares_of
 from ztk.data.sources import standard_library
 
@@ -122,14 +122,6 @@ def test_bits_per_byte_count_the_bytes_of_held_out_text(text):
     ratios = [part.counts.held_out_bytes / part.counts.held_out_tokens for part in mixed.parts]
     expected = 0.75 * ratios[0] + 0.25 * ratios[1]
     assert mixed.bytes_per_token(seq_len=8, num_sequences=40) == pytest.approx(expected)
-
-
-def test_which_text_is_read_as_documents(text):
-    assert not needs_tokens(TextPolicy())
-    assert not needs_tokens(policy(text, "b"))
-    assert needs_tokens(policy(text, "a.jsonl"))
-    assert needs_tokens(policy(text, "b", tokenizer="train", vocab_size=400))
-    assert needs_tokens(policy(text, "b", "b", weights=(1, 1)))
 
 
 def test_the_standard_library_has_tokens(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.text import TEXT, TRAIN, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
@@ -267,6 +268,18 @@ EFFECTS = (
         only="data=files, prompts, chat or preferences",
         required=False,
     ),
+    Effect(keys=("data.tokenizer",), when=lambda c, m: c.data.name in TEXT, only="data=stdlib or data=files"),
+    Effect(
+        keys=("data.vocab_size",),
+        when=lambda c, m: c.data.name in TEXT and c.data.tokenizer == TRAIN,
+        only="data.tokenizer=train",
+    ),
+    Effect(
+        keys=("data.field", "data.on_error"),
+        when=lambda c, m: c.data.name is DataName.files and reads_documents(c),
+        only="data=files with jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
+    ),
+    Effect(keys=("data.mixture",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
     Effect(
         keys=("data.validation_fraction",),
         when=lambda c, m: (

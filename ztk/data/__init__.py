@@ -5,7 +5,7 @@ from ztk.data.stream import Batch, Share, Stream, SyntheticStream, TokenStream, 
 from ztk.data.subword import SubwordTokenizer
 from ztk.data.tokencache import ReadPolicy
 from ztk.data.tokenizer import ByteTokenizer
-from ztk.data.tokens import TextPolicy, TokenCorpus, needs_tokens, open_tokens
+from ztk.data.tokens import TextPolicy, TokenCorpus, open_tokens
 
 __all__ = [
     "Batch",
@@ -20,6 +20,5 @@ __all__ = [
     "TokenCorpus",
     "TokenStream",
     "held_out_batches",
-    "needs_tokens",
     "open_tokens",
 ]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ztk.policies.text import COMPRESSED, LINES
+
 PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut behind a line
-_COMPRESSED = (".gz", ".zst")
-_LINES = (".jsonl", ".ndjson")
 _ROWS = 1024  # of parquet in memory at once
 _SKIP = "or use data.on_error=skip"
 
@@ -36,18 +36,13 @@ class Fault:
     text: str
 
 
-def is_structured(path: Path) -> bool:
-    """Whether a file holds documents in a field, or is compressed: not the text itself."""
-    return path.suffix.lower() in (*_COMPRESSED, *_LINES, ".parquet", ".arrow")
-
-
 def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
     """The documents of one file in order. field: of jsonl and parquet, that has the text. Documents without a letter are left out.
 
     Raises:
         ValueError: the file needs pyarrow and it is not installed, or its format is not read.
     """
-    inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     kind = inner.suffix.lower()
     if kind == ".arrow":
         raise ValueError(
@@ -56,7 +51,7 @@ def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
     if kind == ".parquet":
         found = _of_parquet(path, field=field)
     else:
-        found = _of_lines(path, field=field) if kind in _LINES else _of_text(path)
+        found = _of_lines(path, field=field) if kind in LINES else _of_text(path)
     count = 0
     try:
         for item in found:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.policies.text import SMALLEST_VOCABULARY
+
 END_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # the bytes and the end token
 _MAIN, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _COPIED = (_MAIN, _SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ztk.data.documents import is_structured
 from ztk.data.mixture import MixedStream, held_out_picks, mixed_held_out_batches
 from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile, named_files, standard_library
@@ -94,17 +93,6 @@ class TokenCorpus:
             if counts.skipped:
                 lines += [f"skipped{of}: {counts.skipped:,}, the first:", *counts.faults]
         return lines
-
-
-def needs_tokens(policy: TextPolicy) -> bool:
-    """Whether the text is read as documents; otherwise its bytes are read as they are.
-
-    Raises:
-        ValueError: a path is missing, empty or unreadable.
-    """
-    if policy.tokenizer != BYTES or policy.weights is not None:
-        return True
-    return policy.paths is not None and any(is_structured(file.path) for file in named_files(policy.paths))
 
 
 def open_tokens(policy: TextPolicy, *, progress: Progress | None = None) -> TokenCorpus:

@@ -10,7 +10,7 @@ from torch import nn
 from ztk import checkpoint
 from ztk.checkpoint.export import Weights
 from ztk.config import load as load_config
-from ztk.data import ByteTokenizer
+from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.nn import Decoder, DecoderConfig
 
 
@@ -65,7 +65,9 @@ def _open_checkpoint(folder: Path) -> Opened:
             f"inference.model={folder}: no config.yaml of a run lies in or above the checkpoint, so its sizes are unknown; export it with "
             "python -m ztk.checkpoint export, and name the exported folder"
         )
-    sizes = vars(load_config(recorded / "config.yaml").model)
+    run = load_config(recorded / "config.yaml")
+    tokenizer = _tokenizer_of(recorded, name=run.data.tokenizer)
+    sizes = vars(run.model)
     config = DecoderConfig(**{name: value for name, value in sizes.items() if name != "name" and value is not None})
     with torch.device("meta"):
         model = Decoder(config)
@@ -80,10 +82,22 @@ def _open_checkpoint(folder: Path) -> Opened:
     return Opened(
         name=recorded.name,
         module=model.eval(),
-        tokenizer=_Bytes(),
-        ends=(),
-        vocabulary=min(config.vocab_size, ByteTokenizer.vocab_size),
+        tokenizer=_Bytes() if tokenizer is None else _Subword(tokenizer),
+        ends=() if tokenizer is None else (tokenizer.end,),
+        vocabulary=min(config.vocab_size, ByteTokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size),
     )
+
+
+def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
+    """The tokenizer in the run folder; None: the model reads bytes. name: data.tokenizer of the run."""
+    if name in (None, "bytes"):
+        return None
+    folder = run / "tokenizer"
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"inference.model={run}: trained with data.tokenizer={name}, and {folder} has no tokenizer.json; copy the tokenizer there"
+        )
+    return SubwordTokenizer.open(folder)
 
 
 def _open_transformers(folder: Path) -> Opened:
@@ -122,6 +136,22 @@ class _Bytes:
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         raise ValueError("the model reads bytes and has no chat template: send the text to /v1/completions")
+
+
+class _Subword:
+    """The tokenizer that a run of ztk was trained with."""
+
+    def __init__(self, tokenizer: SubwordTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        raise ValueError("the model was trained on text and has no chat template: send the text to /v1/completions")
 
 
 class _Pretrained:
