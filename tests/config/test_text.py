@@ -110,3 +110,25 @@ def test_relative_folders_are_recorded_as_absolute(tokenizer, monkeypatch, tmp_p
     monkeypatch.chdir(tokenizer)
     config = compose("data.tokenizer=../tokenizer", output_dir=tmp_path)
     assert config.data.tokenizer == tokenizer
+
+
+def test_records_take_the_tokenizer_of_the_model_that_they_train(tmp_path, tokenizer):
+    run, records = tmp_path / "run", tmp_path / "a.jsonl"
+    SubwordTokenizer.open(tokenizer).save(run / "tokenizer")
+    (run / "config.yaml").write_text("")
+    records.write_text('{"prompt": "a", "answer": "b\\n"}\n{"prompt": "a", "answer": "c"}\n')
+    words = ("task=sft", "data=chat", f"data.path={records}")
+    config = composed(*words, f"data.tokenizer={tokenizer}", f"warm_start.path={run}")
+    assert (config.data.stop, config.model.vocab_size) == (None, 260)
+    assert from_yaml(to_yaml(config)) == config
+    [fault] = faults(*words)
+    assert "contains the byte 10" in fault
+    [fault] = faults(*words, "data.stop=3", f"warm_start.path={run}")
+    assert f"use data.tokenizer={run / 'tokenizer'}" in fault
+    [fault] = faults(*words, "data.tokenizer=train")
+    assert "use the tokenizer of the model that they train" in fault
+    [fault] = faults(*words, "data.stop=3", f"data.tokenizer={tokenizer}")
+    assert "a tokenizer's end token ends answers" in fault
+    other = SubwordTokenizer.train(["another text " * 9], vocab_size=259, folder=tmp_path / "other").folder
+    [fault] = faults(*words, f"data.tokenizer={other}", f"warm_start.path={run}")
+    assert f"has other tokens; use data.tokenizer={run / 'tokenizer'}" in fault

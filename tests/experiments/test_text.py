@@ -61,7 +61,7 @@ def test_it_answers_prompts_in_its_tokens(trained, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     opened = open_model(str(folder_of(trained) / "checkpoints"))
-    assert opened.vocabulary <= 400 and opened.ends == (0,)
+    assert opened.vocabulary == 400 and opened.ends == (0,)
     tokens = opened.tokenizer.encode("def function_7")
     assert len(tokens) < 9 and opened.tokenizer.decode(tokens) == "def function_7"
     [line] = (out / "completions.jsonl").read_text().splitlines()
@@ -70,6 +70,18 @@ def test_it_answers_prompts_in_its_tokens(trained, tmp_path):
     assert answer["text"] == opened.tokenizer.decode(kept)
     with pytest.raises(ValueError, match="/v1/completions"):
         opened.tokenizer.chat([{"role": "user", "content": "x"}])
+
+
+def test_its_answers_are_fine_tuned_in_its_tokens(trained, tmp_path):
+    records = [{"prompt": line, "answer": f"# {number}\n"} for number, line in enumerate(LINES[:24])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    past = folder_of(trained)
+    words = ("task=sft", "data=chat", "data.path=a.jsonl", "data.seq_len=96", f"data.tokenizer={past / 'tokenizer'}")
+    done = run(*words, f"warm_start.path={past}", "train.steps=2", "launch.ranks=1", "checkpoint.every=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    opened = open_model(str(folder_of(tmp_path)))
+    assert opened.ends == (0,) and opened.vocabulary == 400
+    assert opened.tokenizer.decode(opened.tokenizer.encode(LINES[7])) == LINES[7]
 
 
 def test_a_run_without_its_tokenizer_is_refused(trained, tmp_path):

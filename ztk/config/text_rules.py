@@ -17,7 +17,7 @@ def follow_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
     given: the keys that the user set.
     """
     data, model = config.data, config.model
-    if data.name not in TEXT or not has_tokenizer(config):
+    if not has_tokenizer(config) or not (data.name in TEXT or _reads_records(config)):
         return []
     try:
         size = _vocabulary(config)
@@ -38,6 +38,11 @@ def follow_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
 def _vocabulary(config: Config) -> int:
     """Raises ValueError for a tokenizer that cannot be used."""
     data = config.data
+    if data.tokenizer == TRAIN and data.name not in TEXT:
+        raise ValueError(
+            f"data.tokenizer=train: is made of text, and data={data.name.value} are records; use the tokenizer of the model that they train, "
+            "as in data.tokenizer=RUN/tokenizer"
+        )
     if data.tokenizer == TRAIN:
         if data.vocab_size is None:
             raise ValueError("data.tokenizer=train needs a size: use data.vocab_size=4096")
@@ -67,13 +72,21 @@ def text_faults(config: Config, machine: Machine) -> Iterator[str]:
     for key, path in (("warm_start.path", config.warm_start.path), ("checkpoint.resume", config.checkpoint.resume)):
         other = None if path in (None, AUTO) else tokenizer_of_run(path)
         if other is not None and not has_tokenizer(config):
+            can_follow = data.name in TEXT or _reads_records(config)
+            fix = f"data.tokenizer={other}" if can_follow else "a model that was trained with data.tokenizer=bytes"
             yield (
                 f"{key}={path}: this model has the tokens of {other}, and task={config.task.name} with data={data.name.value} reads bytes; "
-                f"{_reading_fix(config, folder=other)}"
+                f"use {fix}"
             )
+        elif other is not None and data.tokenizer != TRAIN and not _same(other, folder=Path(data.tokenizer or "")):
+            yield f"data.tokenizer={data.tokenizer}: {key}={path} has other tokens; use data.tokenizer={other}"
 
 
-def _reading_fix(config: Config, *, folder: Path) -> str:
-    if config.data.name in TEXT:
-        return f"use data.tokenizer={folder}"
-    return "use a model that was trained with data.tokenizer=bytes"
+def _reads_records(config: Config) -> bool:
+    return config.data.name in (DataName.chat, DataName.preferences) and config.data.path is not None
+
+
+def _same(one: Path, *, folder: Path) -> bool:
+    """Whether two folders have the same tokenizer.json."""
+    other = folder.expanduser() / "tokenizer.json"
+    return other.is_file() and (one / "tokenizer.json").read_bytes() == other.read_bytes()

@@ -74,12 +74,12 @@ class SubwordTokenizer:
 
     @staticmethod
     def train(texts: Iterable[str], *, vocab_size: int, folder: str | Path) -> "SubwordTokenizer":
-        """Makes a byte-level BPE of `vocab_size` tokens or fewer, the end token and all bytes included, and writes it into `folder`.
+        """Makes a byte-level BPE of `vocab_size` tokens, the end token and all bytes included, and writes it into `folder`.
 
         The same texts give the same tokenizer. transformers reads the folder, too.
 
         Raises:
-            ValueError: `vocab_size` is below 257, or the library is not installed.
+            ValueError: `vocab_size` is below 257 or more than the texts give, or the library is not installed.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(
@@ -96,6 +96,10 @@ class SubwordTokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(iter(texts), trainer)
+        if (size := inner.get_vocab_size()) < vocab_size:
+            raise ValueError(
+                f"data.vocab_size={vocab_size}: the training text gives {size} tokens; use data.vocab_size={size}, or name more text"
+            )
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         inner.save(str(folder / _MAIN))
