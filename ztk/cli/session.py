@@ -75,6 +75,8 @@ class Session:
             config = configuration.to_config(
                 choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
             )
+            if self._external is None:
+                self._prepare(config)
             self._record(folder, overrides=overrides)
             outcome = self._start_ranks(config) if self._external is None else self._be_rank(config)
         except ConfigError as error:
@@ -89,6 +91,13 @@ class Session:
             self._jobs.append(Job(folder=folder, overrides=overrides, outcome=outcome))
         loss = self._jobs[-1].summary().get("final_loss")
         return math.nan if loss is None else loss
+
+    def _prepare(self, config: Config) -> None:
+        """Bad text is refused here, before ranks start."""
+        try:
+            configuration.prepare_text(config, say=self._say)
+        except ValueError as error:
+            raise ConfigError(str(error).splitlines()) from None
 
     def _prepare_arguments(self) -> None:
         arguments = sys.argv[1:]

@@ -9,6 +9,7 @@ from ztk.config.reference import GroupReference, KeyReference, build_reference, 
 from ztk.config.renamed import rename_keys
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
+from ztk.config.text import prepare_text, reads_documents, text_policy, tokenizer_of_run
 
 __all__ = [
     "Config",
@@ -26,10 +27,14 @@ __all__ = [
     "load",
     "on_fewer_ranks",
     "parse_arguments",
+    "prepare_text",
+    "reads_documents",
     "refusal",
     "rename_keys",
     "save",
     "split_flags",
+    "text_policy",
     "to_config",
     "to_yaml",
+    "tokenizer_of_run",
 ]

@@ -7,6 +7,7 @@ from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DataName, ZeroEngine
+from ztk.config.text import has_tokenizer
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 
 ALIGNMENT_TASKS = ("sft", "reward", "dpo")
@@ -39,13 +40,19 @@ def _record_faults(config: Config) -> Iterator[str]:
         if data.seq_len < BUILT_IN_LENGTH:
             yield f"data.seq_len={data.seq_len}: texts of the built-in task have {BUILT_IN_LENGTH} tokens; use data.seq_len={BUILT_IN_LENGTH}"
         return
-    if not data.seq_len or not data.stop:
+    if not data.seq_len or not (data.stop or has_tokenizer(config)):
         return  # the ranges say so
     from ztk.align import RecordFormat, read_examples  # here: torch takes a second, and only files need it
+    from ztk.data import SubwordTokenizer
 
     try:
+        tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else None
         examples = read_examples(
-            data_paths(config), record_format=RecordFormat(data.name.value), seq_len=data.seq_len, stop=data.stop
+            data_paths(config),
+            record_format=RecordFormat(data.name.value),
+            seq_len=data.seq_len,
+            stop=None if tokenizer else data.stop,
+            tokenizer=tokenizer,
         )
     except ValueError as error:
         yield from str(error).splitlines()

@@ -24,6 +24,8 @@ from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
 from ztk.config.schema import Config, DataName, SchedulerName
+from ztk.config.text import BYTES, TRAIN
+from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 
 _OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
@@ -90,6 +92,8 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
+    if config.task.name not in ANSWERING and (faults := follow_tokenizer(config, given=given)):
+        raise ConfigError(faults)
     if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
@@ -208,6 +212,8 @@ def _settle_paths(config: Config) -> None:
         config.inference.prompts = _absolute(config.inference.prompts)
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
+    if config.data.tokenizer not in (None, BYTES, TRAIN):
+        config.data.tokenizer = _absolute(config.data.tokenizer)
     if config.reward.function is not None:
         path, _, function = config.reward.function.rpartition(":")
         config.reward.function = f"{_absolute(path)}:{function}"

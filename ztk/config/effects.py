@@ -23,6 +23,7 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
@@ -150,7 +151,11 @@ def _alignment_effects() -> Iterator[Effect]:
         only="task=sft, task=reward or task=dpo",
         required=False,
     )
-    yield Effect(keys=("data.stop",), when=_reads_records, only="data=chat or data=preferences")
+    yield Effect(
+        keys=("data.stop",),
+        when=lambda c, m: _reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
+        only="data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
+    )
 
 
 EFFECTS = (
@@ -267,6 +272,22 @@ EFFECTS = (
         only="data=files, prompts, chat or preferences",
         required=False,
     ),
+    Effect(
+        keys=("data.tokenizer",),
+        when=lambda c, m: c.data.name in TEXT or (_reads_records(c, m) and c.data.path is not None),
+        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
+    ),
+    Effect(
+        keys=("data.vocab_size",),
+        when=lambda c, m: c.data.name in TEXT and c.data.tokenizer == TRAIN,
+        only="data.tokenizer=train",
+    ),
+    Effect(
+        keys=("data.field", "data.on_error"),
+        when=lambda c, m: c.data.name is DataName.files and reads_documents(c),
+        only="data=files with jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
+    ),
+    Effect(keys=("data.mixture",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
     Effect(
         keys=("data.validation_fraction",),
         when=lambda c, m: (

@@ -25,6 +25,8 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.text import has_tokenizer
+from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
 from ztk.policies import (
     align,
@@ -37,6 +39,7 @@ from ztk.policies import (
     recompute,
     rollout,
     schedule,
+    text,
     zero,
 )
 from ztk.policies.ranges import (
@@ -91,6 +94,7 @@ RANGES = {
     "lora.rank": Range(low=0, high=65_536),
     "lora.alpha": POSITIVE,
     "lora.dropout": BELOW_ONE,
+    **_of("data", ranges=text.RANGES),
     "data.validation_fraction": BELOW_ONE,
     "data.seq_len": COUNT,
     "train.steps": Range(low=1, high=2**24),  # the step counter on the device is float32: exact up to here
@@ -233,7 +237,7 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
             f"data.seq_len={data.seq_len} is longer than model.max_seq_len={model.max_seq_len}: "
             f"use data.seq_len={model.max_seq_len}, or model.max_seq_len={data.seq_len}"
         )
-    if data.name is not DataName.synthetic and 0 < model.vocab_size < 256:
+    if data.name is not DataName.synthetic and not has_tokenizer(config) and 0 < model.vocab_size < 256:
         yield f"model.vocab_size={model.vocab_size}: text is read as bytes, use model.vocab_size=256, or data=synthetic"
 
 
@@ -362,4 +366,5 @@ _RULES = (
     _launch,
     rollout_faults,
     alignment_faults,
+    text_faults,
 )

@@ -59,6 +59,11 @@ class DataName(StrEnum):
     preferences = "preferences"  # pairs of answers: made on the spot, or lines of `data.path`
 
 
+class OnError(StrEnum):
+    refuse = "refuse"  # before ranks start
+    skip = "skip"  # leave it out, and count it
+
+
 class ModelInit(StrEnum):
     pretrained = "pretrained"  # the weights in the folder
     random = "random"  # drawn as transformers draws them; the folder needs only its config.json
@@ -239,7 +244,7 @@ class ModelConfig:
         "ztk's kernels compute norms, gated MLPs and attention where they compute the same as the model's modules on a sample",
         default=None,
     )
-    vocab_size: int = key("tokens of the vocabulary; text is read as bytes, which are 256")
+    vocab_size: int = key("tokens of the vocabulary; it follows data.tokenizer, and bytes are 256")
     dim: int = key("width of the residual stream")
     layers: int = key("number of blocks")
     heads: int = key("query heads")
@@ -284,6 +289,21 @@ class DataConfig:
         '...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": ..., "rejected": ...}'
     )
     path: Any = key("a file, a folder, a glob, or a list of them", default=None)
+    tokenizer: str | None = key(
+        "bytes; train: a byte-level BPE of data.vocab_size tokens, made on the training text; or a folder with a tokenizer.json. "
+        "model.vocab_size follows it unless it is given",
+        default=None,
+    )
+    vocab_size: int | None = key("tokens of data.tokenizer=train, the bytes and the end token included", default=None)
+    field: str | None = key("field of jsonl and column of parquet that has the text", default=None)
+    mixture: list[float] | None = key(
+        "weights of the entries of data.path, as in [0.7,0.3]: parts of the training sequences; null: one order over all documents",
+        default=None,
+    )
+    on_error: OnError | None = key(
+        "what becomes of broken records and files: refuse: the run does not start; skip: they are left out and counted",
+        default=None,
+    )
     stop: int | None = key("byte that ends an answer of data=chat and data=preferences; 10: a line end", default=None)
     validation_fraction: float | None = key("part of the text held out for evaluation", default=None)
     seq_len: int = key("tokens per sequence")

@@ -29,6 +29,11 @@ class RunFolder:
         """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
 
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the run's tokenizer, if it has one."""
+        return self.path / "tokenizer"
+
     def write_environment(self, values: Mapping[str, Any]) -> None:
         """Writes `env.json`."""
         write_json(self.path / ENVIRONMENT, values=values)

@@ -12,7 +12,7 @@ from ztk.align import ANSWER_END, chat_prompt
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.schema import DataName
-from ztk.data import ByteTokenizer
+from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.serve.trained import trained_model
 
 CHATS = (DataName.chat, DataName.preferences)  # data whose answers end with the byte `data.stop`
@@ -70,13 +70,18 @@ def _open_checkpoint(folder: Path) -> Opened:
             "python -m ztk.checkpoint export, and name the exported folder"
         )
     config = load_config(recorded / "config.yaml")
-    stop = _stop_of(config)
+    tokenizer = _tokenizer_of(recorded, name=config.data.tokenizer)
+    stop = None if tokenizer is not None else _stop_of(config)
+    has_chats = config.data.name in CHATS
+    end = stop if tokenizer is None else tokenizer.end
     return Opened(
         name=recorded.name,
         module=trained_model(config, step=step).eval(),
-        tokenizer=_Bytes(chat_stop=stop if config.data.name in CHATS else None),
-        ends=() if stop is None else (stop,),
-        vocabulary=min(config.model.vocab_size, ByteTokenizer.vocab_size),
+        tokenizer=_Bytes(chat_stop=stop if has_chats else None)
+        if tokenizer is None
+        else _Subword(tokenizer, has_chats=has_chats),
+        ends=() if end is None else (end,),
+        vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
     )
 
 
@@ -85,6 +90,18 @@ def _stop_of(config: Config) -> int | None:
     if config.task.name in ("grpo", "ppo"):
         return ANSWER_END
     return config.data.stop if config.data.name in CHATS else None
+
+
+def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
+    """The tokenizer in the run folder; None: the model reads bytes. name: data.tokenizer of the run."""
+    if name in (None, "bytes"):
+        return None
+    folder = run / "tokenizer"
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"inference.model={run}: trained with data.tokenizer={name}, and {folder} has no tokenizer.json; copy the tokenizer there"
+        )
+    return SubwordTokenizer.open(folder)
 
 
 def _open_transformers(folder: Path) -> Opened:
@@ -127,7 +144,28 @@ class _Bytes:
             raise ValueError(
                 "the model reads bytes and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
-        return self.encode(chat_prompt(messages, stop=self._chat_stop))
+        return chat_prompt(messages, stop=self._chat_stop)
+
+
+class _Subword:
+    """The tokenizer that a run of ztk was trained with."""
+
+    def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool) -> None:
+        """has_chats: it has learnt chats, as `task=sft` writes them."""
+        self._tokenizer, self._has_chats = tokenizer, has_chats
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self._has_chats:
+            raise ValueError(
+                "the model was trained on text and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
+            )
+        return chat_prompt(messages, tokenizer=self._tokenizer)
 
 
 class _Pretrained:
