@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pandas
 
 from ztk.report.folder import METRICS, SUMMARY, read_rows
+from ztk.report.status import read_status
 
 
 class Runs(NamedTuple):
@@ -18,7 +19,7 @@ class Runs(NamedTuple):
 
 
 def load(path: str | os.PathLike) -> Runs:
-    """Reads every run folder at or below `path`. A run without a summary has status "running".
+    """Reads every run folder at or below `path`. `status` is that of `ztk.report.status`.
 
     The column `run` is the folder relative to `path` ("." for `path` itself).
 
@@ -32,7 +33,9 @@ def load(path: str | os.PathLike) -> Runs:
     runs, history = [], []
     for folder in folders:
         run = str(folder.relative_to(root))
-        runs.append({"run": run} | _overrides(folder) | {"status": "running"} | _read_json(folder / SUMMARY))
+        runs.append(
+            {"run": run} | _overrides(folder) | _read_json(folder / SUMMARY) | {"status": read_status(folder).value}
+        )
         history += [{"run": run} | row for row in read_rows(folder)]
     return Runs(runs=pandas.DataFrame(runs), history=pandas.DataFrame(history))
 
