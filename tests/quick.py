@@ -16,6 +16,8 @@ QUICK = (
     "tests/checkpoint/test_saving.py::test_retention_keeps_the_newest_and_every_nth",
     "tests/cli/test_help.py",
     "tests/cli/test_jobs.py",
+    "tests/report/test_compare.py",
+    "tests/report/test_status.py",
     "tests/cli/test_sweep_line.py",
     "tests/cli/test_run.py::test_a_run_writes_its_record",
     "tests/config/test_arguments.py",

@@ -22,7 +22,7 @@ from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
 from ztk.launch import ExternalRank, RankError, first_cause, forget_failure, read_failure
-from ztk.report.folder import write_failed_summary, write_json
+from ztk.report.folder import OPTIONS, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import Status
 from ztk.report.sweep import SweepRecord
@@ -79,6 +79,7 @@ class Session:
         hydra = HydraConfig.get()
         self._sweeping = hydra.mode is RunMode.MULTIRUN
         folder, overrides = Path(hydra.runtime.output_dir), tuple(hydra.overrides.task)
+        options = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra")}
         choices.output_dir = str(folder)
         status = Status.failed
         try:
@@ -86,12 +87,12 @@ class Session:
                 choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
             )
             configuration.check_resumed(config)
-            status = self._run_or_skip(config, folder=folder, overrides=overrides)
+            status = self._run_or_skip(config, folder=folder, overrides=overrides, options=options)
         except ConfigError as error:
             self._say(str(error))
             status = Status.refused
             if self._sweeping:
-                self._record(folder, overrides=overrides)
+                self._record(folder, overrides=overrides, options=options)
                 write_failed_summary(folder, error=str(error), status=Status.refused)
             elif self._external is None or self._external.rank == 0:
                 _remove_if_empty(folder)
@@ -100,11 +101,13 @@ class Session:
         loss = self._jobs[-1].summary().get("final_loss")
         return math.nan if loss is None else loss
 
-    def _run_or_skip(self, config: Config, *, folder: Path, overrides: tuple[str, ...]) -> Status:
+    def _run_or_skip(
+        self, config: Config, *, folder: Path, overrides: tuple[str, ...], options: dict[str, str]
+    ) -> Status:
         if self._external is None and is_finished(config):
             self._say(f"{folder}: done after {config.train.steps} steps, nothing is left to do")
             return Status.done
-        self._record(folder, overrides=overrides)
+        self._record(folder, overrides=overrides, options=options)
         if self._external is not None and self._external.rank != 0:
             return self._be_rank(config)
         with Heartbeat(folder) as beat:
@@ -154,12 +157,13 @@ class Session:
             return Machine.here()
         return Machine.here(started_ranks=self._external.world_size, started_here=self._external.local_world_size)
 
-    def _record(self, folder: Path, *, overrides: tuple[str, ...]) -> None:
+    def _record(self, folder: Path, *, overrides: tuple[str, ...], options: dict[str, str]) -> None:
         if self._external is None or self._external.rank == 0:
             if self._sweeping and (folder / "overrides.json").exists():
                 return  # a job that goes on: what it was started with stays
             values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
             write_json(folder / "overrides.json", values=values)
+            write_json(folder / OPTIONS, values=options)
 
     def _start_ranks(self, config: Config) -> Status:
         folder = Path(config.output_dir)

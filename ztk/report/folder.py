@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
+OPTIONS = "options.json"  # group -> the chosen option, also of groups that the command line does not name
 
 
 class RunFolder:
