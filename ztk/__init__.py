@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.recompute import RecomputePolicy as RecomputePolicy
+    from ztk.report import load as load
     from ztk.runtime import Process as Process
     from ztk.runtime import Topology as Topology
     from ztk.zero import ZeroPolicy as ZeroPolicy
@@ -56,6 +57,7 @@ _HOMES = {
     "Topology": "ztk.runtime",
     "ZeroPolicy": "ztk.zero",
     "initialize": "ztk.deepspeed",
+    "load": "ztk.report",
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel",
 }

@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ztk import report
-from ztk.report.environment import device_name
+from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
 from ztk.report.plot import draw_reward
 from ztk.report.reporter import Reporter, ReportPolicy
@@ -186,6 +186,24 @@ def test_a_run_with_nothing_left_to_do_still_ends_well(tmp_path):
     assert (summary["status"], summary["steps"], summary["loss_digest"]) == ("done", 4, "ab")
 
 
+def test_a_finished_run_that_is_resumed_keeps_its_record(tmp_path, capsys):
+    train(make_reporter(tmp_path), losses=[4.0, 3.0, 2.5, 2.0])
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
+    reporter = make_reporter(tmp_path, first_step=4, first_tokens=256, digest="ab")
+    with reporter:
+        reporter.finish(sample="another")
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+    assert "as it was" in capsys.readouterr().out
+    with pytest.raises(RuntimeError), make_reporter(tmp_path, first_step=4):
+        raise RuntimeError("later")
+    assert (tmp_path / "summary.json").read_bytes() == before[tmp_path / "summary.json"][1]
+
+
+def test_the_environment_names_the_command_line_of_the_run(monkeypatch):
+    monkeypatch.setenv("ZTK_COMMAND", "run.py zero=stage3")
+    assert describe_environment(device=torch.device("cpu"), world_size=1)["command"] == "run.py zero=stage3"
+
+
 def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
     with make_reporter(tmp_path, every=100) as reporter:
         for step in range(1, 5):
@@ -318,7 +336,7 @@ def test_load_reads_one_run_and_a_sweep(tmp_path):
     (tmp_path / "3" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
     runs, history = report.load(tmp_path)
     assert list(runs["run"]) == ["0", "1", "2", "3"]
-    assert list(runs["status"]) == ["done", "done", "failed", "running"]
+    assert list(runs["status"]) == ["done", "done", "failed", "dead"]
     assert list(runs["zero"][:2]) == ["stage0", "stage3"]
     assert len(history) == 9 and set(history["run"]) == {"0", "1", "3"}
     assert report.load(tmp_path / "0").runs["run"].item() == "."

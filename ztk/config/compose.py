@@ -18,7 +18,7 @@ from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import data_paths, flatten, leaf_types
+from ztk.config.keys import SWEEP, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
@@ -31,6 +31,11 @@ from ztk.config.topology import replicas_of, settled_ranks
 _OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
+# Hydra's own sweeper with another class, which `ztk.cli` registers.
+SWEEPER = "hydra_plugins.ztk.JobSweeper"
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="ztk", node={"_target_": SWEEPER, "max_batch_size": None, "params": None}
+)
 
 
 def conf_dir() -> str:
@@ -51,6 +56,8 @@ def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | N
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
     arguments = parse_arguments(words, folders=[conf_dir()])
+    if several := [word for word in arguments if word.startswith(f"{SWEEP}.")]:
+        raise ConfigError([f"{word}: is for a sweep, and this is one run; leave it out" for word in several])
     folder = str(Path(output_dir).absolute())
     try:
         with initialize_config_dir(conf_dir(), version_base="1.3"):

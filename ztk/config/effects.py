@@ -372,6 +372,12 @@ EFFECTS = (
         only="checkpoint.every above 0 and data=stdlib or data=files",
     ),
     Effect(
+        keys=("checkpoint.allow_changes",),
+        when=lambda c, m: c.checkpoint.resume is not None,
+        only="checkpoint.resume",
+        required=False,
+    ),
+    Effect(
         keys=("launch.elastic",),
         when=lambda c, m: not m.started_ranks,
         only="python run.py; torchrun starts ranks again by itself, with --max-restarts",

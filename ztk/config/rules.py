@@ -25,6 +25,7 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.sweep_schema import SWEEP_RANGES
 from ztk.config.text import has_tokenizer
 from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
@@ -127,7 +128,8 @@ def range_of(key: str) -> str:
         return "two of 0 or more and below 1"
     if key in ("offload.buffer_bytes", "offload.block_bytes"):
         return f"a multiple of {offload.PAGE_BYTES}"
-    return RANGES[key].brief if key in RANGES else ""
+    allowed = RANGES.get(key) or SWEEP_RANGES.get(key)
+    return allowed.brief if allowed else ""
 
 
 def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:

@@ -396,6 +396,10 @@ class CheckpointConfig:
         "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
         default=None,
     )
+    allow_changes: bool | None = key(
+        "continue although keys that change numbers, such as optimizer.lr, differ from those of the checkpoint's run",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)
