@@ -62,6 +62,8 @@ def check_resumed(config: Config) -> None:
     before, after = dict(_values(old)), dict(_values(new))
     if _warmup_follows_steps(old) and _warmup_follows_steps(new):
         before["scheduler.warmup_steps"] = after["scheduler.warmup_steps"]
+    if _has_tokenizer_of(record.parent, config=new):
+        before |= {key: after[key] for key in ("data.tokenizer", "data.vocab_size")}
     faults = [
         f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). Use "
         f"{key}={written(before.get(key))}, another run folder, or checkpoint.allow_changes=true"
@@ -107,6 +109,12 @@ def _changes_numbers(key: str) -> bool:
 def _own(value: Any) -> Any:
     """A switch that is off is as one that plays no part."""
     return None if value is False else value
+
+
+def _has_tokenizer_of(run: Path, *, config: Config) -> bool:
+    """Whether `data.tokenizer` names a copy of the tokenizer that the run has trained or read."""
+    own, given = run / "tokenizer" / "tokenizer.json", Path(config.data.tokenizer or "").expanduser() / "tokenizer.json"
+    return own.is_file() and given.is_file() and own.read_bytes() == given.read_bytes()
 
 
 def _warmup_follows_steps(config: Config) -> bool:
