@@ -58,7 +58,9 @@ def precision_policy(config: Config) -> PrecisionPolicy:
 
 
 def zero_policy(config: Config) -> ZeroPolicy:
-    return ZeroPolicy(**_given(config.zero, without=("engine",)))
+    follows_size = config.zero.stage == 3 and config.zero.prefetch_bucket_size is None
+    values = _given(config.zero, without=("engine",))
+    return ZeroPolicy(**values | ({"prefetch_bucket_size": None} if follows_size else {}))
 
 
 def offload_policy(config: Config) -> OffloadPolicy:

@@ -101,6 +101,20 @@ def test_repeats_are_interleaved_and_two_commands_exclude_each_other(tmp_path):
     assert began == sorted(began)
 
 
+def test_a_launcher_in_processes_hides_no_failure(tmp_path, monkeypatch):
+    plugins = CHECKOUT / "tests" / "tasks" / "launchers"
+    plan = {"rank": 0, "step": 0, "how": "raise", "stage": 1}
+    line = (*FAKE, "-m", "zero=stage1,ddp", "offload=cpu", "launch.ranks=1", "train.steps=1", "hydra/launcher=forking")
+    command = [sys.executable, str(CHECKOUT / "run.py"), *line, "hydra.sweep.dir=D"]
+    known = environment(plan) | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{plugins}"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=WAITING, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert states(tmp_path / "D") == ["failed", "refused"]
+    assert "2 jobs" in done.stdout and "rank 0: ValueError: boom" in done.stdout and "has no offload" in done.stdout
+
+
 def test_a_killed_job_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path):
     command = [sys.executable, str(CHECKOUT / "run.py"), *TRAINS, "hydra.sweep.dir=killed"]
     with subprocess.Popen(

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from ztk import report
 from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
-from ztk.report.plot import draw_reward
+from ztk.report.plot import draw_memory, draw_reward, draw_speed
 from ztk.report.reporter import Reporter, ReportPolicy
+from ztk.report.summary import rank_totals
 from ztk.runtime import MemoryLedger, PhaseClock, Tier
 
 ROW_KEYS = {
@@ -136,6 +137,24 @@ def test_time_and_traffic_aside_count_for_no_step(tmp_path, monkeypatch):
     assert [row["comm.all_gather_bytes"] for row in rows_of(tmp_path)] == [8, 8]
     assert summary["step_seconds_median"] == 0.5
     assert summary["tokens_per_second"] == 128.0
+
+
+def test_seconds_are_one_ranks_and_categories_are_those_of_the_peak():
+    """The largest of every phase over ranks adds up to no rank's time, and what is held at the end is not what made the peak."""
+    ledger = MemoryLedger()
+    ledger.add(tier=Tier.device, category="parameters", nbytes=10)
+    ledger.add(tier=Tier.device, category="gathered", nbytes=30)
+    ledger.remove(tier=Tier.device, category="gathered", nbytes=30)
+    holdings = report.Gauges(memory=ledger, comm=Counters(), clock=PhaseClock(), io=Io()).holdings()
+    flows = [
+        {"seconds.forward": 5.0, "seconds.io": 1.0, "io.read_bytes": 3},
+        {"seconds.forward": 2.0, "seconds.io": 9.0},
+    ]
+    totals = rank_totals([holdings | {"flows": flow} for flow in flows])
+    assert (totals["seconds.forward"], totals["seconds.io"], totals["io.read_bytes"]) == (2.0, 9.0, 3)
+    assert totals["peak_memory.device.gathered_bytes"] == 30 and totals["memory.device.parameters_bytes"] == 10
+    peaks = [value for key, value in totals.items() if key.startswith("peak_memory.device.")]
+    assert sum(peaks) == totals["peak_memory.device_bytes"] == 40
 
 
 def test_loss_is_the_mean_over_ranks_and_counters_their_maximum(tmp_path):
@@ -309,6 +328,19 @@ def test_picture(tmp_path):
         reporter.finish(bigram_entropy=2.2)
     data = (tmp_path / "run.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 10_000
+    assert (tmp_path / "run.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_no_two_categories_of_the_picture_have_one_colour_and_steps_are_whole_numbers():
+    axes = Figure().subplots()
+    categories = ("parameters", "gradients", "optimizer", "pool", "checkpoint_staging", "host_copies")
+    summary = {f"peak_memory.device.{name}_bytes": 10 for name in categories} | {"peak_memory.device_bytes": 60}
+    draw_memory(axes, summary=summary)
+    colors = [patch.get_facecolor() for patch in axes.patches]
+    assert len(colors) == len(set(colors)) == len(categories)
+    axes = Figure().subplots()
+    draw_speed(axes, rows=[{"step": step, "tokens_per_second": 5.0} for step in range(1, 4)])
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 def test_rewards_are_drawn_over_the_divergence_or_the_steps():

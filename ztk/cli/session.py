@@ -132,7 +132,8 @@ class Session:
         flags, overrides = configuration.split_flags(arguments)
         folders = [configuration.conf_dir(), *configuration.extra_folders(flags)]
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
-            raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one"])
+            jobs = "; sweep.list=true shows the jobs of a sweep" if {"-m", "--multirun"} & set(exclusive) else ""
+            raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
         sweep = "-m" in flags or "--multirun" in flags
         renamed = configuration.rename_keys(overrides)
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())

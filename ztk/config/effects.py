@@ -164,7 +164,6 @@ EFFECTS = (
     Effect(
         keys=_section(
             "zero",
-            "prefetch_bucket_size",
             "max_live_parameters",
             "max_reuse_distance",
             "param_persistence_threshold",
@@ -173,6 +172,9 @@ EFFECTS = (
         ),
         when=lambda c, m: c.zero.stage == 3,
         only="zero=stage3",
+    ),
+    Effect(
+        keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
     ),
     Effect(
         keys=_section("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),

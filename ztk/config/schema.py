@@ -126,7 +126,11 @@ class ZeroConfig:
         "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too", default=None
     )
     bucket_size: int | None = key("elements of one flat buffer; a larger unit is split", default=None)
-    prefetch_bucket_size: int | None = key("elements of parameters gathered ahead of their use", default=None)
+    prefetch_bucket_size: int | None = key(
+        "elements of parameters gathered ahead of their use, one bucket at least; 0: none; null: a sixteenth of the model's, at most "
+        "50,000,000",
+        default=None,
+    )
     max_live_parameters: int | None = key(
         "nothing is gathered ahead while this many elements are gathered", default=None
     )
