@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ztk.pipeline import PipelineModule as PipelineModule
     from ztk.pipeline import PipelinePolicy as PipelinePolicy
     from ztk.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ztk.planner import Plan as Plan
+    from ztk.planner import plan as plan
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.recompute import RecomputePolicy as RecomputePolicy
@@ -47,6 +49,7 @@ _HOMES = {
     "ParameterGroup": "ztk.optim",
     "PipelineModule": "ztk.pipeline",
     "PipelinePolicy": "ztk.pipeline",
+    "Plan": "ztk.planner",
     "PrecisionPolicy": "ztk.precision",
     "Process": "ztk.runtime",
     "RecomputePolicy": "ztk.recompute",
@@ -58,6 +61,7 @@ _HOMES = {
     "initialize": "ztk.deepspeed",
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel",
+    "plan": "ztk.planner",
 }
 
 __all__ = sorted(_HOMES)

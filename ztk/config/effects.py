@@ -53,6 +53,8 @@ def offloads(config: Config, tier: Tier) -> bool:
 
 def device_of(config: Config, machine: Machine) -> str:
     """`cpu` or `cuda`."""
+    if config.task.name == "plan":
+        return "cuda"  # a plan is that of GPUs, wherever it is made
     if config.launch.device == "auto":
         return "cuda" if machine.gpus else "cpu"
     return config.launch.device.value

@@ -13,6 +13,7 @@ from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
+from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.schema import (
     Config,
@@ -326,6 +327,8 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
 def _launch(config: Config, machine: Machine) -> Iterator[str]:
     launch = config.launch
     device = device_of(config, machine)
+    if config.task.name == PLAN:
+        return  # it starts no rank
     if machine.started_ranks and launch.ranks not in (None, machine.started_ranks):
         yield (
             f"launch.ranks={launch.ranks} has no effect on the {machine.started_ranks} ranks that are already started: "
@@ -362,4 +365,5 @@ _RULES = (
     _launch,
     rollout_faults,
     alignment_faults,
+    planning_faults,
 )
