@@ -14,6 +14,7 @@ from ztk.nn.lora import LoraPolicy
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.pipeline import PipelinePolicy
+from ztk.policies.hardware import Hardware
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.report import ReportPolicy, TrackerPolicy
@@ -98,6 +99,11 @@ def report_policy(config: Config) -> ReportPolicy:
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,
     )
+
+
+def hardware(config: Config) -> Hardware | None:
+    """What a plan is made for; None: it has no verdict."""
+    return None if config.hardware.name is None else Hardware(**_given(config.hardware))
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ztk.pipeline import TiedLayerSpec as TiedLayerSpec
     from ztk.planner import Plan as Plan
     from ztk.planner import plan as plan
+    from ztk.policies.hardware import Hardware as Hardware
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.recompute import RecomputePolicy as RecomputePolicy
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": "ztk.engine",
     "Generator": "ztk.inference",
+    "Hardware": "ztk.policies.hardware",
     "InferencePolicy": "ztk.inference",
     "LayerSpec": "ztk.pipeline",
     "LossScalePolicy": "ztk.precision",

@@ -7,6 +7,7 @@ configuration shows what took part. A key that has an effect needs a value.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
@@ -395,6 +396,12 @@ EFFECTS = (
         keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
     ),
     *_alignment_effects(),
+    Effect(
+        keys=_section("hardware", *vars(HardwareConfig())),
+        when=lambda c, m: c.task.name == "plan",
+        only="task=plan and hardware=NAME",
+        required=False,
+    ),
 )
 
 

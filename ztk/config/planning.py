@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, ZeroEngine
+from ztk.policies.hardware import NAMES
 from ztk.policies.plan import untraced
 
 PLAN = "plan"
@@ -25,5 +26,14 @@ def planning_faults(config: Config, machine: Machine) -> Iterator[str]:
             f"model.experts={config.model.experts}: task=plan does not trace experts, whose rows depend on values; use a dense "
             "model such as model=tiny"
         )
+    yield from _hardware_faults(config)
     topology = config.topology
     yield from untraced(pipeline=topology.pipeline, expert=1, inputs_on_cpu=config.recompute.inputs_on_cpu)
+
+
+def _hardware_faults(config: Config) -> Iterator[str]:
+    """Hardware is described completely or not at all."""
+    missing = [name for name in NAMES if getattr(config.hardware, name) is None]
+    if missing and len(missing) < len(NAMES):
+        keys = " ".join(f"hardware.{name}=VALUE" for name in missing)
+        yield f"hardware.{missing[0]} has no value: choose hardware=h100 or another, or add {keys}"

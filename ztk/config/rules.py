@@ -29,6 +29,7 @@ from ztk.config.schema import (
 from ztk.config.topology import topology_faults
 from ztk.policies import (
     align,
+    hardware,
     inference,
     layout,
     loss_scale,
@@ -114,6 +115,7 @@ RANGES = {
     **_of("sampling", ranges=inference.SAMPLING_RANGES),
     **_of("serve", ranges=inference.SERVE_RANGES),
     **align.RANGES,
+    **_of("hardware", ranges=hardware.RANGES),
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 

@@ -11,14 +11,11 @@ from torch import Tensor
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer
 from ztk.offload.host import HostStore
-from ztk.offload.nvme import NvmeStore
+from ztk.offload.nvme import NvmeSlot, NvmeStore
 from ztk.offload.pool import AlignedRegion
-from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.io import IoCounters
-from ztk.runtime.memory import MemoryLedger
-from ztk.runtime.planned import host_bytes
-
-Moves = Callable[..., None]  # direction, nbytes=
+from ztk.runtime.pending import Handle
+from ztk.runtime.planned import host_bytes, is_host_memory
 
 
 class PlannedRegion(AlignedRegion):
@@ -56,10 +53,8 @@ class PlannedFile(DiskFile):
 class PlannedIo(IoEngine):
     """Counts every block of a transfer and ends it at once, in the caller's thread."""
 
-    def __init__(self, disk: DiskFile, *, counters: IoCounters, block_bytes: int, moved: Moves | None) -> None:
-        """moved: called with the direction and the bytes of every transfer that reaches the disk."""
+    def __init__(self, disk: DiskFile, *, counters: IoCounters, block_bytes: int) -> None:
         super().__init__(disk, staging=[], block_bytes=block_bytes, counters=counters)
-        self._moved = moved
 
     def _start(self, transfer: Transfer) -> None:
         nbytes = 0 if transfer.kept is not None else transfer.padded_bytes
@@ -68,26 +63,25 @@ class PlannedIo(IoEngine):
             payload = min(length, transfer.nbytes - start)
             with self._counters.moving(transfer.direction, nbytes=length, payload_bytes=payload):
                 pass
-        if nbytes and self._moved is not None:
-            self._moved(transfer.direction, nbytes=nbytes)
         self._finish(transfer)
 
 
 class PlannedNvmeStore(NvmeStore):
-    """A disk tier without a disk."""
+    """A disk tier without a disk. What passes between it and the device is a copy that dispatch modes see."""
 
-    def __init__(
-        self,
-        policy: OffloadPolicy,
-        *,
-        rank: int,
-        ledger: MemoryLedger,
-        counters: IoCounters,
-        moved: Moves | None = None,
-    ) -> None:
-        """moved: see `PlannedIo`."""
-        self._moved = moved
-        super().__init__(policy, rank=rank, ledger=ledger, counters=counters)
+    def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> Handle:
+        """As `NvmeStore.fetch_into`. Raises ValueError if `out` does not fit."""
+        handle = super().fetch_into(slot, out=out)
+        if not is_host_memory(out.untyped_storage()):
+            out.copy_(host_bytes(out.nbytes).view(out.dtype).view(out.shape))
+        return handle
+
+    def put(self, slot: NvmeSlot, *, value: Tensor) -> Handle:
+        """As `NvmeStore.put`. Raises ValueError if `value` does not fit."""
+        handle = super().put(slot, value=value)
+        if not is_host_memory(value.untyped_storage()):
+            host_bytes(value.nbytes).view(value.dtype).view(value.shape).copy_(value)
+        return handle
 
     def _open(self, *, rank: int, open_disk: Callable[..., DiskFile]) -> DiskFile:
         return PlannedFile()
@@ -96,4 +90,4 @@ class PlannedNvmeStore(NvmeStore):
         return PlannedRegion(nbytes=nbytes)
 
     def _start_engine(self, counters: IoCounters) -> IoEngine:
-        return PlannedIo(self._disk, counters=counters, block_bytes=self._policy.staging_bytes, moved=self._moved)
+        return PlannedIo(self._disk, counters=counters, block_bytes=self._policy.staging_bytes)

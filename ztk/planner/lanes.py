@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ztk.planner.hardware import Hardware
+from ztk.policies.hardware import Hardware
 from ztk.runtime.comm.planned import Moved
-from ztk.runtime.io import Direction
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
 
@@ -43,8 +42,10 @@ class Lanes:
         self._start, self._waiting = self._now, 0.0
         self._busy = dict.fromkeys(LANES, 0.0)
 
-    def read(self) -> StepTime:
-        """The step since `restart`."""
+    def read(self, *, disk_read: int, disk_write: int) -> StepTime:
+        """The step since `restart`, in which so many bytes came from the disk and went there."""
+        hardware = self._hardware
+        self._busy["disk"] = disk_read / hardware.disk_read_bandwidth + disk_write / hardware.disk_write_bandwidth
         seconds = max(self._now - self._start, *self._busy.values())
         return StepTime(seconds=seconds, busy=dict(self._busy), waiting=self._waiting)
 
@@ -52,7 +53,9 @@ class Lanes:
         """One operation. copies: it does nothing else. With memory of the host it runs there, or is a copy between host and device."""
         hardware = self._hardware
         if not host_bytes:
-            seconds = max(flops / hardware.rate(dtype), device_bytes / hardware.memory_bandwidth)
+            seconds = max(
+                flops / hardware.rate(str(dtype).removeprefix("torch.")), device_bytes / hardware.memory_bandwidth
+            )
             self._now += seconds
             self._busy["compute"] += seconds
             return
@@ -60,17 +63,16 @@ class Lanes:
         if not (copies and device_bytes):
             self._busy["host"] += host_bytes / hardware.host_bandwidth
 
-    def disk(self, direction: Direction, *, nbytes: int) -> None:
-        """A read or a write."""
-        hardware = self._hardware
-        reads = direction is Direction.read
-        self._busy["disk"] += nbytes / (hardware.disk_read_bandwidth if reads else hardware.disk_write_bandwidth)
+    def collective(self, *, size: int, in_node: int) -> Moved:
+        """What a group of `size` ranks, `in_node` of them in each node, calls for each collective.
 
-    def collective(self, *, size: int, one_node: bool) -> Moved:
-        """What a group of `size` ranks calls for each collective. one_node: its ranks share a node's links."""
-        hardware = self._hardware
+        Between nodes every device of the group sends over its own network port, as NCCL's rings do.
+        """
+        hardware, one_node = self._hardware, in_node == size
         latency = hardware.link_latency if one_node else hardware.network_latency
-        bandwidth = hardware.link_bandwidth if one_node else hardware.network_bandwidth
+        bandwidth = hardware.link_bandwidth
+        if not one_node:
+            bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
 
         def moved(kind: str, nbytes: int) -> _Sent:
             seconds = latency + nbytes * (size - 1) / size / bandwidth

@@ -11,6 +11,7 @@ from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.planner.result import Plan
 from ztk.planner.trace import RankTrace, planned, trace_rank
+from ztk.policies.hardware import Hardware
 from ztk.policies.plan import untraced
 from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
@@ -19,6 +20,8 @@ from ztk.runtime import Topology
 from ztk.runtime.planned import PLANNED
 from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
+
+RANKS_PER_NODE = 8  # without hardware
 
 
 def plan(
@@ -34,7 +37,7 @@ def plan(
     recompute: RecomputePolicy | None = None,
     topology: Topology | None = None,
     accumulation_steps: int = 1,
-    ranks_per_node: int = 8,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Runs `parallelize` and two steps of every kind of rank on tensors without values: for any world size, on any machine.
 
@@ -42,7 +45,8 @@ def plan(
     counts what operations return, not what the allocator adds by rounding, nor what a kernel uses inside.
 
     build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: one rank's micro-batch, the
-    arguments of that forward: a tuple, or a dict of keywords; of its tensors only shapes and dtypes count.
+    arguments of that forward: a tuple, or a dict of keywords; of its tensors only shapes and dtypes count. hardware: None: the plan has no
+    verdict and no seconds.
 
     Raises ValueError for policies that do not fit together or do not fit the model, for pipeline stages, experts on several ranks and
     inputs of recomputed blocks on the CPU, which a plan does not trace, and for a model that reads its tensors' values.
@@ -67,13 +71,16 @@ def plan(
             rank=rank,
             world_size=world_size,
             topology=topology,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=RANKS_PER_NODE if hardware is None else hardware.ranks_per_node,
+            hardware=hardware,
             accumulation_steps=accumulation_steps,
             policies=policies,
         )
         if not any(replace(trace, rank=other.rank) == other for other in classes):
             classes.append(trace)
-    return Plan(world_size=world_size, topology=topology, parameters=parameters, classes=tuple(classes))
+    return Plan(
+        world_size=world_size, topology=topology, parameters=parameters, classes=tuple(classes), hardware=hardware
+    )
 
 
 def kinds_of_ranks(topology: Topology) -> tuple[int, ...]:

@@ -41,6 +41,6 @@ class PlannedProcess(Process):
 
 
 def _connect(rank: int, *, members: tuple[int, ...], ranks_per_node: int, lanes: Lanes | None) -> Comm:
-    one_node = len({member // ranks_per_node for member in members}) == 1
-    moved = None if lanes is None else lanes.collective(size=len(members), one_node=one_node)
+    in_node = sum(member // ranks_per_node == rank // ranks_per_node for member in members)
+    moved = None if lanes is None else lanes.collective(size=len(members), in_node=in_node)
     return PlannedComm(rank=members.index(rank), size=len(members), moved=moved)

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ztk.planner.lanes import StepTime
 from ztk.planner.trace import RankTrace
+from ztk.policies.hardware import Hardware
 from ztk.runtime import Topology
 
 
@@ -13,13 +15,14 @@ class Plan:
     """A run that nobody has started. Bytes, and operations of one optimizer step.
 
     parameters: elements of the full model. classes: one rank of each kind that holds or moves something else than the others;
-    every number of the plan is the largest of them.
+    every number of the plan is the largest of them. hardware: what it is made for.
     """
 
     world_size: int
     topology: Topology
     parameters: int
     classes: tuple[RankTrace, ...]
+    hardware: Hardware | None = None
 
     @property
     def fullest(self) -> RankTrace:
@@ -31,6 +34,22 @@ class Plan:
         """The most bytes at one time by tier: on the device with activations, elsewhere what is booked."""
         booked = {tier: max(trace.reserved[tier] for trace in self.classes) for tier in self.fullest.reserved}
         return booked | {"device": self.fullest.peak.nbytes}
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """What the fullest device has left at the peak, beside its reserve; negative: what it lacks. None without hardware."""
+        return None if self.hardware is None else self.hardware.usable_bytes - self.fullest.peak.nbytes
+
+    @property
+    def fits(self) -> bool | None:
+        """No device lacks memory. None without hardware."""
+        return None if self.margin_bytes is None else self.margin_bytes >= 0
+
+    @property
+    def time(self) -> StepTime | None:
+        """Of the slowest rank. None without hardware."""
+        times = [trace.time for trace in self.classes if trace.time is not None]
+        return max(times, key=lambda time: time.seconds, default=None)
 
     @property
     def wire(self) -> dict[str, dict[str, int]]:
@@ -61,6 +80,14 @@ class Plan:
             for tier, categories in booked.items():
                 for category, nbytes in categories.items():
                     values[f"{name}.{tier}.{category}_bytes".replace(" ", "_")] = nbytes
+        if self.hardware is not None and self.time is not None:
+            values |= {"hardware": self.hardware.name, "fits": self.fits, "margin_bytes": self.margin_bytes}
+            values |= {
+                "step_seconds": self.time.seconds,
+                "limit": self.time.limit,
+                "seconds.waiting": self.time.waiting,
+            }
+            values |= {f"seconds.{lane}": seconds for lane, seconds in self.time.busy.items()}
         for axis, kinds in self.wire.items():
             values |= {f"comm.{axis}.{kind}_bytes": nbytes for kind, nbytes in kinds.items()}
         return values
@@ -87,6 +114,20 @@ class Plan:
             yield "  disk, per step"
             yield from _rows({"read": fullest.disk_read, "written": fullest.disk_write})
         yield f"  operations of products and attention, per step: {fullest.flops:.4g}"
+        if self.hardware is not None and self.time is not None:
+            busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
+            yield f"  a step takes {self.time.seconds:.3g} s or more, at the rates of data sheets; {self.time.limit} limits it ({busy})"
+            yield f"  {self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words; empty without hardware."""
+        if self.hardware is None or self.margin_bytes is None:
+            return ""
+        usable = f"the {size(self.hardware.usable_bytes)} that {self.hardware.name} has beside its reserve"
+        if self.margin_bytes >= 0:
+            return f"fits: {size(self.margin_bytes)} of {usable} are left at the peak"
+        return f"does not fit: {size(-self.margin_bytes)} more than {usable}"
 
 
 def _rows(numbers: dict[str, int]) -> Iterator[str]:

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map
 from ztk.engine import Engine
 from ztk.parallel import parallelize
 from ztk.planner.attention import fused_attention
-from ztk.planner.hardware import Hardware
 from ztk.planner.lanes import Lanes, StepTime
 from ztk.planner.process import PlannedProcess
 from ztk.planner.tracker import Peak, StepTracker
+from ztk.policies.hardware import Hardware
 from ztk.runtime import Mesh, Tier, Topology
 from ztk.runtime.mesh import AXES
 from ztk.runtime.planned import PLANNED
@@ -103,6 +103,7 @@ def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes
             del loss
             engine.step()
         peaks.append(tracker.peak)
+    disk = {"disk_read": engine.io.read_bytes - read, "disk_write": engine.io.write_bytes - written}
     return RankTrace(
         rank=engine.process.rank,
         state={tier.label: engine.memory.by_category(tier) for tier in Tier},
@@ -110,10 +111,9 @@ def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes
         peak=max(peaks, key=lambda peak: peak.nbytes),
         saved=saved,
         wire=wire_by_axis(engine.process.mesh),
-        disk_read=engine.io.read_bytes - read,
-        disk_write=engine.io.write_bytes - written,
+        **disk,
         flops=tracker.flops,
-        time=None if lanes is None else lanes.read(),
+        time=None if lanes is None else lanes.read(**disk),
     )
 
 

@@ -91,7 +91,9 @@ class StepTracker(TorchDispatchMode):
         flops = count(*args, **kwargs, out_val=out) if count is not None else 0
         self.flops += flops
         if self._computed is not None and _is_work(func):
-            self._report(func, flops=flops, tensors=(*tree_leaves((args, kwargs)), *results))
+            self._report(
+                func, flops=flops, tensors=(*tree_leaves((args, kwargs)), *(results or written(func, args=args)))
+            )
         return out
 
     def _report(self, func: torch._ops.OpOverload, *, flops: int, tensors: tuple) -> None:
@@ -157,3 +159,13 @@ class StepTracker(TorchDispatchMode):
 def _is_work(func: torch._ops.OpOverload) -> bool:
     """The operation reads and writes memory: it makes no view."""
     return not func.is_view and func not in (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format)
+
+
+def written(func: torch._ops.OpOverload, *, args: tuple) -> list[Tensor]:
+    """The tensors that an operation without results writes: it reads them, too."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [
+        value
+        for argument, value in pairs
+        if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass, fields
 
-import torch
+from ztk.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+
+RANGES: dict[str, Range] = {
+    "capacity_bytes": SIZE,
+    "reserve_bytes": SIZE_OR_ZERO,
+    "link_latency": NOT_NEGATIVE,
+    "network_latency": NOT_NEGATIVE,
+    "ranks_per_node": COUNT,
+    **{f"{dtype}_rate": POSITIVE for dtype in ("bf16", "fp16", "fp32")},
+    **{
+        f"{name}_bandwidth": POSITIVE
+        for name in ("memory", "host", "pcie", "disk_read", "disk_write", "link", "network")
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +26,7 @@ class Hardware:
     bf16_rate, fp16_rate, fp32_rate: dense products. host_bandwidth: a device's share of its node's main memory. disk: a device's share.
     link: between the devices of a node. network: between nodes. ranks_per_node: devices of a node.
 
-    Raises ValueError for a number that is not positive; latencies and `reserve_bytes` may be zero.
+    Raises ValueError naming key and value for a number that is not positive; latencies and `reserve_bytes` may be zero.
     """
 
     name: str
@@ -34,21 +47,16 @@ class Hardware:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "name":
-                continue
-            least_is_zero = field.name.endswith("latency") or field.name == "reserve_bytes"
-            if value < 0 or (value == 0 and not least_is_zero):
-                raise ValueError(
-                    f"hardware.{field.name}={value}: must be {'0 or more' if least_is_zero else 'above 0'}"
-                )
+        refuse(range_faults(self, section="hardware", ranges=RANGES))
 
     @property
     def usable_bytes(self) -> int:
         """What tensors may take."""
         return self.capacity_bytes - self.reserve_bytes
 
-    def rate(self, dtype: torch.dtype) -> float:
-        """Operations per second of products in `dtype`."""
-        return {torch.bfloat16: self.bf16_rate, torch.float16: self.fp16_rate}.get(dtype, self.fp32_rate)
+    def rate(self, dtype: str) -> float:
+        """Operations per second of products in `dtype`, such as "bfloat16"; those that are not named compute as fp32."""
+        return {"bfloat16": self.bf16_rate, "float16": self.fp16_rate}.get(dtype, self.fp32_rate)
+
+
+NAMES = tuple(field.name for field in fields(Hardware))
