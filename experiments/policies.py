@@ -15,6 +15,7 @@ from ztk.nn.lora import LoraPolicy
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.pipeline import PipelinePolicy
+from ztk.policies.hardware import Hardware
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.report import ReportPolicy, TrackerPolicy
@@ -113,6 +114,11 @@ def run_name(folder: Path) -> str:
         return folder.name
     words = [f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items()]
     return " ".join(words)[:WANDB_NAME_LETTERS] or folder.name
+
+
+def hardware(config: Config) -> Hardware | None:
+    """What a plan is made for; None: it has no verdict."""
+    return None if config.hardware.name is None else Hardware(**_given(config.hardware))
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ztk.pipeline import PipelineModule as PipelineModule
     from ztk.pipeline import PipelinePolicy as PipelinePolicy
     from ztk.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ztk.planner import Plan as Plan
+    from ztk.planner import plan as plan
+    from ztk.policies.hardware import Hardware as Hardware
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.recompute import RecomputePolicy as RecomputePolicy
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": "ztk.engine",
     "Generator": "ztk.inference",
+    "Hardware": "ztk.policies.hardware",
     "InferencePolicy": "ztk.inference",
     "LayerSpec": "ztk.pipeline",
     "LossScalePolicy": "ztk.precision",
@@ -48,6 +52,7 @@ _HOMES = {
     "ParameterGroup": "ztk.optim",
     "PipelineModule": "ztk.pipeline",
     "PipelinePolicy": "ztk.pipeline",
+    "Plan": "ztk.planner",
     "PrecisionPolicy": "ztk.precision",
     "Process": "ztk.runtime",
     "RecomputePolicy": "ztk.recompute",
@@ -60,6 +65,7 @@ _HOMES = {
     "load": "ztk.report",
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel",
+    "plan": "ztk.planner",
 }
 
 __all__ = sorted(_HOMES)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ztk.offload.pool import AlignedPool, Lease
+from ztk.offload.pool import AlignedPool, AlignedRegion, Lease
 from ztk.policies.offload import PAGE_BYTES
 
 PAGE = PAGE_BYTES
@@ -13,7 +13,12 @@ PAGE = PAGE_BYTES
 @pytest.fixture
 def pool() -> AlignedPool:
     made = AlignedPool(
-        num_buffers=3, buffer_bytes=8 * PAGE, rest_bytes=10 * PAGE, num_staging=1, staging_bytes=PAGE, pin=False
+        num_buffers=3,
+        buffer_bytes=8 * PAGE,
+        rest_bytes=10 * PAGE,
+        num_staging=1,
+        staging_bytes=PAGE,
+        new_region=lambda nbytes: AlignedRegion(nbytes=nbytes, pin=False),
     )
     yield made
     made.close()

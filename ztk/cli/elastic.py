@@ -26,7 +26,8 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
         command = worker_command(folder / "config.yaml")
         launch = config.launch
         try:
-            run_ranks(command, ranks=launch.ranks, threads=launch.threads, output_dir=folder, places=places)
+            started = 1 if config.task.name == "plan" else launch.ranks
+            run_ranks(command, ranks=started, threads=launch.threads, output_dir=folder, places=places[:started])
             break
         except RankError as error:
             elastic = launch.elastic and error.failure.killed

@@ -20,6 +20,7 @@ from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
+from ztk.config.planning import PLAN
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
@@ -105,6 +106,8 @@ def to_config(
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
         )
+    if (hardware := options.get("hardware")) and config.task.name != PLAN:
+        raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: use task=plan"])
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
     return config

@@ -7,6 +7,7 @@ configuration shows what took part. A key that has an effect needs a value.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
@@ -54,6 +55,8 @@ def offloads(config: Config, tier: Tier) -> bool:
 
 def device_of(config: Config, machine: Machine) -> str:
     """`cpu` or `cuda`."""
+    if config.task.name == "plan":
+        return "cuda"  # a plan is that of GPUs, wherever it is made
     if config.launch.device == "auto":
         return "cuda" if machine.gpus else "cpu"
     return config.launch.device.value
@@ -422,6 +425,12 @@ EFFECTS = (
         keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
     ),
     *_alignment_effects(),
+    Effect(
+        keys=_section("hardware", *vars(HardwareConfig())),
+        when=lambda c, m: c.task.name == "plan",
+        only="task=plan and hardware=NAME",
+        required=False,
+    ),
 )
 
 

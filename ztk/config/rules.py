@@ -13,6 +13,7 @@ from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
+from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.schema import (
     Config,
@@ -31,6 +32,7 @@ from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
 from ztk.policies import (
     align,
+    hardware,
     inference,
     layout,
     loss_scale,
@@ -118,6 +120,7 @@ RANGES = {
     **_of("sampling", ranges=inference.SAMPLING_RANGES),
     **_of("serve", ranges=inference.SERVE_RANGES),
     **align.RANGES,
+    **_of("hardware", ranges=hardware.RANGES),
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 
@@ -332,6 +335,8 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
 def _launch(config: Config, machine: Machine) -> Iterator[str]:
     launch = config.launch
     device = device_of(config, machine)
+    if config.task.name == PLAN:
+        return  # it starts no rank
     if machine.started_ranks and launch.ranks not in (None, machine.started_ranks):
         yield (
             f"launch.ranks={launch.ranks} has no effect on the {machine.started_ranks} ranks that are already started: "
@@ -369,4 +374,5 @@ _RULES = (
     rollout_faults,
     alignment_faults,
     text_faults,
+    planning_faults,
 )

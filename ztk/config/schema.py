@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from ztk.config.align_schema import DpoConfig, SftConfig
+from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
 from ztk.config.rollout_schema import (
@@ -468,4 +469,5 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     output_dir: str

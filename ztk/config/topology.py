@@ -47,8 +47,8 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
     if config.task.name in ANSWERING:
         return 1
     named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
-    everything = machine.gpus if device_of(config, machine) == "cuda" else RANKS_WITHOUT_GPU
-    return machine.started_ranks or config.launch.ranks or named or everything
+    everything = machine.gpus if device_of(config, machine) == "cuda" else 0
+    return machine.started_ranks or config.launch.ranks or named or everything or RANKS_WITHOUT_GPU
 
 
 def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:

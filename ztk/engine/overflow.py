@@ -49,7 +49,7 @@ class OverflowGuard:
                 )
 
     def _judge(self, overflow_status: Tensor, *, step: int, late: bool = False) -> None:
-        if not self._control.is_unrecoverable(overflow_status):
+        if overflow_status.is_meta or not self._control.is_unrecoverable(overflow_status):  # a plan has no values
             return
         name = self._zero.first_non_finite() or "a parameter (which one, the next batch no longer shows)"
         scaling = self._control.scaling

@@ -10,6 +10,7 @@ from ztk.offload.slot import SlotSpec, check_fits
 from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle
+from ztk.runtime.planned import place_of
 
 # [Note: Streams and host memory]
 # Copies between host and device run on the caller's current stream, so they overlap with computation if the caller
@@ -51,7 +52,7 @@ class HostStore:
     ) -> HostSlot:
         """A zero-filled slot. keep: has no effect, the slot is in memory anyway."""
         spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
-        region = AlignedRegion(nbytes=spec.nbytes, pin=self._pin)
+        region = self._region(spec.nbytes)
         tensor = region.bytes.view(dtype).view(spec.shape)
         slot = HostSlot(
             name=name, shape=spec.shape, dtype=dtype, category=category, spec=spec, tensor=tensor, region=region
@@ -59,6 +60,9 @@ class HostStore:
         self._slots.append(slot)
         self._ledger.add(tier=self.tier, category=category, nbytes=spec.nbytes)
         return slot
+
+    def _region(self, nbytes: int) -> AlignedRegion:
+        return AlignedRegion(nbytes=nbytes, pin=self._pin)
 
     def fetch(self, slot: HostSlot) -> Handle:
         """The slot's tensor, which the CPU may read and change once `wait()` has returned."""
@@ -86,7 +90,7 @@ class HostStore:
         Raises ValueError if `value` does not fit.
         """
         check_fits(value, spec=slot.spec, argument="value")
-        if value.data_ptr() == slot.tensor.data_ptr():
+        if place_of(value) == place_of(slot.tensor):
             return Handle(value)
         return _handle(value, copy=_copy(slot, source=value.detach().view(slot.shape), out=slot.tensor))
 

@@ -37,13 +37,14 @@ from torch import Tensor
 
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer, Urgency
-from ztk.offload.pool import AlignedPool, Lease
+from ztk.offload.pool import AlignedPool, AlignedRegion, Lease
 from ztk.offload.probe import filesystem_of, probe_folder
 from ztk.offload.slot import SlotSpec, check_fits, flat_bytes
 from ztk.policies.offload import MIN_BUFFER_COUNT, PAGE_BYTES, OffloadPolicy
 from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle
+from ztk.runtime.planned import place_of
 
 
 class PoolExhausted(RuntimeError):
@@ -99,20 +100,17 @@ class NvmeStore:
         self._policy = policy
         self._ledger = ledger
         self._folder = Path(policy.nvme_path)
-        probe_folder(self._folder, direct=policy.direct_io)
-        self._disk = open_disk(self._folder / f"ztk-rank{rank}-{uuid.uuid4().hex}.bin", direct=policy.direct_io)
+        self._disk = self._open(rank=rank, open_disk=open_disk)
         self._pool = AlignedPool(
             num_buffers=MIN_BUFFER_COUNT,
             buffer_bytes=policy.buffer_bytes,
             rest_bytes=(policy.buffer_count - MIN_BUFFER_COUNT) * policy.buffer_bytes,
             num_staging=policy.threads,
             staging_bytes=policy.staging_bytes,
-            pin=policy.pin_memory and torch.cuda.is_available(),
+            new_region=self._region,
         )
         ledger.add(tier=Tier.host, category="buffers", nbytes=self._pool.nbytes)
-        self._engine = IoEngine(
-            self._disk, staging=self._pool.staging, block_bytes=policy.staging_bytes, counters=counters
-        )
+        self._engine = self._start_engine(counters)
         self._changed = self._engine.changed  # the one lock of engine and store
         self._slots: list[NvmeSlot] = []
         self._file_bytes = 0  # allocated to slots
@@ -126,6 +124,20 @@ class NvmeStore:
         self._drop = weakref.finalize(self, _drop, self._engine, self._pool)
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._drop.atexit = False
+
+    # The medium: a plan has another (`ztk.offload.planned`) #
+
+    def _open(self, *, rank: int, open_disk: Callable[..., DiskFile]) -> DiskFile:
+        probe_folder(self._folder, direct=self._policy.direct_io)
+        return open_disk(self._folder / f"ztk-rank{rank}-{uuid.uuid4().hex}.bin", direct=self._policy.direct_io)
+
+    def _region(self, nbytes: int) -> AlignedRegion:
+        return AlignedRegion(nbytes=nbytes, pin=self._policy.pin_memory and torch.cuda.is_available())
+
+    def _start_engine(self, counters: IoCounters) -> IoEngine:
+        return IoEngine(
+            self._disk, staging=self._pool.staging, block_bytes=self._policy.staging_bytes, counters=counters
+        )
 
     # Space #
 
@@ -344,7 +356,8 @@ class NvmeStore:
         assert out is not None, "a fetch that is copied has its memory"
         if source.is_cuda or out.is_cuda:
             return False
-        ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending
+        if not source.is_meta:
+            ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending
         transfer.memory, transfer.done = None, True
         return True
 
@@ -422,9 +435,11 @@ class _Fetch:
 
     def is_value(self, value: Tensor) -> bool:
         """`value` is the fetched tensor, or a reshape of it."""
-        if not self.transfer.done or value.device.type != "cpu" or self.memory is None:  # None while it is queued
+        if (
+            not self.transfer.done or self.memory is None or value.device != self.memory.device
+        ):  # None while it is queued
             return False
-        return value.data_ptr() == self.memory.data_ptr()
+        return place_of(value) == place_of(self.memory)
 
 
 def _drop(engine: IoEngine, pool: AlignedPool) -> None:

@@ -2,6 +2,7 @@
 
 import bisect
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,11 +57,19 @@ class AlignedPool:
     """
 
     def __init__(
-        self, *, num_buffers: int, buffer_bytes: int, rest_bytes: int, num_staging: int, staging_bytes: int, pin: bool
+        self,
+        *,
+        num_buffers: int,
+        buffer_bytes: int,
+        rest_bytes: int,
+        num_staging: int,
+        staging_bytes: int,
+        new_region: Callable[[int], AlignedRegion],
     ) -> None:
+        """new_region: makes the region of a number of bytes."""
         split = num_buffers * buffer_bytes + rest_bytes
         self.nbytes = split + num_staging * staging_bytes
-        self._region = AlignedRegion(nbytes=self.nbytes, pin=pin)
+        self._region = new_region(self.nbytes)
         self.staging: list[Tensor] = list(self._region.bytes[split:].view(num_staging, staging_bytes))
         self._buffers = [
             Lease(start=index * buffer_bytes, stop=(index + 1) * buffer_bytes, is_buffer=True)

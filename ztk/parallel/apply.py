@@ -26,6 +26,7 @@ from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import Process
 from ztk.runtime.host_memory import keep_freed_memory
 from ztk.runtime.part import InitialValues, Part, values_of_parts
+from ztk.runtime.planned import is_planned
 from ztk.sequence import cut_sequences
 from ztk.tensor import TensorPolicy, shard_tensors
 from ztk.zero import Zero, ZeroPolicy
@@ -197,6 +198,8 @@ def place_buffers(plan: Plan) -> None:
     Raises ValueError if it has no such method.
     """
     model, device = plan.model, plan.process.device
+    if is_planned(device):
+        return
     if any(buffer.is_meta for buffer in model.buffers()):
         if not hasattr(model, "materialise_buffers"):
             raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
+from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
 from ztk.optim import FlatOptimizer
 from ztk.parallel.plan import Plan
 from ztk.policies.offload import PAGE_BYTES
 from ztk.runtime import Tier
+from ztk.runtime.planned import is_planned
 from ztk.zero import DeviceStore, Store, Stores
 from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
 from ztk.zero.units import plan_units
@@ -15,6 +17,7 @@ from ztk.zero.units import plan_units
 def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:
     """One store per tier in use. Reduced gradients are stored on the tier where the optimizer runs."""
     made: dict[Tier, Store] = {}
+    planned = is_planned(plan.process.device)
 
     def store(tier: Tier) -> Store:
         if tier not in made:
@@ -22,9 +25,10 @@ def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:
                 case Tier.none:
                     made[tier] = DeviceStore(device=plan.process.device, ledger=plan.memory)
                 case Tier.cpu:
-                    made[tier] = HostStore(policy, ledger=plan.memory)
+                    made[tier] = (PlannedHostStore if planned else HostStore)(policy, ledger=plan.memory)
                 case Tier.nvme:
-                    made[tier] = NvmeStore(policy, rank=plan.process.rank, ledger=plan.memory, counters=plan.io)
+                    options = {"rank": plan.process.rank, "ledger": plan.memory, "counters": plan.io}
+                    made[tier] = PlannedNvmeStore(policy, **options) if planned else NvmeStore(policy, **options)
         return made[tier]
 
     return Stores(

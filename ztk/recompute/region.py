@@ -20,6 +20,7 @@ from ztk.policies.recompute import RecomputeMode, RecomputePolicy
 from ztk.recompute import selective
 from ztk.recompute.inputs import InputStore
 from ztk.runtime import Comm, MemoryLedger
+from ztk.runtime.planned import place_of
 from ztk.runtime.saved_tensors import PackedOutside, active_hooks
 
 Contexts = Callable[[], tuple[Any, Any]]  # makes the contexts around a forward and around its repetition
@@ -120,7 +121,7 @@ _within = _Within()
 
 def _identity(tensor: Tensor) -> tuple:
     """The same for a tensor and its detached alias."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ztk.runtime.memory import MemoryLedger, Tier
+from ztk.runtime.planned import host_bytes, is_planned
 
 _OWN_REFERENCES = (
     3  # of a buffer's storage in `release`: the pool's tensor, the caller's, and the Python object that is asked
@@ -23,7 +24,7 @@ class BufferPool:
     def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str, tier: Tier = Tier.device) -> None:
         self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
-        self._used: dict[int, tuple[Tensor, int]] = {}  # address -> uint8, the elements asked for
+        self._used: dict[int, tuple[Tensor, int]] = {}  # identity of its storage -> uint8, the elements asked for
         self.elements_in_use = 0
 
     @torch.inference_mode(False)  # training writes to buffers that an evaluation allocated
@@ -36,22 +37,27 @@ class BufferPool:
         else:
             if self._free:  # the new buffer replaces the largest of those that are too small
                 self._ledger.remove(tier=self._tier, category=self._category, nbytes=self._free.pop().numel())
-            fitting = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            fitting = self._allocate(nbytes)
             self._ledger.add(tier=self._tier, category=self._category, nbytes=nbytes)
-        self._used[fitting.data_ptr()] = fitting, numel
+        self._used[fitting.untyped_storage()._cdata] = fitting, numel
         self.elements_in_use += numel
         return fitting[:nbytes].view(dtype)
 
+    def _allocate(self, nbytes: int) -> Tensor:
+        if is_planned(self._device) and self._tier is Tier.host:
+            return host_bytes(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
     def owns(self, buffer: Tensor | None) -> bool:
         """`buffer` was acquired here and not released yet."""
-        return buffer is not None and buffer.data_ptr() in self._used
+        return buffer is not None and buffer.untyped_storage()._cdata in self._used
 
     def release(self, buffer: Tensor, *, has_guests: bool = False) -> None:
         """The caller no longer uses `buffer`.
 
         has_guests: others were shown its memory. If one of them still has a view, the memory is his and is not handed out again.
         """
-        released, numel = self._used.pop(buffer.data_ptr())
+        released, numel = self._used.pop(buffer.untyped_storage()._cdata)
         self.elements_in_use -= numel
         if has_guests and torch._C._storage_Use_Count(released.untyped_storage()._cdata) > _OWN_REFERENCES:
             self._ledger.remove(tier=self._tier, category=self._category, nbytes=released.numel())

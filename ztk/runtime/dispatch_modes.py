@@ -6,19 +6,24 @@ have to gather a bucket that was gathered before the forward. A FLOP counter wou
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def without_dispatch_modes(function: Callable) -> Callable:
-    """`function`, run without any active dispatch mode."""
+    """`function`, run without any active dispatch mode but those with `sees_everything`, which count memory (`ztk.planner`)."""
 
     @functools.wraps(function)
     def hidden(*args, **kwargs):
         if not torch._C._len_torch_dispatch_stack():  # the usual case, a microsecond faster
             return function(*args, **kwargs)
-        with _disable_current_modes():
+        counting = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "sees_everything", False)]
+        with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            for mode in counting:
+                stack.enter_context(mode)
             return function(*args, **kwargs)
 
     return hidden

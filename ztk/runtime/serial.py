@@ -46,6 +46,19 @@ class SerialThread:
         self._thread.join()
 
 
+class InlineCalls:
+    """The interface of `SerialThread` without a thread: a call runs where it is submitted. For plans, whose work takes no time."""
+
+    def submit(self, call: Callable) -> Future:
+        """Runs `call()`."""
+        future: Future = Future()
+        _run([call], future)
+        return future
+
+    def close(self) -> None:
+        """Everything submitted has run."""
+
+
 class _Calls:
     """What a thread is to run; None ends it once nothing else is left."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ztk.runtime import Tier
 from ztk.runtime.part import InitialValues
+from ztk.runtime.planned import PLANNED, is_planned
 from ztk.zero.aliases import check_aliases
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
@@ -182,8 +183,9 @@ class Builder:
             full = self._allocate_full(bucket).zero_()
             self._context.ledger.add(tier=Tier.device, category="parameters", nbytes=full.nbytes)
             bucket.residency.keep_full(full)
+        planned = is_planned(self._context.device)
         for piece in bucket.pieces:
-            values = torch.zeros(piece.numel, dtype=torch.float32)
+            values = torch.zeros(piece.numel, dtype=torch.float32, device=PLANNED if planned else None)
             for fragment in piece.fragments:
                 values[fragment.place] = source(name=fragment.name, start=fragment.start, stop=fragment.stop)
             self._states.set_master(bucket, piece=piece, values=values)

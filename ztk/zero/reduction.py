@@ -214,8 +214,8 @@ class GradientReduction:
         """Rank 0's order of completion becomes the order of all ranks; what rank 0 did not use comes last."""
         wanted = list(dict.fromkeys([*completed, *self._order]))
         number = {bucket: index for index, bucket in enumerate(self._buckets)}
-        order = torch.tensor([number[bucket] for bucket in wanted], dtype=torch.float32, device=self._comm.device)
-        agreed = self._comm.gather_scalars(order, label="order of reduction")[0].tolist()
+        order = [number[bucket] for bucket in wanted]
+        agreed = self._comm.gather_numbers(order, label="order of reduction")[0]
         self._order = [self._buckets[int(index)] for index in agreed]
 
     def _acquire(self, bucket: Bucket) -> Tensor:

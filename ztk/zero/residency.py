@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ztk.runtime import Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
+from ztk.runtime.planned import place_of
 from ztk.zero.exchange import Exchange
 from ztk.zero.layout import BucketLayout
 from ztk.zero.partitioned import same_bits
@@ -126,13 +127,13 @@ class Residency:
     def _note_lost_writes(self) -> None:
         """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
         assert self.full is not None
-        first, size = self.full.data_ptr(), self.full.element_size()
+        (storage, first), size = place_of(self.full), self.full.element_size()
         for parameter, placement, version in zip(
             self._parameters, self._layout.placements, self._versions, strict=True
         ):
             if is_released(parameter):  # somebody else has taken it over
                 continue
-            is_moved = parameter.data_ptr() != first + placement.offset * size
+            is_moved = place_of(parameter) != (storage, first + placement.offset * size)
             if parameter._version != version or (is_moved and placement.numel):
                 self.lost.append(placement.name)
 

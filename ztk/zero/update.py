@@ -34,7 +34,8 @@ from ztk.kernels import Control
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
-from ztk.runtime.serial import SerialThread
+from ztk.runtime.planned import is_planned, is_set, on_host
+from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.piece import Piece
@@ -69,7 +70,7 @@ class ShardUpdate:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
         self.pool = BufferPool(
-            device=torch.device("cpu"),
+            device=context.device if is_planned(context.device) else torch.device("cpu"),
             ledger=context.ledger,
             category="parameters on their way",
             tier=Tier.device if context.device.type == "cpu" else Tier.host,
@@ -79,7 +80,7 @@ class ShardUpdate:
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
         self._must_know_of_skips = self._on_host or context.stores.parameters.tier is not Tier.device
-        self._thread = SerialThread(name="ztk-update") if self._behind else None
+        self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
         self._frozen: frozenset[str] = frozenset()
@@ -115,8 +116,8 @@ class ShardUpdate:
         self._join()
         self._frozen = frozen
         if self._on_host:
-            control = control.cpu()
-        if self._must_know_of_skips and bool(control[0, Control.skip]):
+            control = on_host(control)
+        if self._must_know_of_skips and is_set(control[0, Control.skip]):
             self.drop_ahead()  # and nothing is read from the medium or written to it
             return
         for bucket in (*self._at_once, *self._behind):
@@ -232,7 +233,7 @@ class ShardUpdate:
             gradient = fetched.gradient.wait() if fetched.gradient else piece.of(bucket.gradient.full)
         if self._on_host:
             assert gradient is not None
-            gradient = gradient.cpu()
+            gradient = on_host(gradient)
         rows = rows_by_kind(states, names=self._optimizer.state_names)
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
@@ -285,6 +286,11 @@ class ShardUpdate:
                 put.wait()
         if write.parameter is not None:
             self.pool.release(write.parameter)
+
+
+def _new_thread(device: torch.device) -> SerialThread | InlineCalls:
+    """What runs the update behind the forward."""
+    return InlineCalls() if is_planned(device) else SerialThread(name="ztk-update")
 
 
 def _needs_gather(bucket: Bucket) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ztk.runtime.planned import place_of
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.layout import Placement
@@ -117,10 +118,10 @@ class ParameterWrites:
 
     def _changed(self, bucket: Bucket) -> Iterator:
         assert bucket.full is not None
-        first, size, versions = bucket.full.data_ptr(), bucket.full.element_size(), self._versions[bucket]
+        (storage, first), size, versions = place_of(bucket.full), bucket.full.element_size(), self._versions[bucket]
         for index, (parameter, place) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             version, is_marked = parameter._version, take_data_mark(parameter)
-            if parameter.data_ptr() != first + place.offset * size and place.numel:
+            if place_of(parameter) != (storage, first + place.offset * size) and place.numel:
                 self._bring_back(bucket, parameter=parameter, place=place)
             elif version == versions[index] and not is_marked:
                 continue

@@ -118,8 +118,8 @@ class Zero:
         """Over all ranks, each part once."""
         first = [bucket for bucket in self.buckets if bucket.traits.counted and bucket.comm.rank == 0]
         count = sum(bucket.layout.num_parameters for bucket in first)
-        counts = torch.tensor([count], dtype=torch.float64, device=self._comm.device)  # exact up to 2^53
-        return int(self._comm.gather_scalars(counts, label="number of parameters").sum())
+        counts = self._comm.gather_numbers([count], label="number of parameters", dtype=torch.float64)
+        return int(sum(of_rank[0] for of_rank in counts))  # exact up to 2^53
 
     # Step
 

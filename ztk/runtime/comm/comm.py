@@ -199,6 +199,13 @@ class Comm:
         self._submit(f"scalars {label}", full, lambda t, name: t.all_gather(full.view(-1), label=name)).wait()
         return full
 
+    def gather_numbers(
+        self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
+    ) -> list[list[float]]:
+        """A few numbers of every rank, in rank order, on all ranks and on the host, rounded to `dtype`. Waits."""
+        values = torch.tensor(numbers, dtype=dtype, device=self.device)
+        return self.gather_scalars(values, label=label).tolist()
+
     def gather_objects(self, obj: object) -> list:
         """Every rank's `obj` (small, picklable) in rank order, on all ranks. Waits."""
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ztk.runtime.planned import place_of
+
 
 class Transport(Protocol):
     """Moves flat contiguous tensors. `blocking` transports return when done; others return an object with `wait()`.
@@ -67,7 +69,7 @@ class SingleRankTransport(SeparateMemory):
         pass
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> None:
-        if out.data_ptr() != full.data_ptr():
+        if place_of(out) != place_of(full):
             out.copy_(full)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> None:

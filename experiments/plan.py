@@ -1,0 +1,117 @@
+"""What a run would need and move: the program of `python run.py task=plan`, on one process, whatever `launch.ranks` says.
+
+`plan.json` in the run folder has the numbers of the table.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from experiments import policies
+from experiments.pretrain import build_model
+from ztk import kernels
+from ztk.config import Config, ConfigError, compose
+from ztk.planner import Fix, Plan, fixes, plan
+from ztk.planner.result import size as written
+from ztk.report import RunFolder
+from ztk.report.folder import write_json
+
+SHOWN = 5  # fixes
+
+
+def main(config: Config) -> None:
+    """Plans the pretraining run of `config`, prints the table and writes it. Raises ValueError for a model that cannot be planned."""
+    kernels.set_backend(config.kernels.backend)
+    started = time.perf_counter()
+    made = make_plan(config)
+    print(made)
+    found = find_fixes(config) if made.fits is False else []
+    values = made.as_dict() | {"plan_seconds": time.perf_counter() - started}
+    if made.fits is False:
+        print_fixes(found)
+        values["fixes"] = [" ".join(fix.overrides) for fix in found]
+    folder = RunFolder(config.output_dir)
+    write_json(folder.path / "plan.json", values=values)
+    shared = ("world_size", "parameters", *(f"peak_memory.{tier}_bytes" for tier in ("device", "host", "nvme")))
+    folder.write_summary({"status": "done", "error": None, "steps": 0} | {key: values[key] for key in shared})
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of the run that `config` describes. Raises ValueError as `ztk.plan` does."""
+    shape = (config.train.micro_batch_size, config.data.seq_len)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    return plan(
+        lambda: build_model(config)[0],
+        batch=(tokens, tokens),
+        world_size=config.launch.ranks,
+        topology=policies.topology(config),
+        optimizer=policies.optimizer_policy(config),
+        precision=policies.precision_policy(config),
+        zero=policies.zero_policy(config),
+        offload=policies.offload_policy(config),
+        tensor=policies.tensor_policy(config),
+        recompute=policies.recompute_policy(config),
+        accumulation_steps=config.train.accumulation_steps,
+        hardware=policies.hardware(config),
+    )
+
+
+def find_fixes(config: Config) -> list[Fix]:
+    """The smallest sets of overrides with which the command line of this run fits, each planned."""
+    given = given_overrides(config)
+    print("  looking for the smallest change that fits, by planning each")
+
+    def replan(overrides: tuple[str, ...]) -> Plan | None:
+        values = given | dict(override.split("=", maxsplit=1) for override in overrides)
+        try:
+            changed = compose(*(f"{key}={value}" for key, value in values.items()), output_dir=config.output_dir)
+        except ConfigError:
+            return None
+        return make_plan(changed)
+
+    return fixes(replan, levers=list(levers(config, given=given)))
+
+
+def given_overrides(config: Config) -> dict[str, str]:
+    """The command line of the run, without what Hydra takes."""
+    recorded = json.loads(Path(config.output_dir, "overrides.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in recorded.items() if not key.startswith("hydra.")}
+
+
+def levers(config: Config, *, given: Mapping[str, str]) -> Iterator[list[tuple[str, ...]]]:
+    """The changes that may make the run fit, the one that saves the most memory last in each list."""
+    if config.zero.stage < 3:
+        yield [(f"zero=stage{stage}",) for stage in range(config.zero.stage + 1, 4)]
+    if config.recompute.mode == "none":
+        yield [("recompute=selective",), ("recompute=full",)]
+    if config.offload.optimizer == "none":
+        yield [("offload=cpu",)]
+    if smaller := list(_smaller_batches(config, given=given)):
+        yield smaller
+
+
+def _smaller_batches(config: Config, *, given: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Micro-batches of half the size and less, more of them: the global batch stays."""
+    size, forwards = config.train.micro_batch_size, config.train.accumulation_steps
+    part = 2
+    while size % part == 0:
+        micro = f"train.micro_batch_size={size // part}"
+        yield (micro,) if "train.global_batch_size" in given else (micro, f"train.accumulation_steps={forwards * part}")
+        part *= 2
+
+
+def print_fixes(found: list[Fix]) -> None:
+    """The fastest first."""
+    if not found:
+        print(
+            "  no three of zero, recompute, offload=cpu and a smaller micro-batch make it fit: use more ranks or a smaller model"
+        )
+        return
+    print("  it fits with one of these, the cheapest step first:")
+    for fix in found[:SHOWN]:
+        assert fix.plan.time is not None and fix.plan.margin_bytes is not None
+        left = f"{written(fix.plan.margin_bytes)} left"
+        print(f"    {' '.join(fix.overrides):<60} {fix.plan.time.seconds:.3g} s a step or more, {left}")

@@ -1,0 +1,112 @@
+"""Plans beside the counters of real runs on 1, 2 and 4 ranks.
+
+    python scripts/check_plan.py            24 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
+    python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
+
+The peak is what operations return, counted in the same way on both sides; see `tests/planner/measure.py`.
+"""
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.planner.measure import STATE, Case, made, planned
+from tests.ranks import RankPool
+from ztk.nn import Decoder, DecoderConfig
+from ztk.planner import plan
+from ztk.planner.result import size
+from ztk.precision import PrecisionPolicy
+from ztk.recompute import RecomputePolicy
+from ztk.zero import ZeroPolicy
+
+NVME = {"offload": "nvme", "parameters": "nvme"}
+CASES = (
+    *(Case(ranks=ranks, stage=stage) for ranks in (1, 2, 4) for stage in range(4)),
+    *(Case(ranks=2, stage=stage, offload="cpu", dtype="bf16") for stage in (0, 1, 2)),
+    Case(ranks=4, stage=3, offload="cpu", parameters="cpu"),
+    Case(ranks=2, stage=3, offload="cpu", dtype="bf16"),
+    Case(ranks=1, stage=0, offload="nvme", dtype="bf16"),
+    Case(ranks=2, stage=2, offload="nvme", optimizer="sgd"),
+    Case(ranks=2, stage=3, dtype="bf16", **NVME),
+    Case(ranks=4, stage=3, accumulation=2, **NVME),
+    Case(ranks=2, stage=1, dtype="bf16", recompute="full", optimizer="lion"),
+    Case(ranks=2, stage=3, dtype="bf16", recompute="selective"),
+    Case(ranks=2, stage=2, dtype="fp16", accumulation=3),
+    Case(ranks=4, stage=2, tensor=2, dtype="bf16"),
+    Case(ranks=4, stage=3, tensor=2, sequence_parallel=True),
+    Case(ranks=4, stage=3, sequence=2, recompute="full"),
+    Case(ranks=4, stage=1, tensor=2, sequence=2),
+    Case(ranks=2, stage=3, zero={"bucket_size": 50_000, "prefetch_bucket_size": 100_000}),
+    Case(ranks=2, stage=3, zero={"param_persistence_threshold": 200}),
+    Case(ranks=4, stage=3, zero={"hpz_partition_size": 2, "quantized_weights": True, "quantized_gradients": True}),
+)
+LARGEST_DIFFERENCE = 0.1  # of the peak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large", action="store_true", help="the plan of 70 billion parameters alone")
+    return large() if parser.parse_args().large else compare()
+
+
+def compare() -> int:
+    """Returns the exit code."""
+    table, failed = Table(title=f"{len(CASES)} plans beside the counters of rank 0"), 0
+    for column in ("configuration", "state", "wire", "disk", "peak", "plan / run"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    pools: dict[int, RankPool] = {}
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for case in CASES:
+            trace = planned(case, folder=folder).classes[0]
+            pool = pools.setdefault(case.ranks, RankPool(case.ranks))
+            measured = pool.run(made, case=case, folder=folder)[0]
+            state = {tier: {k: v for k, v in held.items() if k in STATE} for tier, held in trace.state.items()}
+            ratio = trace.peak.nbytes / measured.peak
+            equal = (
+                state == measured.state,
+                trace.wire == measured.wire,
+                (trace.disk_read, trace.disk_write) == measured.disk,
+            )
+            failed += not all(equal) or abs(ratio - 1) > LARGEST_DIFFERENCE
+            table.add_row(
+                str(case), *("equal" if same else "DIFFERS" for same in equal), size(measured.peak), f"{ratio:.3f}"
+            )
+    for pool in pools.values():
+        pool.close()
+    Console(width=140).print(table)
+    return int(failed > 0)
+
+
+def large() -> int:
+    """Returns the exit code: 1 above 60 seconds or 2 GB."""
+    values = yaml.safe_load(Path(__file__).resolve().parents[1].joinpath("conf/model/70b.yaml").read_text())
+    shape = {name: float(value) if name == "norm_eps" else value for name, value in values.items() if name != "name"}
+    tokens = torch.empty(1, 4096, dtype=torch.int64)
+    started = time.perf_counter()
+    made_plan = plan(
+        lambda: Decoder(DecoderConfig(**shape)),
+        batch=(tokens, tokens),
+        world_size=1024,
+        precision=PrecisionPolicy.named("bf16"),
+        zero=ZeroPolicy(stage=3),
+        recompute=RecomputePolicy(mode="full"),
+    )
+    seconds = time.perf_counter() - started
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(made_plan)
+    print(f"planned in {seconds:.1f} s, largest resident memory {size(resident)}")
+    return int(seconds > 60 or resident > 2e9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The same run planned and made: what a plan says beside the counters of real ranks."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ztk.nn import Decoder, DecoderConfig, initial_values
+from ztk.offload import HostStore, NvmeStore, OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.planner import Plan, plan
+from ztk.planner.trace import STEPS, wire_by_axis
+from ztk.planner.tracker import StepTracker
+from ztk.precision import PrecisionPolicy
+from ztk.recompute import RecomputePolicy
+from ztk.runtime import Process, Tier, Topology
+from ztk.tensor import TensorPolicy
+from ztk.zero import ZeroPolicy
+
+STATE = ("parameters", "gradients", "optimizer")
+SHAPE = {"vocab_size": 256, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden_dim": 384, "max_seq_len": 128}
+BATCH = (4, 128)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One configuration. zero: fields of ZeroPolicy beside the stage."""
+
+    ranks: int
+    stage: int
+    offload: str = "none"
+    parameters: str = "none"
+    dtype: str = "fp32"
+    optimizer: str = "adamw"
+    recompute: str = "none"
+    tensor: int = 1
+    sequence: int = 1
+    sequence_parallel: bool = False
+    accumulation: int = 1
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    def policies(self, folder: str) -> dict[str, Any]:
+        """Keywords that `plan` and `parallelize` share."""
+        return {
+            "optimizer": OptimizerPolicy(name=self.optimizer, clip_grad_norm=1.0),
+            "precision": PrecisionPolicy.named(self.dtype),
+            "zero": ZeroPolicy(stage=self.stage, **self.zero),
+            "offload": OffloadPolicy(
+                optimizer=self.offload, parameters=self.parameters, nvme_path=folder, buffer_bytes=1 << 22
+            ),
+            "tensor": TensorPolicy(sequence_parallel=self.sequence_parallel),
+            "recompute": RecomputePolicy(mode=self.recompute),
+            "accumulation_steps": self.accumulation,
+        }
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(tensor=self.tensor, sequence=self.sequence, intra_node=self.zero.get("hpz_partition_size", 1))
+
+    def __str__(self) -> str:
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        usual = {name: getattr(_USUAL, name) for name in named}
+        return " ".join(f"{k}={v}" for k, v in named.items() if v != usual[k] or k in ("ranks", "stage"))
+
+
+_USUAL = Case(ranks=1, stage=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Of one rank. peak: bytes that operations returned and that were alive at one time; with buffers that threads or shared memory hold."""
+
+    state: dict[str, dict[str, int]]
+    wire: dict[str, dict[str, int]]
+    disk: tuple[int, int]
+    peak: int
+
+
+def planned(case: Case, *, folder: str) -> Plan:
+    """What `ztk.plan` says."""
+    tokens = torch.empty(BATCH, dtype=torch.int64, device="meta")
+    return plan(
+        lambda: Decoder(DecoderConfig(**SHAPE)),
+        batch=(tokens, tokens),
+        world_size=case.ranks,
+        topology=case.topology,
+        **case.policies(folder),
+    )
+
+
+def made(process: Process, *, case: Case, folder: str) -> Measured:
+    """What a rank's counters say after the same number of steps, the last one alone for what moves.
+
+    The rank takes the branches of a device that is no CPU, which a plan is about: fused operations and attention. Between steps the update
+    behind the forward ends and what is written reaches the disk, so that no read finds its bytes still in memory.
+    """
+    process = process.arrange(case.topology)
+    tracker = StepTracker(device="cpu")
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(**SHAPE))
+    tokens = torch.randint(256, BATCH)
+    with branches_of_a_gpu(), tracker:
+        engine = parallelize(
+            model,
+            process=process,
+            initial_values=functools.partial(initial_values, model, seed=0),
+            **case.policies(folder),
+        )
+        for tensor in host_memory(engine):
+            tracker.leave_out(tensor)
+        peak = 0
+        for _ in range(STEPS):
+            tracker.restart()
+            process.mesh.counters.reset()
+            before = engine.io.read_bytes, engine.io.write_bytes
+            for _ in range(case.accumulation):
+                engine.backward(engine(tokens, tokens))
+                engine.step()
+            settle(engine)
+            peak = max(peak, tracker.peak.nbytes)
+        measured = Measured(
+            state={
+                tier.label: {name: nbytes for name, nbytes in engine.memory.by_category(tier).items() if name in STATE}
+                for tier in Tier
+            },
+            wire=wire_by_axis(process.mesh),
+            disk=(engine.io.read_bytes - before[0], engine.io.write_bytes - before[1]),
+            peak=peak,
+        )
+        engine.close()
+    return measured
+
+
+def settle(engine: Any) -> None:
+    """Returns when the last update has ended and its writes are on the disk."""
+    engine.zero._update.await_last()
+    for store in (engine.zero._stores.optimizer, engine.zero._stores.parameters, engine.zero._stores.gradients):
+        store.flush()
+
+
+@contextmanager
+def branches_of_a_gpu() -> Iterator[None]:
+    """Inside, ranks on CPUs call the operations that GPUs call, where the CPU has others with other temporaries."""
+    with ExitStack() as stack:
+        for name in ("swiglu", "geglu"):
+            module = sys.modules[f"ztk.kernels.{name}"]
+            stack.enter_context(mock.patch.object(module, "composite", lambda x: False))
+        attention, linear = sys.modules["ztk.nn.attention"], sys.modules["ztk.nn.linear"]
+        stack.enter_context(mock.patch.object(attention, "causal_attention", attention._fused))
+        stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
+        yield
+
+
+def host_memory(engine: Any) -> Iterator[torch.Tensor]:
+    """What the host tier's stores hold: main memory, as the device's is here."""
+    stores = engine.zero._stores
+    for store in {id(store): store for store in (stores.optimizer, stores.gradients, stores.parameters)}.values():
+        if isinstance(store, HostStore):
+            yield from (slot.tensor for slot in store._slots)
+        if isinstance(store, NvmeStore):
+            yield store._pool._region.bytes

@@ -1,0 +1,156 @@
+"""A plan's bytes are those of the counters of real ranks, and of the ZeRO paper."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ztk
+from experiments import plan as program
+from tests.planner.measure import STATE, Case, made, planned
+from ztk.config import ConfigError, Machine, compose
+from ztk.recompute import RecomputePolicy
+from ztk.runtime import Topology
+
+CPU = Machine(gpus=0, cores=2)
+CASES = (
+    Case(ranks=2, stage=0),
+    Case(ranks=2, stage=1, offload="nvme", dtype="bf16"),
+    Case(ranks=2, stage=2, tensor=2, accumulation=2),
+    Case(ranks=2, stage=2, offload="cpu", sequence=2),
+    Case(ranks=2, stage=3, recompute="full"),
+    Case(ranks=2, stage=3, offload="nvme", parameters="nvme", dtype="bf16"),
+)
+
+
+class OneLoss(nn.Module):
+    """Linear layers one after the other; returns a scalar."""
+
+    def __init__(self, width: int, *, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().mean()
+
+
+class Reads(OneLoss):
+    """A model whose forward asks for a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+def small_plan(model: type[nn.Module] = OneLoss, **choices) -> ztk.Plan:
+    batch = (torch.empty(1, 64, dtype=torch.bfloat16),)
+    return ztk.plan(lambda: model(64, layers=2), batch=batch, world_size=choices.pop("world_size", 2), **choices)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_plan_has_the_bytes_of_the_run(case, ranks, tmp_path):
+    trace = planned(case, folder=str(tmp_path)).classes[0]
+    measured = ranks(case.ranks).run(made, case=case, folder=str(tmp_path))[0]
+    for tier, held in measured.state.items():
+        assert {name: trace.state[tier].get(name, 0) for name in STATE if name in held} == held
+    assert trace.wire == measured.wire
+    assert (trace.disk_read, trace.disk_write) == measured.disk
+    assert trace.peak.nbytes == pytest.approx(measured.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("stage, gigabytes", [(0, "120.0"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
+def test_figure_1_of_zero(stage, gigabytes):
+    """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters on 64 ranks in mixed precision with Adam."""
+    made = ztk.plan(
+        lambda: OneLoss(10_000, layers=75),
+        batch=(torch.empty(1, 10_000, dtype=torch.bfloat16, device="meta"),),
+        world_size=64,
+        precision=ztk.PrecisionPolicy.named("bf16"),
+        zero=ztk.ZeroPolicy(stage=stage),
+    )
+    assert made.parameters == 7_500_000_000
+    device = made.fullest.state["device"]
+    assert f"{sum(device[name] for name in STATE) / 1e9:.1f}" == gigabytes
+
+
+def test_the_peak_is_in_the_module_that_allocates():
+    class Widens(OneLoss):
+        def forward(self, x):
+            return (self.layers[1](self.layers[0](x)).repeat(1000, 1) * 2.0).float().mean()
+
+    peak = small_plan(Widens).fullest.peak
+    assert peak.where.endswith(" model") and peak.activations > 1000 * 64 * 4
+    assert "layers.1" in small_plan().fullest.peak.where or "loss" in small_plan().fullest.peak.where
+
+
+def test_uneven_tensor_parts_are_planned_apart():
+    shape = {"vocab_size": 256, "dim": 96, "layers": 1, "heads": 3, "kv_heads": 3, "hidden_dim": 96, "max_seq_len": 32}
+    from ztk.nn import Decoder, DecoderConfig
+
+    tokens = torch.empty(1, 32, dtype=torch.int64)
+    even, uneven = (
+        ztk.plan(
+            lambda heads=heads: Decoder(
+                DecoderConfig(**shape | {"dim": 32 * heads, "heads": heads, "kv_heads": heads})
+            ),
+            batch=(tokens, tokens),
+            world_size=2,
+            topology=Topology(tensor=2),
+        )
+        for heads in (4, 3)
+    )
+    assert [trace.rank for trace in even.classes] == [0]
+    assert [trace.rank for trace in uneven.classes] == [0, 1]
+    assert uneven.fullest.rank == 0
+
+
+def test_what_is_not_traced_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"topology.pipeline=2: .* use topology.pipeline=1"):
+        small_plan(topology=Topology(pipeline=2))
+    with pytest.raises(ValueError, match=r"topology.expert=2: .* use topology.expert=1"):
+        small_plan(topology=Topology(expert=2))
+    with pytest.raises(ValueError, match=r"recompute.inputs_on_cpu=true"):
+        small_plan(recompute=RecomputePolicy(mode="full", inputs_on_cpu=True))
+    with pytest.raises(ValueError, match="reads values of tensors, and a plan has none"):
+        small_plan(Reads)
+
+
+@pytest.mark.parametrize(
+    "override, fault",
+    [
+        ("topology=pp2", "topology.pipeline=2"),
+        ("zero=ddp", "zero=ddp"),
+        ("model=tiny_moe", "model.experts="),
+        ("recompute.inputs_on_cpu=true", "recompute.inputs_on_cpu=true"),
+    ],
+)
+def test_composition_refuses_what_is_not_traced(override, fault, tmp_path):
+    recompute = () if "recompute" not in override else ("recompute=full",)
+    with pytest.raises(ConfigError) as caught:
+        compose("task=plan", *recompute, override, output_dir=tmp_path, machine=CPU)
+    assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(fault)
+
+
+def test_the_program_writes_its_plan(tmp_path, capsys):
+    config = compose(
+        *("task=plan", "zero=stage3", "offload=cpu", "launch.ranks=16", "data.seq_len=64"),
+        output_dir=tmp_path,
+        machine=CPU,
+    )
+    program.main(config)
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["world_size"] == 16
+    assert written["memory.host.optimizer_bytes"] * 16 >= 12 * written["parameters"]
+    assert written["peak_memory.device_bytes"] == sum(
+        nbytes for key, nbytes in written.items() if key.startswith("peak.device.") or key == "peak.activations_bytes"
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "done" and summary["parameters"] == written["parameters"]
+    assert "device at the peak" in capsys.readouterr().out
+
+
+def test_a_plan_of_more_gpus_than_there_are_is_accepted(tmp_path):
+    machine = Machine(gpus=4, cores=16)
+    assert compose("task=plan", "launch.ranks=1024", output_dir=tmp_path, machine=machine).launch.ranks == 1024

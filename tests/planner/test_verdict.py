@@ -1,0 +1,182 @@
+"""Whether a plan fits, what makes it fit, and how long a step takes at the hardware's rates."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ztk
+from experiments import plan as program
+from experiments import policies
+from tests.planner.test_plan import CPU, small_plan
+from ztk.config import ConfigError, compose, conf_dir
+from ztk.config.arguments import options_of
+from ztk.planner import Plan, fixes
+from ztk.planner.lanes import Lanes
+
+# Round numbers: an operation per nanosecond, a byte per nanosecond, and links of a tenth of that.
+HARDWARE = ztk.Hardware(
+    name="round",
+    capacity_bytes=10_000_000,
+    reserve_bytes=1_000_000,
+    bf16_rate=1e9,
+    fp16_rate=1e9,
+    fp32_rate=5e8,
+    memory_bandwidth=1e9,
+    host_bandwidth=1e9,
+    pcie_bandwidth=1e9,
+    disk_read_bandwidth=1e9,
+    disk_write_bandwidth=5e8,
+    link_latency=0.5,
+    link_bandwidth=1e8,
+    network_latency=1.0,
+    network_bandwidth=1e7,
+    ranks_per_node=8,
+)
+
+
+def work(lanes: Lanes, **amounts) -> None:
+    usual = {"flops": 0, "device_bytes": 0, "host_bytes": 0, "dtype": torch.bfloat16, "copies": False}
+    lanes.compute(**usual | amounts)
+
+
+def test_computing_takes_the_longer_of_operations_and_bytes():
+    lanes = Lanes(HARDWARE)
+    lanes.restart()
+    work(lanes, flops=2_000_000_000, device_bytes=1_000_000_000)
+    work(lanes, flops=1_000_000_000, device_bytes=3_000_000_000)
+    work(lanes, flops=1_000_000_000, dtype=torch.float32)
+    time = lanes.read(disk_read=0, disk_write=0)
+    assert time.seconds == pytest.approx(2 + 3 + 2) and time.limit == "compute"
+
+
+def test_a_collective_hides_behind_computing_until_somebody_waits():
+    lanes = Lanes(HARDWARE)
+    lanes.restart()
+    moved = lanes.collective(size=2, in_node=2)
+    first, second = (
+        moved("all_gather", 200_000_000),
+        moved("all_gather", 200_000_000),
+    )  # 0.5 s + half of it at 1e8 B/s, twice
+    work(lanes, flops=1_000_000_000)
+    first.wait()
+    assert lanes.read(disk_read=0, disk_write=0).waiting == pytest.approx(0.5)
+    second.wait()
+    time = lanes.read(disk_read=0, disk_write=0)
+    assert time.waiting == pytest.approx(2.0) and time.seconds == pytest.approx(3.0) and time.limit == "wire"
+
+
+def test_between_nodes_every_device_has_its_own_port():
+    for in_node, seconds in ((1, 1 + 1e8 * 15 / 16 / 1e7), (4, 1 + 1e8 * 15 / 16 / 4e7)):
+        lanes = Lanes(HARDWARE)
+        lanes.restart()
+        lanes.collective(size=16, in_node=in_node)("all_gather", 100_000_000).wait()
+        assert lanes.read(disk_read=0, disk_write=0).seconds == pytest.approx(seconds)
+
+
+def test_the_busiest_lane_is_a_bound_and_is_named():
+    lanes = Lanes(HARDWARE)
+    lanes.restart()
+    work(lanes, flops=1_000_000_000)
+    work(
+        lanes, device_bytes=3_000_000, host_bytes=3_000_000, copies=True
+    )  # to the host: its memory does no work of its own
+    work(lanes, host_bytes=4_000_000)
+    time = lanes.read(disk_read=2_000_000_000, disk_write=2_000_000_000)
+    assert time.busy == pytest.approx({"compute": 1.0, "wire": 0.0, "pcie": 0.003, "host": 0.004, "disk": 6.0})
+    assert time.seconds == pytest.approx(6.0) and time.limit == "disk"
+
+
+def test_a_step_takes_its_operations_and_its_bytes():
+    plan = small_plan(hardware=HARDWARE, world_size=1, precision=ztk.PrecisionPolicy.named("bf16"))
+    assert plan.time.seconds >= plan.fullest.flops / HARDWARE.bf16_rate > 0
+    offloaded = small_plan(
+        hardware=HARDWARE, zero=ztk.ZeroPolicy(stage=2), offload=ztk.OffloadPolicy(optimizer="nvme", nvme_path="none")
+    )
+    trace = offloaded.fullest
+    assert trace.time.busy["disk"] == pytest.approx(trace.disk_read / 1e9 + trace.disk_write / 5e8)
+    gradients = 2 * 64 * 64 * 4 // 2  # fp32, of half the parameters; the updated ones come back
+    assert trace.time.busy["pcie"] >= gradients / 1e9 and trace.time.busy["host"] > 0
+    assert small_plan().time is None and small_plan().fits is None
+
+
+def test_the_margin_is_what_the_peak_leaves():
+    plan = small_plan(hardware=HARDWARE)
+    peak = plan.fullest.peak.nbytes
+    assert plan.margin_bytes == 9_000_000 - peak and plan.fits and "fits: " in str(plan)
+    full = replace(plan, hardware=replace(HARDWARE, capacity_bytes=1_000_000 + peak - 1))
+    assert full.margin_bytes == -1 and full.fits is False and "does not fit: 1 B more" in str(full)
+    assert replace(full, hardware=replace(HARDWARE, capacity_bytes=1_000_000 + peak)).fits
+
+
+def test_the_fewest_changes_come_first_and_then_the_fastest():
+    """Made-up plans: which overrides fit is known, and every plan that is asked for is counted."""
+    usual = small_plan(hardware=HARDWARE)
+    asked = []
+    seconds = {("b2",): 3.0, ("b1",): 1.0, ("c1", "c2"): 2.0}
+
+    def replan(overrides: tuple[str, ...]) -> Plan | None:
+        asked.append(overrides)
+        if overrides == ("d1",):
+            return None
+        trace = usual.classes[0]
+        time = replace(trace.time, seconds=seconds.get(overrides, 9.0))
+        capacity = 10_000_000 if overrides in seconds else 1_000_001
+        return replace(usual, classes=(replace(trace, time=time),), hardware=replace(HARDWARE, capacity_bytes=capacity))
+
+    levers = [[("a1",), ("a2",)], [("b1",), ("b2",)], [("c1", "c2")], [("d1",)]]
+    assert [fix.overrides for fix in fixes(replan, levers=levers)] == [("b1",), ("c1", "c2"), ("b2",)]
+    assert asked == [("a2",), ("b2",), ("b1",), ("c1", "c2"), ("d1",)]  # ("a1",) saves less than what does not fit
+    asked.clear()
+    assert not fixes(lambda overrides: None, levers=levers)
+    seconds = {("a2", "d1"): 1.0}
+    assert [fix.overrides for fix in fixes(replan, levers=levers)] == [("a2", "d1")]
+
+
+@pytest.mark.parametrize("name", options_of([conf_dir()])["hardware"])
+def test_hardware_is_described(name, tmp_path):
+    config = compose("task=plan", f"hardware={name}", output_dir=tmp_path, machine=CPU)
+    hardware = policies.hardware(config)
+    assert hardware.name == name and 38e9 < hardware.usable_bytes < 200e9
+    assert hardware.fp32_rate < hardware.bf16_rate and hardware.network_bandwidth < hardware.link_bandwidth
+
+
+@pytest.mark.parametrize(
+    "overrides, fault",
+    [
+        (("hardware=h100",), "hardware=h100 has no effect with task=pretrain: use task=plan"),
+        (("task=plan", "hardware.link_latency=1e-5"), "hardware.name has no value: choose hardware=h100"),
+        (("task=plan", "hardware=h100", "hardware.bf16_rate=0"), "hardware.bf16_rate=0"),
+    ],
+)
+def test_incomplete_hardware_is_refused(overrides, fault, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        compose(*overrides, output_dir=tmp_path, machine=CPU)
+    assert any(line.startswith(fault) for line in caught.value.faults)
+
+
+def test_what_the_program_proposes_fits(tmp_path, capsys):
+    given = {
+        "task": "plan",
+        "model": "nano",
+        "data.seq_len": "64",
+        "hardware": "h100",
+        "hardware.reserve_bytes": "0",
+        "launch.ranks": "4",
+    }
+    planned = program.make_plan(
+        compose(*itertools.starmap("{}={}".format, given.items()), output_dir=tmp_path, machine=CPU)
+    )
+    given["hardware.capacity_bytes"] = str(planned.fullest.peak.nbytes - 1)
+    (tmp_path / "overrides.json").write_text(json.dumps(given))
+    command = list(itertools.starmap("{}={}".format, given.items()))
+    program.main(compose(*command, output_dir=tmp_path, machine=CPU))
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["fits"] is False and written["margin_bytes"] == -1 and written["fixes"]
+    assert "it fits with one of these" in capsys.readouterr().out
+    values = given | dict(override.split("=") for override in written["fixes"][0].split())
+    fixed = compose(*itertools.starmap("{}={}".format, values.items()), output_dir=tmp_path, machine=CPU)
+    assert program.make_plan(fixed).fits
+    assert fixed.train.micro_batch_size * fixed.train.accumulation_steps == 8  # the batch stays

@@ -1,0 +1,93 @@
+"""The stores of a plan: the real ones over memory without values and a file that is not there. They book and count as the real ones do.
+
+A planned transfer has ended when it is submitted, so nothing is read from the memory of a write that still runs: what a plan says that
+is read is what a disk that keeps up is asked for.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ztk.offload.disk import DiskFile
+from ztk.offload.engine import IoEngine, Transfer
+from ztk.offload.host import HostStore
+from ztk.offload.nvme import NvmeSlot, NvmeStore
+from ztk.offload.pool import AlignedRegion
+from ztk.runtime.io import IoCounters
+from ztk.runtime.pending import Handle
+from ztk.runtime.planned import host_bytes, is_host_memory
+
+
+class PlannedRegion(AlignedRegion):
+    """Host memory of a plan."""
+
+    def __init__(self, *, nbytes: int) -> None:
+        self.bytes: Tensor = host_bytes(nbytes)
+        self._pinned = False
+
+
+class PlannedHostStore(HostStore):
+    """A host tier whose slots have no values."""
+
+    def _region(self, nbytes: int) -> AlignedRegion:
+        return PlannedRegion(nbytes=nbytes)
+
+
+class PlannedFile(DiskFile):
+    """A file that takes no space."""
+
+    def __init__(self) -> None:
+        self.preallocated = 0
+
+    def preallocate(self, *, offset: int, nbytes: int) -> None:
+        """There is always space."""
+        self.preallocated = offset + nbytes
+
+    def sync(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class PlannedIo(IoEngine):
+    """Counts every block of a transfer and ends it at once, in the caller's thread."""
+
+    def __init__(self, disk: DiskFile, *, counters: IoCounters, block_bytes: int) -> None:
+        super().__init__(disk, staging=[], block_bytes=block_bytes, counters=counters)
+
+    def _start(self, transfer: Transfer) -> None:
+        nbytes = 0 if transfer.kept is not None else transfer.padded_bytes
+        for start in range(0, nbytes, self._block_bytes):
+            length = min(self._block_bytes, nbytes - start)
+            payload = min(length, transfer.nbytes - start)
+            with self._counters.moving(transfer.direction, nbytes=length, payload_bytes=payload):
+                pass
+        self._finish(transfer)
+
+
+class PlannedNvmeStore(NvmeStore):
+    """A disk tier without a disk. What passes between it and the device is a copy that dispatch modes see."""
+
+    def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> Handle:
+        """As `NvmeStore.fetch_into`. Raises ValueError if `out` does not fit."""
+        handle = super().fetch_into(slot, out=out)
+        if not is_host_memory(out.untyped_storage()):
+            out.copy_(host_bytes(out.nbytes).view(out.dtype).view(out.shape))
+        return handle
+
+    def put(self, slot: NvmeSlot, *, value: Tensor) -> Handle:
+        """As `NvmeStore.put`. Raises ValueError if `value` does not fit."""
+        handle = super().put(slot, value=value)
+        if not is_host_memory(value.untyped_storage()):
+            host_bytes(value.nbytes).view(value.dtype).view(value.shape).copy_(value)
+        return handle
+
+    def _open(self, *, rank: int, open_disk: Callable[..., DiskFile]) -> DiskFile:
+        return PlannedFile()
+
+    def _region(self, nbytes: int) -> AlignedRegion:
+        return PlannedRegion(nbytes=nbytes)
+
+    def _start_engine(self, counters: IoCounters) -> IoEngine:
+        return PlannedIo(self._disk, counters=counters, block_bytes=self._policy.staging_bytes)

@@ -1,0 +1,41 @@
+"""Attention of a plan: torch's fused kernel by its shapes.
+
+On the meta device `scaled_dot_product_attention` takes the variant that stores the full square of scores, which no GPU runs. The fused one
+keeps its inputs, its output and a number per query and head. With a mask of the model's own a plan counts the square.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_torch_attention = F.scaled_dot_product_attention
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside, attention without a mask over planned tensors is torch's flash kernel.
+
+    The function is replaced and no mode over torch's functions is used: a mode is off inside a backward, where recomputation runs forwards.
+    """
+    with mock.patch.object(F, "scaled_dot_product_attention", _attention):
+        yield
+
+
+def _attention(  # noqa: PLR0917 - as torch is called
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None or not query.is_meta:
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention
+    return fused(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

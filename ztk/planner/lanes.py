@@ -1,0 +1,101 @@
+"""A step's seconds on a simple timeline: what computes, what is sent, what passes between host and device, host and disk.
+
+Operations run one after the other at the hardware's rates; collectives are sent in the order of their issue, and the step waits for them
+where the engine waits. The other lanes only add up what they move, because the engine overlaps them with the rest. So the step takes as long
+as computing and waiting, or as the busiest lane if that takes longer: a lower bound, at the rates of data sheets.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ztk.policies.hardware import Hardware
+from ztk.runtime.comm.planned import Moved
+
+LANES = ("compute", "wire", "host", "pcie", "disk")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """seconds: of a step. busy: seconds of work by lane. waiting: of `seconds`, those in which computing waited for the wire."""
+
+    seconds: float
+    busy: dict[str, float]
+    waiting: float
+
+    @property
+    def limit(self) -> str:
+        """The lane that works the longest."""
+        return max(self.busy, key=lambda lane: self.busy[lane])
+
+
+class Lanes:
+    """The clock of one planned rank."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._now = self._wire_free = self._start = self._waiting = 0.0
+        self._busy = dict.fromkeys(LANES, 0.0)
+
+    def restart(self) -> None:
+        """A step begins."""
+        self._start, self._waiting = self._now, 0.0
+        self._busy = dict.fromkeys(LANES, 0.0)
+
+    def read(self, *, disk_read: int, disk_write: int) -> StepTime:
+        """The step since `restart`, in which so many bytes came from the disk and went there."""
+        hardware = self._hardware
+        self._busy["disk"] = disk_read / hardware.disk_read_bandwidth + disk_write / hardware.disk_write_bandwidth
+        seconds = max(self._now - self._start, *self._busy.values())
+        return StepTime(seconds=seconds, busy=dict(self._busy), waiting=self._waiting)
+
+    def compute(self, *, flops: int, device_bytes: int, host_bytes: int, dtype: torch.dtype, copies: bool) -> None:
+        """One operation. copies: it does nothing else. With memory of the host it runs there, or is a copy between host and device."""
+        hardware = self._hardware
+        if not host_bytes:
+            seconds = max(
+                flops / hardware.rate(str(dtype).removeprefix("torch.")), device_bytes / hardware.memory_bandwidth
+            )
+            self._now += seconds
+            self._busy["compute"] += seconds
+            return
+        self._busy["pcie"] += device_bytes / hardware.pcie_bandwidth
+        if not (copies and device_bytes):
+            self._busy["host"] += host_bytes / hardware.host_bandwidth
+
+    def collective(self, *, size: int, in_node: int) -> Moved:
+        """What a group of `size` ranks, `in_node` of them in each node, calls for each collective.
+
+        Between nodes every device of the group sends over its own network port, as NCCL's rings do.
+        """
+        hardware, one_node = self._hardware, in_node == size
+        latency = hardware.link_latency if one_node else hardware.network_latency
+        bandwidth = hardware.link_bandwidth
+        if not one_node:
+            bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
+
+        def moved(kind: str, nbytes: int) -> _Sent:
+            seconds = latency + nbytes * (size - 1) / size / bandwidth
+            self._wire_free = max(self._now, self._wire_free) + seconds
+            self._busy["wire"] += seconds
+            return _Sent(self, ends=self._wire_free)
+
+        return moved
+
+    def wait_until(self, moment: float) -> None:
+        """Computing goes on when the clock shows `moment`."""
+        self._waiting += max(0.0, moment - self._now)
+        self._now = max(self._now, moment)
+
+
+class _Sent:
+    """A collective on the wire."""
+
+    def __init__(self, lanes: Lanes, *, ends: float) -> None:
+        self._lanes, self._ends = lanes, ends
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._lanes.wait_until(self._ends)

@@ -1,0 +1,46 @@
+"""One rank of a world that is not there."""
+
+from dataclasses import dataclass
+
+from ztk.planner.lanes import Lanes
+from ztk.runtime import Process, Topology
+from ztk.runtime.comm import Comm
+from ztk.runtime.comm.planned import PlannedComm
+from ztk.runtime.planned import PLANNED
+from ztk.runtime.process import all_replicas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedProcess(Process):
+    """A rank whose device computes nothing and whose collectives move nothing. lanes: where their time goes; None: nobody asks."""
+
+    lanes: Lanes | None = None
+
+    @staticmethod
+    def of(
+        rank: int, *, world_size: int, topology: Topology, ranks_per_node: int, lanes: Lanes | None = None
+    ) -> Process:
+        """Rank `rank` of `world_size`, arranged. Raises ValueError if the degrees do not fit the world."""
+        comm = _connect(rank, members=tuple(range(world_size)), ranks_per_node=ranks_per_node, lanes=lanes)
+        process = PlannedProcess(
+            rank=rank,
+            local_rank=rank % ranks_per_node,
+            world_size=world_size,
+            local_world_size=min(ranks_per_node, world_size),
+            device=PLANNED,
+            comm=comm,
+            mesh=all_replicas(comm),
+            timeout_seconds=1.0,
+            lanes=lanes,
+        )
+        return process.arrange(topology)
+
+    def _connect(self, groups: list[tuple[int, ...]]) -> Comm:
+        own = next(group for group in groups if self.rank in group)
+        return _connect(self.rank, members=own, ranks_per_node=self.local_world_size, lanes=self.lanes)
+
+
+def _connect(rank: int, *, members: tuple[int, ...], ranks_per_node: int, lanes: Lanes | None) -> Comm:
+    in_node = sum(member // ranks_per_node == rank // ranks_per_node for member in members)
+    moved = None if lanes is None else lanes.collective(size=len(members), in_node=in_node)
+    return PlannedComm(rank=members.index(rank), size=len(members), moved=moved)

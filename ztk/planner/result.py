@@ -1,0 +1,143 @@
+"""What a plan says, as numbers, as flat JSON and as a table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ztk.planner.lanes import StepTime
+from ztk.planner.trace import RankTrace
+from ztk.policies.hardware import Hardware
+from ztk.runtime import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run that nobody has started. Bytes, and operations of one optimizer step.
+
+    parameters: elements of the full model. classes: one rank of each kind that holds or moves something else than the others;
+    every number of the plan is the largest of them. hardware: what it is made for.
+    """
+
+    world_size: int
+    topology: Topology
+    parameters: int
+    classes: tuple[RankTrace, ...]
+    hardware: Hardware | None = None
+
+    @property
+    def fullest(self) -> RankTrace:
+        """The rank with the highest peak on its device."""
+        return max(self.classes, key=lambda trace: trace.peak.nbytes)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most bytes at one time by tier: on the device with activations, elsewhere what is booked."""
+        booked = {tier: max(trace.reserved[tier] for trace in self.classes) for tier in self.fullest.reserved}
+        return booked | {"device": self.fullest.peak.nbytes}
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """What the fullest device has left at the peak, beside its reserve; negative: what it lacks. None without hardware."""
+        return None if self.hardware is None else self.hardware.usable_bytes - self.fullest.peak.nbytes
+
+    @property
+    def fits(self) -> bool | None:
+        """No device lacks memory. None without hardware."""
+        return None if self.margin_bytes is None else self.margin_bytes >= 0
+
+    @property
+    def time(self) -> StepTime | None:
+        """Of the slowest rank. None without hardware."""
+        times = [trace.time for trace in self.classes if trace.time is not None]
+        return max(times, key=lambda time: time.seconds, default=None)
+
+    @property
+    def wire(self) -> dict[str, dict[str, int]]:
+        """Bytes by axis and kind of collective, as `CommCounters` counts them."""
+        most: dict[str, dict[str, int]] = {}
+        for trace in self.classes:
+            for axis, kinds in trace.wire.items():
+                for kind, nbytes in kinds.items():
+                    most.setdefault(axis, {})[kind] = max(nbytes, most.get(axis, {}).get(kind, 0))
+        return most
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat keys and plain numbers, for `plan.json`."""
+        most, fullest = self.classes, self.fullest
+        values: dict[str, Any] = {
+            "world_size": self.world_size,
+            "parameters": self.parameters,
+            "classes": len(self.classes),
+            **{f"peak_memory.{tier}_bytes": nbytes for tier, nbytes in self.peak_bytes.items()},
+            "peak.where": fullest.peak.where,
+            "peak.activations_bytes": fullest.peak.activations,
+            "saved_for_backward_bytes": max(trace.saved for trace in most),
+            "io.read_bytes": max(trace.disk_read for trace in most),
+            "io.write_bytes": max(trace.disk_write for trace in most),
+            "flops": max(trace.flops for trace in most),
+        }
+        for name, booked in (("peak", {"device": fullest.peak.booked}), ("memory", fullest.state)):
+            for tier, categories in booked.items():
+                for category, nbytes in categories.items():
+                    values[f"{name}.{tier}.{category}_bytes".replace(" ", "_")] = nbytes
+        if self.hardware is not None and self.time is not None:
+            values |= {"hardware": self.hardware.name, "fits": self.fits, "margin_bytes": self.margin_bytes}
+            values |= {
+                "step_seconds": self.time.seconds,
+                "limit": self.time.limit,
+                "seconds.waiting": self.time.waiting,
+            }
+            values |= {f"seconds.{lane}": seconds for lane, seconds in self.time.busy.items()}
+        for axis, kinds in self.wire.items():
+            values |= {f"comm.{axis}.{kind}_bytes": nbytes for kind, nbytes in kinds.items()}
+        return values
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The table, for a terminal."""
+        fullest, peak = self.fullest, self.fullest.peak
+        yield f"plan: {self.parameters:,} parameters on {self.world_size:,} ranks, per rank (the fullest one, rank {fullest.rank})"
+        for tier, categories in fullest.state.items():
+            if categories:
+                yield f"  {tier} between steps"
+                yield from _rows(categories)
+        yield f"  device at the peak: {size(peak.nbytes)}, in {peak.where}"
+        yield from _rows(peak.booked | {"activations and others": peak.activations})
+        yield f"  saved by the forward of a micro-batch: {size(fullest.saved)}"
+        yield "  wire, per step"
+        yield from _rows(
+            {f"{axis} {kind}": nbytes for axis, kinds in self.wire.items() for kind, nbytes in kinds.items()}
+        )
+        if fullest.disk_read or fullest.disk_write:
+            yield "  disk, per step"
+            yield from _rows({"read": fullest.disk_read, "written": fullest.disk_write})
+        yield f"  operations of products and attention, per step: {fullest.flops:.4g}"
+        if self.hardware is not None and self.time is not None:
+            busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
+            yield f"  a step takes {self.time.seconds:.3g} s or more, at the rates of data sheets; {self.time.limit} limits it ({busy})"
+            yield f"  {self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words; empty without hardware."""
+        if self.hardware is None or self.margin_bytes is None:
+            return ""
+        usable = f"the {size(self.hardware.usable_bytes)} that {self.hardware.name} has beside its reserve"
+        if self.margin_bytes >= 0:
+            return f"fits: {size(self.margin_bytes)} of {usable} are left at the peak"
+        return f"does not fit: {size(-self.margin_bytes)} more than {usable}"
+
+
+def _rows(numbers: dict[str, int]) -> Iterator[str]:
+    for name, nbytes in numbers.items():
+        yield f"    {name:<32}{size(nbytes):>12}{nbytes:>24,}"
+
+
+def size(nbytes: float) -> str:
+    """1234567 -> "1.23 MB"; 1 kB is 1000 bytes."""
+    unit, units = "B", ["kB", "MB", "GB", "TB"]
+    while abs(nbytes) >= 999.5 and units:
+        nbytes, unit = nbytes / 1000, units.pop(0)
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"

@@ -1,0 +1,164 @@
+"""One rank of a plan: the real `parallelize` and two real steps over tensors without values."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ztk.engine import Engine
+from ztk.parallel import parallelize
+from ztk.planner.attention import fused_attention
+from ztk.planner.lanes import Lanes, StepTime
+from ztk.planner.process import PlannedProcess
+from ztk.planner.tracker import Peak, StepTracker
+from ztk.policies.hardware import Hardware
+from ztk.runtime import Mesh, Tier, Topology
+from ztk.runtime.mesh import AXES
+from ztk.runtime.planned import PLANNED
+
+STEPS = 2  # the first records the order in which stage 3 gathers, the second prefetches along it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """What one rank holds and moves. Bytes.
+
+    state: by tier and category, between two steps. reserved: the largest sum booked at one time, by tier. peak: of the device, with
+    activations. saved: what the first micro-batch's forward leaves on the device for its backward. wire: by axis and kind, in one step.
+    disk_read, disk_write: in one step. flops: of one step. time: of one step; None without hardware.
+    The wire, the disk, the operations and the time are those of the last step.
+    """
+
+    rank: int
+    state: dict[str, dict[str, int]]
+    reserved: dict[str, int]
+    peak: Peak
+    saved: int
+    wire: dict[str, dict[str, int]]
+    disk_read: int
+    disk_write: int
+    flops: int
+    time: StepTime | None
+
+
+def trace_rank(
+    build: Callable[[], nn.Module],
+    *,
+    batch: Any,
+    rank: int,
+    world_size: int,
+    topology: Topology,
+    ranks_per_node: int,
+    accumulation_steps: int,
+    policies: Mapping[str, Any],
+    hardware: Hardware | None = None,
+) -> RankTrace:
+    """Traces one rank. build: makes the model, called with the meta device as default. batch: a micro-batch of planned tensors.
+
+    policies: keywords of `parallelize`. Raises ValueError for what they refuse, and for a model that needs its tensors' values.
+    """
+    lanes = None if hardware is None else Lanes(hardware)
+    with torch.device(PLANNED):
+        model = build()
+    process = PlannedProcess.of(
+        rank, world_size=world_size, topology=topology, ranks_per_node=ranks_per_node, lanes=lanes
+    )
+    tracker = StepTracker(device=PLANNED.type, computed=None if lanes is None else lanes.compute)
+    with tracker, fused_attention(), _values_are_refused():
+        engine = parallelize(
+            model,
+            process=process,
+            accumulation_steps=accumulation_steps,
+            initial_values=_no_values,
+            **policies,
+        )
+        tracker.ledger = engine.memory
+        tracker.watch(model)
+        try:
+            return _run_steps(engine, batch=batch, tracker=tracker, lanes=lanes)
+        finally:
+            tracker.unwatch()
+            engine.close()
+            gc.collect()
+
+
+def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes | None) -> RankTrace:
+    peaks, saved = [], 0
+    for _ in range(STEPS):
+        tracker.restart()
+        engine.process.mesh.counters.reset()
+        read, written = engine.io.read_bytes, engine.io.write_bytes
+        if lanes is not None:
+            lanes.restart()
+        for micro_batch in range(engine.accumulation_steps):
+            loss = _forward(engine, batch=batch)
+            if micro_batch == 0:
+                saved = tracker.alive - engine.memory.current(Tier.device)
+            engine.backward(loss)
+            del loss
+            engine.step()
+        peaks.append(tracker.peak)
+    disk = {"disk_read": engine.io.read_bytes - read, "disk_write": engine.io.write_bytes - written}
+    return RankTrace(
+        rank=engine.process.rank,
+        state={tier.label: engine.memory.by_category(tier) for tier in Tier},
+        reserved={tier.label: engine.memory.peak(tier) for tier in Tier},
+        peak=max(peaks, key=lambda peak: peak.nbytes),
+        saved=saved,
+        wire=wire_by_axis(engine.process.mesh),
+        **disk,
+        flops=tracker.flops,
+        time=None if lanes is None else lanes.read(**disk),
+    )
+
+
+def _forward(engine: Engine, *, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        return engine(**batch)
+    return engine(*batch) if isinstance(batch, tuple | list) else engine(batch)
+
+
+def wire_by_axis(mesh: Mesh) -> dict[str, dict[str, int]]:
+    """Counted bytes by axis and kind, zeros left out. Ranks that are connected once for several axes stand under the first."""
+    named = {}
+    for axis in AXES:
+        named.setdefault(mesh.comm(axis), axis)
+    return {
+        axis: moved
+        for comm in mesh.comms
+        if (moved := {kind: nbytes for kind, nbytes in comm.counters.bytes.items() if nbytes})
+        and (axis := named.get(comm, "world"))
+    }
+
+
+def planned(batch: Any) -> Any:
+    """`batch` with tensors of the same shapes and dtypes without values."""
+
+    def without_values(value: Any) -> Any:
+        return torch.empty_like(value, device=PLANNED) if isinstance(value, Tensor) else value
+
+    return tree_map(without_values, batch)
+
+
+def _no_values(*, name: str, start: int, stop: int) -> Tensor:
+    return torch.empty(stop - start, dtype=torch.float32, device=PLANNED)
+
+
+@contextlib.contextmanager
+def _values_are_refused():
+    """Says what the meta device's errors mean here. Raises ValueError."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        text = str(error)
+        if "meta" not in text.lower():
+            raise
+        raise ValueError(
+            f"the model or one of its policies reads values of tensors, and a plan has none ({text.splitlines()[0]}): plan the layout "
+            "with a model whose shapes do not depend on values"
+        ) from error

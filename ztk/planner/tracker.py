@@ -1,0 +1,171 @@
+"""What a step allocates and computes, seen operation by operation.
+
+The mode counts the storages that operations return: every byte of a device that a tensor keeps alive. What the ledger has booked is a part
+of them, the rest are activations, gradients on their way through autograd and workspaces that an operation returns. It works alike on
+planned tensors and on real ones, so a plan's count is checked against a real run's (`scripts/check_plan.py`).
+"""
+
+import bisect
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ztk.runtime import MemoryLedger, Tier
+from ztk.runtime.planned import is_host_memory
+
+Computed = Callable[..., None]  # see `ztk.planner.lanes.Lanes.compute`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The moment of the most bytes. booked: by category of the ledger. where: the module, and whether in its backward."""
+
+    nbytes: int = 0
+    booked: dict[str, int] = field(default_factory=dict)
+    where: str = "construction"
+
+    @property
+    def activations(self) -> int:
+        """Bytes that the ledger does not book."""
+        return self.nbytes - sum(self.booked.values())
+
+
+class StepTracker(TorchDispatchMode):
+    """Counts inside its context. alive: bytes now. flops: of matrix products and attention, as torch's registry has them, in `count_flops`."""
+
+    sees_everything = True  # also what ZeRO hides from modes, see `ztk.runtime.dispatch_modes`
+
+    def __init__(self, *, device: str, computed: Computed | None = None) -> None:
+        """device: the type whose bytes count, "meta" or "cpu". computed: called for every operation."""
+        super().__init__()
+        self.alive, self.flops = 0, 0
+        self.peak = Peak()
+        self.ledger: MemoryLedger | None = None
+        self._device, self._computed = device, computed
+        self._sizes: dict[int, int] = {}  # storage -> bytes
+        self._names: dict[nn.Module, str] = {}
+        self._running: list[str] = []  # modules whose forward runs, the outermost first
+        self._starts: list[
+            int
+        ] = []  # autograd's sequence number from which on the module of the same place in `_ran` ran
+        self._ran: list[str] = []
+        self._hooks = ExitStack()
+
+    def watch(self, model: nn.Module) -> None:
+        """Names the modules of `model` in `peak.where`, until `unwatch`."""
+        self._names = {module: name or "model" for name, module in model.named_modules()}
+        for handle in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)):
+            self._hooks.callback(handle.remove)
+
+    def unwatch(self) -> None:
+        """Takes the hooks off."""
+        self._hooks.close()
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """The storage of `tensor` is not the device's: its bytes do not count."""
+        storage = tensor.untyped_storage()
+        self.alive -= self._sizes.get(storage._cdata, 0)
+        self._sizes[storage._cdata] = 0
+
+    def restart(self) -> None:
+        """Forgets peak and operations; what is alive stays counted."""
+        self.flops, self.peak = 0, Peak()
+        self._starts, self._ran = [], []
+        self._note()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        results = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        for tensor in results:
+            self._see(tensor)
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) if count is not None else 0
+        self.flops += flops
+        if self._computed is not None and _is_work(func):
+            self._report(
+                func, flops=flops, tensors=(*tree_leaves((args, kwargs)), *(results or written(func, args=args)))
+            )
+        return out
+
+    def _report(self, func: torch._ops.OpOverload, *, flops: int, tensors: tuple) -> None:
+        """Tells `computed` what an operation reads and writes."""
+        moved = {True: 0, False: 0}  # in memory of the host: bytes
+        used = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.device.type == self._device]
+        for tensor in used:
+            moved[is_host_memory(tensor.untyped_storage())] += tensor.nbytes
+        assert self._computed is not None
+        if used:
+            copies = func is torch.ops.aten.copy_.default
+            if copies:  # its result is its first argument
+                moved[is_host_memory(used[0].untyped_storage())] -= used[0].nbytes
+            self._computed(
+                flops=flops, device_bytes=moved[False], host_bytes=moved[True], dtype=used[-1].dtype, copies=copies
+            )
+
+    def _see(self, tensor: Tensor) -> None:
+        if tensor.device.type != self._device or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._sizes or is_host_memory(storage):
+            return
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.alive += storage.nbytes()
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
+        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        if self.alive > self.peak.nbytes:
+            self._note()
+
+    def _gone(self, storage: int) -> None:
+        self.alive -= self._sizes.pop(storage, 0)
+
+    def _note(self) -> None:
+        booked = {} if self.ledger is None else self.ledger.by_category(Tier.device)
+        self.peak = Peak(nbytes=self.alive, booked=booked, where=self._where())
+
+    # Where
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self._running.append(self._names.get(module, type(module).__name__))
+        self._mark()
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if self._running:
+            self._running.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._ran.append(self._running[-1] if self._running else "loss")
+
+    def _where(self) -> str:
+        if torch._C._current_graph_task_id() == -1:
+            return f"forward of {self._running[-1]}" if self._running else "step"
+        if self._running:
+            return f"backward of {self._running[-1]}, computed again"
+        node = torch._C._current_autograd_node()
+        index = -1 if node is None else bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        return f"backward of {self._ran[index]}" if index >= 0 else "backward"
+
+
+def _is_work(func: torch._ops.OpOverload) -> bool:
+    """The operation reads and writes memory: it makes no view."""
+    return not func.is_view and func not in (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format)
+
+
+def written(func: torch._ops.OpOverload, *, args: tuple) -> list[Tensor]:
+    """The tensors that an operation without results writes: it reads them, too."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [
+        value
+        for argument, value in pairs
+        if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write
+    ]

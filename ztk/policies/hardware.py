@@ -1,0 +1,62 @@
+"""The device, the node and the network that a plan is made for; `conf/hardware/` has the numbers of some, with their sources."""
+
+from dataclasses import dataclass, fields
+
+from ztk.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+
+RANGES: dict[str, Range] = {
+    "capacity_bytes": SIZE,
+    "reserve_bytes": SIZE_OR_ZERO,
+    "link_latency": NOT_NEGATIVE,
+    "network_latency": NOT_NEGATIVE,
+    "ranks_per_node": COUNT,
+    **{f"{dtype}_rate": POSITIVE for dtype in ("bf16", "fp16", "fp32")},
+    **{
+        f"{name}_bandwidth": POSITIVE
+        for name in ("memory", "host", "pcie", "disk_read", "disk_write", "link", "network")
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Bytes, bytes per second, operations per second, seconds; per device, one way.
+
+    capacity_bytes: what the driver offers. reserve_bytes: of that, what the context, NCCL and the allocator's rounding take.
+    bf16_rate, fp16_rate, fp32_rate: dense products. host_bandwidth: a device's share of its node's main memory. disk: a device's share.
+    link: between the devices of a node. network: between nodes. ranks_per_node: devices of a node.
+
+    Raises ValueError naming key and value for a number that is not positive; latencies and `reserve_bytes` may be zero.
+    """
+
+    name: str
+    capacity_bytes: int
+    reserve_bytes: int
+    bf16_rate: float
+    fp16_rate: float
+    fp32_rate: float
+    memory_bandwidth: float
+    host_bandwidth: float
+    pcie_bandwidth: float
+    disk_read_bandwidth: float
+    disk_write_bandwidth: float
+    link_latency: float
+    link_bandwidth: float
+    network_latency: float
+    network_bandwidth: float
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        refuse(range_faults(self, section="hardware", ranges=RANGES))
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take."""
+        return self.capacity_bytes - self.reserve_bytes
+
+    def rate(self, dtype: str) -> float:
+        """Operations per second of products in `dtype`, such as "bfloat16"; those that are not named compute as fp32."""
+        return {"bfloat16": self.bf16_rate, "float16": self.fp16_rate}.get(dtype, self.fp32_rate)
+
+
+NAMES = tuple(field.name for field in fields(Hardware))

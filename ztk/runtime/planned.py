@@ -1,0 +1,50 @@
+"""Tensors of a plan: on the meta device, with shapes and without values (`ztk.planner`).
+
+What the host reads of tensors' values has its one place here, and what takes a tensor for the same as another looks at its storage: an
+address is 0 on the meta device.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+PLANNED = torch.device("meta")
+_host: set[int] = set()  # storages of planned tensors that stand for host memory
+
+
+def is_planned(device: torch.device) -> bool:
+    """`device` computes nothing: what runs there is a plan."""
+    return device.type == "meta"
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Identity of the tensor's storage, and the byte where the tensor begins. Valid while the tensor lives."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+
+
+def on_host(values: Tensor) -> Tensor:
+    """`values` in host memory; a planned tensor as it is."""
+    return values if values.is_meta else values.cpu()
+
+
+def is_set(flag: Tensor) -> bool:
+    """A device scalar [] as a bool. Waits for the device. A planned flag is not set: a plan skips no step."""
+    return not flag.is_meta and bool(flag)
+
+
+def host_bytes(nbytes: int) -> Tensor:
+    """uint8 [nbytes], planned, that stands for host memory: what counts the device's bytes leaves it out."""
+    with _disable_current_modes():  # a mode would see the storage before it is known as the host's
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=PLANNED)
+    storage = memory.untyped_storage()
+    _host.add(storage._cdata)
+    # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
+    weakref.finalize(storage, _host.discard, storage._cdata).atexit = False
+    return memory
+
+
+def is_host_memory(storage: torch.UntypedStorage) -> bool:
+    """A planned storage that `host_bytes` made."""
+    return storage._cdata in _host
