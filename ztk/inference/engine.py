@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from ztk.inference.cache import Cache
 from ztk.inference.describe import describe
-from ztk.inference.model import InferenceModel, Span
+from ztk.inference.model import InferenceModel
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import check_module, check_rows
+from ztk.inference.probe import check_module, check_rows, product_key
 from ztk.inference.sample import draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
+from ztk.inference.steps import Span
 from ztk.inference.weights import collect
 from ztk.nn import Decoder
 
@@ -51,7 +52,8 @@ class Request:
 class Generator:
     """Generates with the native decoder or a causal language model of transformers, on the CPU in fp32.
 
-    model: a module, whose fp32 weights are shared, not copied; or a training engine, whose weights are gathered (every rank calls it). A
+    model: a module, or a training engine, whose weights are gathered (every rank calls it). Its linear layers are copied in the
+    processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
     sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
 
     Raises:
@@ -67,7 +69,8 @@ class Generator:
         self._subject = describe(module)
         self.description = self._subject.description
         self._model = InferenceModel(self._subject, weights=collect(state, description=self.description))
-        check_rows(self._model)
+        self._lone = check_rows(self._model)
+        self._allow_lone_rows()
         if isinstance(model, nn.Module) and not isinstance(model, Decoder):
             check_module(self._model, module=model)
         self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
@@ -187,9 +190,18 @@ class Generator:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
         weights = collect(_gathered(engine), description=self.description)
         self._model = InferenceModel(self._subject, weights=weights)
+        self._allow_lone_rows()
+        self._scheduler.forget()
+
+    def forget_prefixes(self) -> None:
+        """Later prompts are computed from their first token."""
         self._scheduler.forget()
 
     # Parts
+
+    def _allow_lone_rows(self) -> None:
+        for product in self._model.weights.products():
+            product.doubles = product_key(product) not in self._lone
 
     def _check(self, prompt: list[int], *, limit: int) -> None:
         if not prompt:
