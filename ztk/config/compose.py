@@ -26,7 +26,11 @@ from ztk.config.rules import ConfigError, check
 from ztk.config.schema import Config, DataName, SchedulerName
 from ztk.config.topology import replicas_of, settled_ranks
 
-_OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
+_OVERLAYS = (
+    "algorithm.",
+    "task.",
+    "weights.",
+)  # groups whose options set keys of others, in the order of conf/config.yaml
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
 
@@ -93,6 +97,10 @@ def to_config(
     if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
+        )
+    if (weights := options.get("weights")) and config.task.name not in ANSWERING:
+        raise ConfigError(
+            [f"weights={weights} has no effect with task={config.task.name}: use task=generate or task=serve"]
         )
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
@@ -206,6 +214,8 @@ def _settle_paths(config: Config) -> None:
         config.inference.model = _absolute(config.inference.model)
     if config.inference.prompts is not None:
         config.inference.prompts = _absolute(config.inference.prompts)
+    if config.inference.held_out is not None:
+        config.inference.held_out = _absolute(config.inference.held_out)
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
     if config.reward.function is not None:

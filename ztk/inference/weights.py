@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine, Product
+from ztk.inference.quantised import FORMATS
 
 _INNER = 64
 
@@ -212,18 +213,19 @@ _NAMES = {
 }
 
 
-def collect(state: Mapping[str, Tensor], *, description: Description) -> Weights:
-    """The engine's weights, fp32 on the CPU, from a model's parameters by name.
+def collect(state: Mapping[str, Tensor], *, description: Description, kind: str = "stored") -> Weights:
+    """The engine's weights on the CPU, from a model's parameters by name: fp32, but linear layers and head of the format `kind`.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    return _Reader(state, description=description).read()
+    return _Reader(state, description=description, kind=kind).read()
 
 
 class _Reader:
-    def __init__(self, state: Mapping[str, Tensor], *, description: Description) -> None:
+    def __init__(self, state: Mapping[str, Tensor], *, description: Description, kind: str) -> None:
         self._state, self._of, self._names = state, description, _NAMES[description.family]
+        self._product, self._head_product = FORMATS[kind]
 
     def read(self) -> Weights:
         names, embedding = self._names, self._tensor(f"{self._names.embedding}.weight")
@@ -234,7 +236,7 @@ class _Reader:
             embedding_norm=self._affine(names.embedding_norm) if names.embedding_norm else None,
             layers=[self._layer(names.block.format(number)) for number in range(self._of.layers)],
             norm=self._norm(names.norm),
-            head=Product(head),
+            head=self._head_product(head),
         )
 
     def _layer(self, block: str) -> Layer:
@@ -246,10 +248,10 @@ class _Reader:
             if getattr(names, kind)
         }
         layer = Layer(
-            query=Product(query),
-            key=Product(key),
-            value=Product(value),
-            out=Product(self._matrix(block + names.out)),
+            query=self._product(query),
+            key=self._product(key),
+            value=self._product(value),
+            out=self._product(self._matrix(block + names.out)),
             **norms,
         )
         if of.qk_norm != "none":
@@ -284,9 +286,9 @@ class _Reader:
         down = self._matrix(block + names.down)
         if names.gate and not names.up:  # both in one
             gate, up = (Affine(weight=part) for part in self._tensor(f"{block}{names.gate}.weight").chunk(2))
-            return _padded(gate=gate, up=up, down=down)
+            return self._padded(gate=gate, up=up, down=down)
         gate = self._affine(block + names.gate) if names.gate else None
-        return _padded(gate=gate, up=self._matrix(block + names.up), down=down)
+        return self._padded(gate=gate, up=self._matrix(block + names.up), down=down)
 
     def _add_experts(self, layer: Layer, *, block: str) -> None:
         layer.router = Product(self._affine(f"{block}gate"))
@@ -294,11 +296,27 @@ class _Reader:
         layer.experts = []
         for number in range(self._of.experts):
             gate, up = (Affine(weight=part) for part in gate_up[number].chunk(2))
-            layer.experts.append(_padded(gate=gate, up=up, down=Affine(weight=down[number])))
+            layer.experts.append(self._padded(gate=gate, up=up, down=Affine(weight=down[number])))
         if f"{block}shared_expert.up_proj.weight" in self._state:
             gate, up, down_of = (self._affine(f"{block}shared_expert.{part}_proj") for part in ("gate", "up", "down"))
-            layer.mlp = _padded(gate=gate, up=up, down=down_of)
+            layer.mlp = self._padded(gate=gate, up=up, down=down_of)
             layer.shared_gate = Product(self._affine(f"{block}shared_expert_gate"))
+
+    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
+        extra = -up.weight.shape[0] % _INNER
+
+        def rows(part: Affine) -> Affine:
+            if not extra:
+                return part
+            bias = None if part.bias is None else F.pad(part.bias, (0, extra))
+            return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)), bias=bias)
+
+        columns = F.pad(down.weight, (0, extra)) if extra else down.weight
+        return Mlp(
+            up=self._product(rows(up)),
+            down=self._product(Affine(weight=columns, bias=down.bias)),
+            gate=None if gate is None else self._product(rows(gate)),
+        )
 
     def _norm(self, name: str) -> Affine:
         norm = self._affine(name)
@@ -327,20 +345,3 @@ class _Reader:
                 "otherwise look for NaN or inf in the weights"
             )
         return found.to(device="cpu", dtype=torch.float32)
-
-
-def _padded(*, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
-    extra = -up.weight.shape[0] % _INNER
-
-    def rows(part: Affine) -> Affine:
-        if not extra:
-            return part
-        bias = None if part.bias is None else F.pad(part.bias, (0, extra))
-        return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)), bias=bias)
-
-    columns = F.pad(down.weight, (0, extra)) if extra else down.weight
-    return Mlp(
-        up=Product(rows(up)),
-        down=Product(Affine(weight=columns, bias=down.bias)),
-        gate=None if gate is None else Product(rows(gate)),
-    )
