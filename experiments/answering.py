@@ -45,6 +45,11 @@ def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> 
     return cost
 
 
+def release_module(opened: Opened) -> None:
+    """Frees the module's own weights: the engine has copies of the layers, and keeps embeddings and norms."""
+    opened.module.to("meta")
+
+
 def _format(config: Config) -> str:
     weights = config.inference.weights
     assert weights is not None, "task=generate and task=serve set it"
