@@ -39,10 +39,21 @@ def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> 
     cost = Cost(stored=perplexity_of_stored(opened.module, tokens=tokens), chosen=perplexity(generator, tokens=tokens))
     print(
         f"perplexity of {len(tokens)} tokens of {chosen.held_out}: {cost.stored:.4f} as stored, {cost.chosen:.4f} with "
-        f"weights={chosen.weights.name} ({100 * (cost.chosen / cost.stored - 1):+.2f} %)",
+        f"weights={_format(config)} ({100 * (cost.chosen / cost.stored - 1):+.2f} %)",
         flush=True,
     )
     return cost
+
+
+def release_module(opened: Opened) -> None:
+    """Frees the module's own weights: the engine has copies of the layers, and keeps embeddings and norms."""
+    opened.module.to("meta")
+
+
+def _format(config: Config) -> str:
+    weights = config.inference.weights
+    assert weights is not None, "task=generate and task=serve set it"
+    return weights.value
 
 
 def _policy(config: Config) -> InferencePolicy:
@@ -52,7 +63,7 @@ def _policy(config: Config) -> InferencePolicy:
         max_step_tokens=chosen.max_step_tokens,
         max_model_len=chosen.max_model_len,
         lookup_tokens=chosen.lookup_tokens,
-        weights=chosen.weights.name,
+        weights=_format(config),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.answering import build_generator, cost_of_weights, usual_sampling
+from experiments.answering import build_generator, cost_of_weights, release_module, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.inference import Completion, SamplingParams
@@ -47,6 +47,7 @@ def main(config: Config) -> None:
     opened = open_model(config.inference.model)
     generator = build_generator(config, opened=opened)
     cost = cost_of_weights(config, opened=opened, generator=generator)
+    release_module(opened)
     usual = replace(usual_sampling(config), stop_token_ids=opened.ends)
     prompts = read_prompts(
         config.inference.prompts, opened=opened, usual=usual, vocabulary=generator.description.vocab_size

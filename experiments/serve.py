@@ -5,7 +5,7 @@ import socket
 
 import uvicorn
 
-from experiments.answering import build_generator, cost_of_weights, usual_sampling
+from experiments.answering import build_generator, cost_of_weights, release_module, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.serve.app import ServePolicy, Server
@@ -23,6 +23,7 @@ def main(config: Config) -> None:
     opened = open_model(config.inference.model)
     generator = build_generator(config, opened=opened)
     cost_of_weights(config, opened=opened, generator=generator)
+    release_module(opened)
     server = Server(
         generator,
         opened=opened,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -100,7 +101,7 @@ def make_works(*, vocabulary: int, answer: int) -> list[Work]:
     ]
 
 
-def by_transformers(model: nn.Module, *, work: Work) -> list[list[int]]:
+def by_transformers(model: Any, *, work: Work) -> list[list[int]]:
     """One padded batch, decoded until its longest answer."""
     longest = max(map(len, work.prompts))
     tokens = torch.zeros(len(work.prompts), longest, dtype=torch.long)

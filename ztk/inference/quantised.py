@@ -1,9 +1,10 @@
 """Weights in 8 and 4 bits, and products with them.
 
 [Note: Quantised weights]
-int8: one scale per output channel, w = s q with q in [-127, 127]. int4: groups of 128 inputs, w = s (q - 8) + z with q in [0, 15], so that
-the 16 steps span the group's weights from the least to the greatest. Scales and zeros are bf16, and a weight is rounded with the scale as it is stored, so
-the scale's rounding adds nothing: |w - stored| <= s / 2 for int8, and <= s / 2 + |z| / 255 for int4, whose z is rounded, too.
+int8: one scale per output channel, w = s q with q in [-127, 127]. int4: groups of 128 inputs, w = s (q - 8) + z with q in [0, 15], so
+that the 16 steps span the group's weights from the least to the greatest. Scales and zeros are bf16, and a weight is rounded with the scale
+as it is stored, so the scale's rounding adds nothing: |w - stored| <= s / 2 for int8, and <= s / 2 + |z| / 255 for int4, whose z is rounded,
+too.
 
 The products are torch's for bf16 rows: rows are rounded to bf16 (2^-8 relative), multiplied by the widened weights, summed in fp32 and
 rounded to bf16; the bias is added in fp32. Measured with 1 to 600 rows, a row has the same bits for every number of rows; the probe checks it
