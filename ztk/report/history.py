@@ -63,7 +63,7 @@ class Runs(NamedTuple):
         """The finished runs that have all the columns."""
         for column in columns:
             if column not in self.runs:
-                raise ValueError(f"{column}: no run has it; the columns are {', '.join(sorted(self.runs))}")
+                raise ValueError(f"{column}: no run has it; the columns are {', '.join(sorted(map(str, self.runs)))}")
         done = self.runs[self.runs["status"] == Status.done.value]
         return done.dropna(subset=list(columns[-1:]))
 
