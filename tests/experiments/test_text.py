@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.experiments.test_faults import CHECKOUT, folder_of, run, summary_of
+from ztk.checkpoint.export import export_safetensors
 from ztk.serve.models import open_model
 
 LINES = [f"def function_{number}(x):\n    return x + {number}\n" * (1 + number % 3) for number in range(400)]
@@ -70,6 +72,14 @@ def test_it_answers_prompts_in_its_tokens(trained, tmp_path):
     assert answer["text"] == opened.tokenizer.decode(kept)
     with pytest.raises(ValueError, match="/v1/completions"):
         opened.tokenizer.chat([{"role": "user", "content": "x"}])
+
+
+def test_an_exported_model_has_its_tokenizer(trained, tmp_path):
+    export_safetensors(folder_of(trained), to=tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported", local_files_only=True)
+    own = open_model(str(folder_of(trained))).tokenizer
+    assert tokenizer.encode(LINES[3]) == own.encode(LINES[3])
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["vocab_size"] == len(tokenizer) == 400
 
 
 def test_its_answers_are_fine_tuned_in_its_tokens(trained, tmp_path):

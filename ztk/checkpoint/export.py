@@ -6,6 +6,7 @@ Formats: a safetensors folder as Hugging Face has it, one state_dict file, or a 
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def export_safetensors(
 
     path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, with its
     names and configuration, unless `own_names`; a model of transformers keeps its names and configuration. A "config" in the checkpoint's
-    `extra` replaces either configuration.
+    `extra` replaces either configuration. The run's tokenizer is copied, if it has one.
 
     Raises:
         CheckpointError: the checkpoint is damaged or lacks weights.
@@ -111,7 +112,16 @@ def export_safetensors(
             _write_json(folder / "model.safetensors.index.json", value=index)
         if config is not None:
             _write_json(folder / "config.json", value=config)
+        _copy_tokenizer(resolve(path), to=folder)
     return ExportReport(path=Path(to), files=len(files), nbytes=nbytes)
+
+
+def _copy_tokenizer(step: Path, *, to: Path) -> None:
+    """The tokenizer of the run that wrote the checkpoint `step`, if it has one."""
+    run = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
+    if run is not None and (run / "tokenizer").is_dir():
+        for file in sorted((run / "tokenizer").iterdir()):
+            shutil.copyfile(file, to / file.name)
 
 
 def export_adapter(
