@@ -11,8 +11,9 @@ from torch import Tensor
 from experiments.prompts import PAD, STOP, sorting, wrong_answer
 from ztk.align import Example, RecordFormat, Sequences, Text, read_examples
 from ztk.config import Config
-from ztk.data import Share
+from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
+from ztk.report import RunFolder
 from ztk.runtime import Process
 
 HELD_OUT = 2**40  # number of the first built-in prompt to evaluate with
@@ -68,8 +69,15 @@ class Examples:
             count = config.train.eval_batches * config.train.global_batch_size
             self.held_out = [self._made(HELD_OUT + number) for number in range(count)]
             return
+        tokenizer = None if data.stop is not None else SubwordTokenizer.open(data.tokenizer)
+        if tokenizer is not None and process.rank == 0:
+            tokenizer.save(RunFolder(config.output_dir).tokenizer)
         found = read_examples(
-            data.path, record_format=RecordFormat(data.name.value), seq_len=data.seq_len, stop=data.stop
+            data.path,
+            record_format=RecordFormat(data.name.value),
+            seq_len=data.seq_len,
+            stop=data.stop,
+            tokenizer=tokenizer,
         )
         found = [self._shaped(example) for example in found]
         held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0
@@ -100,7 +108,7 @@ class Examples:
         digest = hashlib.blake2b(digest_size=16)
         for example in self.records:
             for text in example.texts:
-                digest.update(bytes(text.tokens.tolist()) + b"\0" + bytes(text.answer.tolist()))
+                digest.update(text.tokens.numpy().tobytes() + b"\0" + bytes(text.answer.tolist()))
         return digest.hexdigest()
 
     def number(self, position: int) -> int:

@@ -1,5 +1,6 @@
 """From the checked configuration to the small policies that the library takes."""
 
+import json
 import os
 from dataclasses import fields
 from enum import Enum
@@ -21,6 +22,8 @@ from ztk.report import ReportPolicy, TrackerPolicy
 from ztk.runtime import Topology
 from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
+
+WANDB_NAME_LETTERS = 120
 
 
 def decoder_config(config: Config) -> DecoderConfig:
@@ -56,7 +59,9 @@ def precision_policy(config: Config) -> PrecisionPolicy:
 
 
 def zero_policy(config: Config) -> ZeroPolicy:
-    return ZeroPolicy(**_given(config.zero, without=("engine",)))
+    follows_size = config.zero.stage == 3 and config.zero.prefetch_bucket_size is None
+    values = _given(config.zero, without=("engine",))
+    return ZeroPolicy(**values | ({"prefetch_bucket_size": None} if follows_size else {}))
 
 
 def offload_policy(config: Config) -> OffloadPolicy:
@@ -82,13 +87,13 @@ def recompute_policy(config: Config) -> RecomputePolicy:
 
 
 def report_policy(config: Config) -> ReportPolicy:
-    """wandb's group is the folder that a sweep's jobs share, its name the run's own folder."""
+    """wandb's group is the folder that a sweep's jobs share, its name what the command line says of the run."""
     logger, folder = config.logger, Path(config.output_dir)
     tracker = TrackerPolicy(
         mode=logger.mode.value,
         project=logger.project or "ztk",
         group=folder.parent.name,
-        name=folder.name,
+        name=run_name(folder),
         job_type=config.task.name,
         config=_plain(config),
     )
@@ -99,6 +104,16 @@ def report_policy(config: Config) -> ReportPolicy:
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,
     )
+
+
+def run_name(folder: Path) -> str:
+    """The overrides of the command line, without groups of keys in front; the folder's name if there are none."""
+    try:
+        overrides = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return folder.name
+    words = [f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items()]
+    return " ".join(words)[:WANDB_NAME_LETTERS] or folder.name
 
 
 def hardware(config: Config) -> Hardware | None:

@@ -1,4 +1,4 @@
-"""Train a decoder on text, byte by byte: the program of every rank of `python run.py`.
+"""Train a decoder on text, on bytes or a tokenizer's tokens: the program of every rank of `python run.py`.
 
 Nothing here knows where parameters, gradients and optimizer states are stored: `parallelize` does, from `zero=` and
 `offload=`.
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from experiments import policies
-from experiments.streams import on_device, open_corpus, open_held_out, open_stream
+from experiments.streams import Corpus, held_out_sequences, on_device, open_corpus, open_held_out, open_stream
 from ztk import checkpoint, kernels
 from ztk.config import Config
-from ztk.data import Batch, ByteCorpus, ByteTokenizer, SyntheticStream, TokenStream
+from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.engine import Engine
 from ztk.hf.causal import open_causal
-from ztk.nn import Decoder, initial_values, sample_text
+from ztk.nn import Decoder, initial_values, sample_text, sample_tokens
 from ztk.parallel import parallelize
 from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
@@ -30,13 +30,20 @@ from ztk.runtime.seed import derive_seed
 
 SAMPLE_BYTES = 160
 PROMPT_BYTES = 48
+SAMPLE_TOKENS = 48
+PROMPT_TOKENS = 16
 
 
 def main(config: Config) -> None:
     """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     kernels.set_backend(config.kernels.backend)
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    process = process.arrange(policies.topology(config))
+    run(config, process=process.arrange(policies.topology(config)))
+    process.stop()
+
+
+def run(config: Config, *, process: Process) -> None:
+    """Builds, trains and evaluates."""
     corpus = open_corpus(config, process=process)
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
@@ -46,10 +53,11 @@ def main(config: Config) -> None:
     )  # ranks of one replica draw alike
     past = resume(config, engine=engine, stream=stream)
     with build_reporter(config, engine=engine, past=past) as reporter:
+        if isinstance(corpus, TokenCorpus):
+            reporter.say("\n".join(corpus.describe()))
         train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
         finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
     engine.close()
-    process.stop()
 
 
 def build_engine(config: Config, *, process: Process) -> Engine:
@@ -96,7 +104,7 @@ def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
     return MicroBatch(args=(tokens, tokens))
 
 
-def resume(config: Config, *, engine: Engine, stream: TokenStream | SyntheticStream) -> dict[str, Any]:
+def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:
     """Restores engine and stream from `checkpoint.resume`; returns what the reporter needs to continue its record."""
     loaded = load_past(config, engine=engine)
     if loaded is None:
@@ -125,7 +133,7 @@ def train(
     config: Config,
     *,
     engine: Engine,
-    stream: TokenStream | SyntheticStream,
+    stream: Stream,
     held_out: Sequence[Batch],
     reporter: Reporter,
 ) -> None:
@@ -160,7 +168,7 @@ def train(
                     )
 
 
-def train_step(engine: Engine, *, stream: TokenStream | SyntheticStream) -> Tensor:
+def train_step(engine: Engine, *, stream: Stream) -> Tensor:
     """One optimizer step; returns this replica's mean loss over its micro-batches, on the device."""
     batches = (stream.next_batch() for _ in range(engine.accumulation_steps))
     return engine.train_batch(micro_batch(batch, device=engine.process.device) for batch in batches)
@@ -181,13 +189,16 @@ def finish(
     config: Config,
     *,
     engine: Engine,
-    corpus: ByteCorpus | None,
+    corpus: Corpus | None,
     held_out: Sequence[Batch],
     reporter: Reporter,
 ) -> None:
     """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn."""
     if corpus is None:
         reporter.finish()
+        return
+    if isinstance(corpus, TokenCorpus):
+        finish_tokens(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
         return
     entropy = corpus.bigram_entropy()
     measured = {"validation_loss": evaluate(engine, batches=held_out)} if held_out else {}
@@ -201,7 +212,7 @@ def finish(
             device=engine.process.device,
             seed=config.train.seed,
         )
-    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+    text = printable(text)
     reporter.finish(**measured, bigram_entropy=entropy, sample=text)
     reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
     if held_out:
@@ -210,6 +221,40 @@ def finish(
             f"held-out loss {measured['validation_loss']:.4f} nats per byte, {comparison} the text's own byte-bigram "
             f"entropy {entropy:.4f}"
         )
+
+
+def finish_tokens(
+    config: Config, *, engine: Engine, corpus: TokenCorpus, held_out: Sequence[Batch], reporter: Reporter
+) -> None:
+    """As `finish`, for documents: bits per byte instead of the bytes' entropy, because the loss is per token."""
+    measured: dict[str, float] = {"skipped_records": corpus.skipped}
+    if held_out:
+        loss = evaluate(engine, batches=held_out)
+        size = corpus.bytes_per_token(seq_len=config.data.seq_len, num_sequences=held_out_sequences(config))
+        measured |= {"validation_loss": loss, "validation_bits_per_byte": loss / math.log(2) / size}
+    with engine.evaluating():
+        part = corpus.parts[0]
+        tokens = sample_tokens(
+            engine,
+            prompt=(part.held_out if len(part.held_out) else part.train)[:PROMPT_TOKENS].long(),
+            num_tokens=SAMPLE_TOKENS,
+            vocab_size=corpus.tokenizer.vocab_size,
+            max_seq_len=config.data.seq_len,
+            device=engine.process.device,
+            seed=config.train.seed,
+        )
+    text = printable(corpus.tokenizer.decode(tokens))
+    reporter.finish(**measured, sample=text)
+    reporter.say(f"a sample, from {PROMPT_TOKENS} tokens on:\n{text}\n")
+    if held_out:
+        reporter.say(
+            f"held-out loss {measured['validation_loss']:.4f} nats per token, {measured['validation_bits_per_byte']:.4f} bits per byte"
+        )
+
+
+def printable(text: str) -> str:
+    """Control characters would move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[checkpoint.Saver | None]:

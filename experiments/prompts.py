@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from ztk.align import ANSWER_END
 from ztk.config import Config
 from ztk.data import ByteTokenizer
 from ztk.rollout import load_reward, score
 from ztk.rollout.rewards import RewardFunction
 from ztk.runtime.seed import generator
 
-STOP, PAD = ord("\n"), 0  # an answer ends with the line; bytes of text are never 0
+STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
 LETTERS, COUNT = "abcdefgh", 5
 
 

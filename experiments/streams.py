@@ -4,16 +4,35 @@ from dataclasses import replace
 
 import torch
 
-from ztk.config import Config
-from ztk.data import Batch, ByteCorpus, Share, SyntheticStream, TokenStream, held_out_batches
+from ztk.config import Config, reads_documents, text_policy
+from ztk.data import (
+    Batch,
+    ByteCorpus,
+    Share,
+    Stream,
+    SubwordTokenizer,
+    SyntheticStream,
+    TokenCorpus,
+    TokenStream,
+    held_out_batches,
+    open_tokens,
+)
+from ztk.report import RunFolder
 from ztk.runtime import Process
 
+Corpus = ByteCorpus | TokenCorpus
 
-def open_corpus(config: Config, *, process: Process) -> ByteCorpus | None:
-    """The text; None for synthetic tokens. Raises ValueError if machines have different texts under the same names."""
+
+def open_corpus(config: Config, *, process: Process) -> Corpus | None:
+    """The text, its tokenizer saved in the run folder; None for synthetic tokens.
+
+    Raises ValueError if machines have different texts under the same names.
+    """
     if config.data.name == "synthetic":
         return None
-    corpus = ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+    corpus = _opened(config)
+    if process.rank == 0 and isinstance(corpus, TokenCorpus) and isinstance(corpus.tokenizer, SubwordTokenizer):
+        corpus.tokenizer.save(RunFolder(config.output_dir).tokenizer)
     digests = process.comm.gather_objects(corpus.digest)
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
@@ -23,21 +42,37 @@ def open_corpus(config: Config, *, process: Process) -> ByteCorpus | None:
     return corpus
 
 
-def open_stream(config: Config, *, corpus: ByteCorpus | None, process: Process) -> TokenStream | SyntheticStream:
+def _opened(config: Config) -> Corpus:
+    if reads_documents(config):
+        return open_tokens(text_policy(config))
+    return ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+
+
+def open_stream(config: Config, *, corpus: Corpus | None, process: Process) -> Stream:
     share = share_of(config, process=process)
     options = {"seq_len": config.data.seq_len, "share": share, "seed": config.train.seed}
     if corpus is None:
         return SyntheticStream(vocab_size=config.model.vocab_size, **options)
+    if isinstance(corpus, TokenCorpus):
+        return corpus.stream(**options)
     return TokenStream(corpus.train, digest=corpus.digest, **options)
 
 
-def open_held_out(config: Config, *, corpus: ByteCorpus | None, process: Process) -> list[Batch]:
+def open_held_out(config: Config, *, corpus: Corpus | None, process: Process) -> list[Batch]:
     """This rank's part of `train.eval_batches` global batches to validate on; none for synthetic tokens."""
     if corpus is None or not config.train.eval_batches:
         return []
-    share = share_of(config, process=process)
-    wanted = config.train.eval_batches * share.global_batch
-    return list(held_out_batches(corpus.validation, seq_len=config.data.seq_len, share=share, num_sequences=wanted))
+    share, seq_len, wanted = share_of(config, process=process), config.data.seq_len, held_out_sequences(config)
+    if not isinstance(corpus, TokenCorpus):
+        return list(held_out_batches(corpus.validation, seq_len=seq_len, share=share, num_sequences=wanted))
+    if not config.data.validation_fraction:
+        return []
+    return list(corpus.held_out_batches(seq_len=seq_len, share=share, num_sequences=wanted))
+
+
+def held_out_sequences(config: Config) -> int:
+    """How many sequences one evaluation reads, over all ranks, if there are as many."""
+    return config.train.eval_batches * config.train.global_batch_size
 
 
 def share_of(config: Config, *, process: Process) -> Share:

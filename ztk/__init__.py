@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.recompute import RecomputePolicy as RecomputePolicy
+    from ztk.report import load as load
     from ztk.runtime import Process as Process
     from ztk.runtime import Topology as Topology
     from ztk.zero import ZeroPolicy as ZeroPolicy
@@ -61,6 +62,7 @@ _HOMES = {
     "Topology": "ztk.runtime",
     "ZeroPolicy": "ztk.zero",
     "initialize": "ztk.deepspeed",
+    "load": "ztk.report",
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel",
     "plan": "ztk.planner",

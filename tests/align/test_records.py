@@ -6,6 +6,7 @@ import math
 import pytest
 
 from ztk.align import RecordFormat, read_examples
+from ztk.data import SubwordTokenizer
 
 
 def read(tmp_path, *records, kind="preferences", seq_len=200, stop=10):
@@ -101,3 +102,23 @@ def test_all_bad_lines_up_to_ten_are_named(tmp_path):
         read(tmp_path, "")
     with pytest.raises(ValueError, match="data.path=none.jsonl: no such file"):
         read_examples(["none.jsonl"], record_format=RecordFormat.chat, seq_len=8, stop=10)
+
+
+def test_a_tokenizer_ends_answers_with_its_end_token(tmp_path):
+    tokenizer = SubwordTokenizer.train(["user assistant 2+2 four\n" * 9], vocab_size=264, folder=tmp_path / "tokenizer")
+    lines = [
+        {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "fo\nur"}]},
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "c"},
+    ]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    first, second = (
+        example.texts[0]
+        for example in read_examples([str(file)], record_format=RecordFormat.chat, seq_len=99, tokenizer=tokenizer)
+    )
+    answer = [*tokenizer.encode("fo\nur").tolist(), tokenizer.end]
+    assert first.tokens[first.answer].tolist() == answer and first.tokens[-len(answer) :].tolist() == answer
+    assert max(first.tokens.tolist()) > 255 and len(first) < len("<|user|>\n2+2?\n<|assistant|>\nfo\nur")
+    assert tokenizer.decode(first.tokens) == "<|user|>\n2+2?\n<|assistant|>\nfo\nur"
+    assert second.tokens.tolist().count(tokenizer.end) == 2  # also behind an answer that is not learnt
+    assert second.tokens[second.answer].tolist() == [*tokenizer.encode("c").tolist(), tokenizer.end]

@@ -6,30 +6,34 @@ import json
 import pytest
 from rich.console import Console
 
-from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
+from ztk.cli.jobs import Job, exit_code, print_jobs
+from ztk.report.status import Status
 
 
-def job(folder, outcome=Outcome.done, *, overrides=(), **summary) -> Job:
+def job(folder, state=Status.done, *, overrides=(), **summary) -> Job:
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(summary))
-    return Job(folder=folder, overrides=overrides, outcome=outcome)
+    return Job(folder=folder, overrides=overrides, status=state)
 
 
 @pytest.mark.parametrize(
-    "outcomes, code",
+    "statuses, code",
     [
         ([], 0),
-        ([Outcome.done], 0),
-        ([Outcome.failed], 1),
-        ([Outcome.refused], 2),
-        ([Outcome.done, Outcome.refused], 1),
-        ([Outcome.failed, Outcome.failed], 1),
-        ([Outcome.refused, Outcome.refused], 2),
-        ([Outcome.done, Outcome.done], 0),
+        ([Status.done], 0),
+        ([Status.failed], 1),
+        ([Status.refused], 2),
+        ([Status.done, Status.refused], 1),
+        ([Status.failed, Status.failed], 1),
+        ([Status.refused, Status.refused], 2),
+        ([Status.done, Status.done], 0),
+        ([Status.done, Status.pending], 1),
+        ([Status.dead, Status.dead], 1),
+        ([Status.done, Status.running], 1),
     ],
 )
-def test_exit_codes(outcomes, code, tmp_path):
-    assert exit_code([Job(folder=tmp_path, overrides=(), outcome=outcome) for outcome in outcomes]) == code
+def test_exit_codes(statuses, code, tmp_path):
+    assert exit_code([Job(folder=tmp_path, overrides=(), status=status) for status in statuses]) == code
 
 
 def test_the_table_has_every_job_and_every_error(tmp_path):
@@ -42,7 +46,7 @@ def test_the_table_has_every_job_and_every_error(tmp_path):
     jobs = [
         job(tmp_path / "0", overrides=("zero=stage0", "seed=1"), **metrics, **{"peak_memory.device_bytes": 2_000_000}),
         job(
-            tmp_path / "1", Outcome.failed, overrides=("zero=stage1", "seed=1"), error="rank 1: [boom]", status="failed"
+            tmp_path / "1", Status.failed, overrides=("zero=stage1", "seed=1"), error="rank 1: [boom]", status="failed"
         ),
     ]
     screen = io.StringIO()

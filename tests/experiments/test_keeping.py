@@ -23,7 +23,8 @@ def test_the_best_stays_and_stands_in_for_a_damaged_newest(tmp_path):
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    done = run(*OPTIONS, "train.steps=4", "checkpoint.resume=auto", f"hydra.run.dir={folder}", cwd=tmp_path)
+    again = ("train.steps=5", "checkpoint.resume=auto", f"hydra.run.dir={folder}")
+    done = run(*OPTIONS, *DIVERGES, *again, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = done.stdout + done.stderr
     assert f"{damaged} bytes" in told and f"continues after step {best} " in told

@@ -12,10 +12,11 @@ import torch
 from matplotlib.figure import Figure
 
 from ztk import report
-from ztk.report.environment import device_name
+from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
-from ztk.report.plot import draw_reward
+from ztk.report.plot import draw_memory, draw_reward, draw_speed
 from ztk.report.reporter import Reporter, ReportPolicy
+from ztk.report.summary import rank_totals
 from ztk.runtime import MemoryLedger, PhaseClock, Tier
 
 ROW_KEYS = {
@@ -138,6 +139,24 @@ def test_time_and_traffic_aside_count_for_no_step(tmp_path, monkeypatch):
     assert summary["tokens_per_second"] == 128.0
 
 
+def test_seconds_are_one_ranks_and_categories_are_those_of_the_peak():
+    """The largest of every phase over ranks adds up to no rank's time, and what is held at the end is not what made the peak."""
+    ledger = MemoryLedger()
+    ledger.add(tier=Tier.device, category="parameters", nbytes=10)
+    ledger.add(tier=Tier.device, category="gathered", nbytes=30)
+    ledger.remove(tier=Tier.device, category="gathered", nbytes=30)
+    holdings = report.Gauges(memory=ledger, comm=Counters(), clock=PhaseClock(), io=Io()).holdings()
+    flows = [
+        {"seconds.forward": 5.0, "seconds.io": 1.0, "io.read_bytes": 3},
+        {"seconds.forward": 2.0, "seconds.io": 9.0},
+    ]
+    totals = rank_totals([holdings | {"flows": flow} for flow in flows])
+    assert (totals["seconds.forward"], totals["seconds.io"], totals["io.read_bytes"]) == (2.0, 9.0, 3)
+    assert totals["peak_memory.device.gathered_bytes"] == 30 and totals["memory.device.parameters_bytes"] == 10
+    peaks = [value for key, value in totals.items() if key.startswith("peak_memory.device.")]
+    assert sum(peaks) == totals["peak_memory.device_bytes"] == 40
+
+
 def test_loss_is_the_mean_over_ranks_and_counters_their_maximum(tmp_path):
     def two_ranks(values):
         return torch.stack([values, values * 3])
@@ -184,6 +203,24 @@ def test_resumed_run_ends_with_the_digest_and_rows_of_an_uninterrupted_one(tmp_p
 def test_a_run_with_nothing_left_to_do_still_ends_well(tmp_path):
     summary = train(make_reporter(tmp_path, first_step=4, first_tokens=256, digest="ab"), losses=[])
     assert (summary["status"], summary["steps"], summary["loss_digest"]) == ("done", 4, "ab")
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_record(tmp_path, capsys):
+    train(make_reporter(tmp_path), losses=[4.0, 3.0, 2.5, 2.0])
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
+    reporter = make_reporter(tmp_path, first_step=4, first_tokens=256, digest="ab")
+    with reporter:
+        reporter.finish(sample="another")
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+    assert "as it was" in capsys.readouterr().out
+    with pytest.raises(RuntimeError), make_reporter(tmp_path, first_step=4):
+        raise RuntimeError("later")
+    assert (tmp_path / "summary.json").read_bytes() == before[tmp_path / "summary.json"][1]
+
+
+def test_the_environment_names_the_command_line_of_the_run(monkeypatch):
+    monkeypatch.setenv("ZTK_COMMAND", "run.py zero=stage3")
+    assert describe_environment(device=torch.device("cpu"), world_size=1)["command"] == "run.py zero=stage3"
 
 
 def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
@@ -291,6 +328,19 @@ def test_picture(tmp_path):
         reporter.finish(bigram_entropy=2.2)
     data = (tmp_path / "run.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 10_000
+    assert (tmp_path / "run.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_no_two_categories_of_the_picture_have_one_colour_and_steps_are_whole_numbers():
+    axes = Figure().subplots()
+    categories = ("parameters", "gradients", "optimizer", "pool", "checkpoint_staging", "host_copies")
+    summary = {f"peak_memory.device.{name}_bytes": 10 for name in categories} | {"peak_memory.device_bytes": 60}
+    draw_memory(axes, summary=summary)
+    colors = [patch.get_facecolor() for patch in axes.patches]
+    assert len(colors) == len(set(colors)) == len(categories)
+    axes = Figure().subplots()
+    draw_speed(axes, rows=[{"step": step, "tokens_per_second": 5.0} for step in range(1, 4)])
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 def test_rewards_are_drawn_over_the_divergence_or_the_steps():
@@ -318,7 +368,7 @@ def test_load_reads_one_run_and_a_sweep(tmp_path):
     (tmp_path / "3" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
     runs, history = report.load(tmp_path)
     assert list(runs["run"]) == ["0", "1", "2", "3"]
-    assert list(runs["status"]) == ["done", "done", "failed", "running"]
+    assert list(runs["status"]) == ["done", "done", "failed", "dead"]
     assert list(runs["zero"][:2]) == ["stage0", "stage3"]
     assert len(history) == 9 and set(history["run"]) == {"0", "1", "3"}
     assert report.load(tmp_path / "0").runs["run"].item() == "."

@@ -81,7 +81,7 @@ def dying(step: int):
     save = checkpoint.Saver.save
 
     def save_or_die(self, **kwargs):
-        if "data_state" in kwargs and self._engine.global_steps == step:
+        if step and "data_state" in kwargs and self._engine.global_steps == step:
             raise InterruptedError("died in the middle of a save")
         return save(self, **kwargs)
 

@@ -105,6 +105,18 @@ def test_live_parameters_are_bounded(ranks):
     assert lean.memory["device"]["gathered"] < eager.memory["device"]["gathered"] / 2
 
 
+def test_prefetching_follows_the_size_of_the_model(ranks):
+    """A fixed 50,000,000 elements gather all of a small model at once; a sixteenth of it is one bucket ahead. The bits stay."""
+    fixed, follows = (
+        ranks(2).run(
+            train, layout=Layout(stage=3, zero={"bucket_size": 10**6, "prefetch_bucket_size": ahead}), steps=3
+        )[0]
+        for ahead in (50_000_000, None)
+    )
+    assert follows.digest == fixed.digest
+    assert follows.memory["device"]["gathered"] < fixed.memory["device"]["gathered"]
+
+
 def passing_bytes(process, *, layers: int) -> int:
     """Bytes of full gradients that stage 2 holds at one time, after a few steps of a deep model."""
     model = build()

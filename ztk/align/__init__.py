@@ -3,10 +3,11 @@
 from ztk.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.align.logprobs import token_logprobs
 from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
-from ztk.align.records import Example, RecordFormat, Text, read_examples
+from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples
 from ztk.align.sequences import Sequences, segment_sums
 
 __all__ = [
+    "ANSWER_END",
     "DpoLosses",
     "DpoPolicy",
     "Example",
@@ -16,6 +17,7 @@ __all__ = [
     "RecordFormat",
     "Sequences",
     "Text",
+    "chat_prompt",
     "dpo_loss",
     "dpo_losses",
     "last_values",

@@ -1,14 +1,14 @@
 """Records of chats and preferences: lines of JSON, checked before anything trains on them.
 
 A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, with "margin" if a reward model is to use one. A chat is {"messages":
-[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. Text is UTF-8 bytes. An answer
-ends with the stop byte, so that a policy learns to end.
+[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. Text is UTF-8 bytes, and an answer
+ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end token. So a policy learns to end.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from glob import glob
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.data import ByteTokenizer
+from ztk.data import ByteTokenizer, SubwordTokenizer
 
+ANSWER_END = ord("\n")  # ends an answer, unless data.stop says otherwise
 ROLES = ("system", "user", "assistant")
 _MAX_FAULTS = 10
 
@@ -31,8 +32,39 @@ class RecordFormat(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A text. ends: the end token follows, which is to be learnt if the text is."""
+
+    text: str
+    is_answer: bool = False
+    ends: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Encoding:
+    """end: ends an answer. reserved: a byte that no answer may contain; None: all may be there."""
+
+    encode: Callable[[str], list[int]]
+    end: int
+    reserved: int | None
+    dtype: torch.dtype
+
+    @staticmethod
+    def of_bytes(stop: int) -> "_Encoding":
+        return _Encoding(
+            encode=lambda text: ByteTokenizer().encode(text).tolist(), end=stop, reserved=stop, dtype=torch.uint8
+        )
+
+    @staticmethod
+    def of_tokenizer(tokenizer: SubwordTokenizer) -> "_Encoding":
+        return _Encoding(
+            encode=lambda text: tokenizer.encode(text).tolist(), end=tokenizer.end, reserved=None, dtype=torch.int32
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """tokens: uint8 [n]. answer: the token is to be learnt, bool [n]."""
+    """tokens: uint8 [n], or int32 [n] of a tokenizer. answer: the token is to be learnt, bool [n]."""
 
     tokens: Tensor
     answer: Tensor
@@ -42,13 +74,19 @@ class Text:
 
     @staticmethod
     def of(parts: Sequence[tuple[str, bool]], *, stop: int) -> "Text":
-        """From (text, whether it is an answer), in order; `stop` ends every answer."""
-        tokens, answer = [], []
-        for text, is_answer in parts:
-            bytes_ = ByteTokenizer().encode(text).tolist() + [stop] * is_answer
-            tokens += bytes_
-            answer += [is_answer] * len(bytes_)
-        return Text(tokens=torch.tensor(tokens, dtype=torch.uint8), answer=torch.tensor(answer, dtype=torch.bool))
+        """From (text, whether it is an answer), in order, as bytes; `stop` ends every answer."""
+        named = [_Part(text=text, is_answer=is_answer, ends=is_answer) for text, is_answer in parts]
+        return _text(named, encoding=_Encoding.of_bytes(stop))
+
+
+def _text(parts: Sequence[_Part], *, encoding: _Encoding) -> Text:
+    """The parts are tokenised one by one, so that no token is half an answer."""
+    tokens, answer = [], []
+    for part in parts:
+        found = encoding.encode(part.text) + [encoding.end] * part.ends
+        tokens += found
+        answer += [part.is_answer] * len(found)
+    return Text(tokens=torch.tensor(tokens, dtype=encoding.dtype), answer=torch.tensor(answer, dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +97,21 @@ class Example:
     margin: float = math.nan
 
 
-def read_examples(paths: Sequence[str], *, record_format: RecordFormat, seq_len: int, stop: int) -> list[Example]:
+def read_examples(
+    paths: Sequence[str],
+    *,
+    record_format: RecordFormat,
+    seq_len: int,
+    stop: int | None = None,
+    tokenizer: SubwordTokenizer | None = None,
+) -> list[Example]:
     """The lines of all files. paths: files, globs, or folders of *.jsonl. seq_len: the longest text in tokens. stop: the byte that
-    ends answers.
+    ends answers of bytes. tokenizer: of the texts; None: they are bytes.
 
     Raises:
         ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.
     """
+    encoding = _encoding(stop=stop, tokenizer=tokenizer)
     examples: list[Example] = []
     faults: list[str] = []
     for file in files_of(paths):
@@ -73,7 +119,7 @@ def read_examples(paths: Sequence[str], *, record_format: RecordFormat, seq_len:
             if not line.strip():
                 continue
             try:
-                examples.append(_example(line, record_format=record_format, seq_len=seq_len, stop=stop))
+                examples.append(_example(line, record_format=record_format, seq_len=seq_len, encoding=encoding))
             except ValueError as error:
                 faults.append(f"data.path={file}, line {number}: {error}")
             if len(faults) == _MAX_FAULTS:
@@ -83,6 +129,14 @@ def read_examples(paths: Sequence[str], *, record_format: RecordFormat, seq_len:
     if not examples:
         raise ValueError(f"data.path={', '.join(paths)}: there are no records; every line must be a JSON object")
     return examples
+
+
+def _encoding(*, stop: int | None, tokenizer: SubwordTokenizer | None) -> _Encoding:
+    if tokenizer is not None:
+        assert stop is None, "answers have one end"
+        return _Encoding.of_tokenizer(tokenizer)
+    assert stop is not None, "answers have an end"
+    return _Encoding.of_bytes(stop)
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
@@ -106,7 +160,7 @@ def _lines(file: Path) -> Iterator[str]:
         raise ValueError(f"data.path={file}: cannot be read as UTF-8 text ({error}); name others") from None
 
 
-def _example(line: str, *, record_format: RecordFormat, seq_len: int, stop: int) -> Example:
+def _example(line: str, *, record_format: RecordFormat, seq_len: int, encoding: _Encoding) -> Example:
     """Raises ValueError without the place."""
     try:
         record = json.loads(line)
@@ -115,7 +169,7 @@ def _example(line: str, *, record_format: RecordFormat, seq_len: int, stop: int)
     if not isinstance(record, dict):
         raise ValueError("must be a JSON object, such as {...}")
     make = _chat if record_format is RecordFormat.chat else _preference
-    example = make(record, stop=stop)
+    example = make(record, encoding=encoding)
     if (longest := max(len(text) for text in example.texts)) > seq_len:
         raise ValueError(
             f"{longest} tokens, and data.seq_len={seq_len}: shorten it, or use data.seq_len={longest} and a model.max_seq_len of as many"
@@ -123,51 +177,63 @@ def _example(line: str, *, record_format: RecordFormat, seq_len: int, stop: int)
     return example
 
 
-def _chat(record: Mapping[str, Any], *, stop: int) -> Example:
+def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     if "messages" in record:
-        parts = _rendered(record["messages"], stop=stop)
-        if not any(is_answer for _, is_answer in parts):
+        parts = _rendered(record["messages"], encoding=encoding)
+        if not any(part.is_answer for part in parts):
             raise ValueError('"messages" has no message of the role "assistant", so there is nothing to learn')
-        return Example(texts=(Text.of(parts, stop=stop),))
-    prompt = _prompt(record, stop=stop)
-    return Example(texts=(Text.of([*prompt, (_answer(record, key="answer", stop=stop), True)], stop=stop),))
+        return Example(texts=(_text(parts, encoding=encoding),))
+    prompt = _prompt(record, encoding=encoding)
+    answer = _Part(text=_answer(record, key="answer", encoding=encoding), is_answer=True, ends=True)
+    return Example(texts=(_text([*prompt, answer], encoding=encoding),))
 
 
-def _preference(record: Mapping[str, Any], *, stop: int) -> Example:
-    prompt = _prompt(record, stop=stop)
-    answers = [_answer(record, key=key, stop=stop) for key in ("chosen", "rejected")]
+def _preference(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
+    prompt = _prompt(record, encoding=encoding)
+    answers = [_answer(record, key=key, encoding=encoding) for key in ("chosen", "rejected")]
     if answers[0] == answers[1]:
         raise ValueError('"chosen" and "rejected" are equal, so there is nothing to learn: leave the line out')
     margin = record.get("margin", math.nan)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or math.isinf(margin):
         raise ValueError(f'"margin": {margin!r} must be a finite number')
-    texts = tuple(Text.of([*prompt, (answer, True)], stop=stop) for answer in answers)
+    texts = tuple(
+        _text([*prompt, _Part(text=answer, is_answer=True, ends=True)], encoding=encoding) for answer in answers
+    )
     return Example(texts=texts, margin=float(margin))
 
 
-def _prompt(record: Mapping[str, Any], *, stop: int) -> list[tuple[str, bool]]:
+def _prompt(record: Mapping[str, Any], *, encoding: _Encoding) -> list[_Part]:
     prompt = record.get("prompt")
     if isinstance(prompt, str) and prompt:
-        return [(prompt, False)]
+        return [_Part(text=prompt)]
     if isinstance(prompt, list):
-        parts = [
-            (f"{text}{chr(stop)}" if is_answer else text, False) for text, is_answer in _rendered(prompt, stop=stop)
-        ]
-        return [*parts, (_header("assistant"), False)]
+        parts = [replace(part, is_answer=False) for part in _rendered(prompt, encoding=encoding)]
+        return [*parts, _Part(text=_header("assistant"))]
     raise ValueError(f'"prompt": {_shown(prompt)} must be a text of a character or more, or a list of messages')
 
 
-def _answer(record: Mapping[str, Any], *, key: str, stop: int) -> str:
+def _answer(record: Mapping[str, Any], *, key: str, encoding: _Encoding) -> str:
     text = record.get(key)
     if isinstance(text, list) and len(text) == 1 and isinstance(text[0], dict) and text[0].get("role") == "assistant":
         text = text[0].get("content")
     if not isinstance(text, str):
         raise ValueError(f'"{key}": {_shown(text)} must be a text, or a list of one message of the role "assistant"')
-    return _without_stop(text, key=key, stop=stop)
+    return _without_stop(text, key=key, encoding=encoding)
 
 
-def _rendered(messages: Any, *, stop: int) -> list[tuple[str, bool]]:
-    """Messages as `<|role|>`, a line end, the content, and a line end, which behind an assistant's content is the stop byte."""
+def chat_prompt(
+    messages: Sequence[Mapping[str, str]], *, stop: int | None = None, tokenizer: SubwordTokenizer | None = None
+) -> list[int]:
+    """The tokens of a conversation up to where the next answer begins, as `task=sft` learns them. stop, tokenizer: see `read_examples`.
+
+    Raises ValueError for messages that are none.
+    """
+    encoding = _encoding(stop=stop, tokenizer=tokenizer)
+    return _text(_prompt({"prompt": list(messages)}, encoding=encoding), encoding=encoding).tokens.tolist()
+
+
+def _rendered(messages: Any, *, encoding: _Encoding) -> list[_Part]:
+    """Messages as `<|role|>`, a line end, the content, and a line end, which behind an assistant's content is the end of an answer."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{_shown(messages)} must be a list of messages")
     parts = []
@@ -182,8 +248,11 @@ def _rendered(messages: Any, *, stop: int) -> list[tuple[str, bool]]:
             )
         is_answer = message["role"] == "assistant"
         text = message["content"]
-        parts.append((_header(message["role"]), False))
-        parts.append((_without_stop(text, key="content", stop=stop), True) if is_answer else (f"{text}\n", False))
+        parts.append(_Part(text=_header(message["role"])))
+        if is_answer:
+            parts.append(_Part(text=_without_stop(text, key="content", encoding=encoding), is_answer=True, ends=True))
+        else:
+            parts.append(_Part(text=f"{text}\n"))
     return parts
 
 
@@ -191,10 +260,10 @@ def _header(role: str) -> str:
     return f"<|{role}|>\n"
 
 
-def _without_stop(text: str, *, key: str, stop: int) -> str:
-    if stop in text.encode():
+def _without_stop(text: str, *, key: str, encoding: _Encoding) -> str:
+    if encoding.reserved is not None and encoding.reserved in text.encode():
         raise ValueError(
-            f'"{key}" contains the byte {stop}, which ends an answer: use data.stop=3, or another byte that no answer contains'
+            f'"{key}" contains the byte {encoding.reserved}, which ends an answer: use data.stop=3, or another byte that no answer contains'
         )
     return text
 

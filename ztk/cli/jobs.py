@@ -1,6 +1,5 @@
 """The jobs of a command line and the table of a sweep."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,9 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ztk.report.status import Status, read_summary
+from ztk.report.sweep import SweepRecord
 from ztk.report.units import format_bytes, format_count
 
 _TIERS = ("device", "host", "nvme")
+_STYLES = {Status.done: "green", Status.pending: "dim", Status.running: "cyan"}
 
 
 class Outcome(IntEnum):
@@ -25,25 +27,34 @@ class Outcome(IntEnum):
     interrupted = 130
 
 
+_CODES = {Status.done: Outcome.done, Status.refused: Outcome.refused}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One run of a command line: its folder, and its overrides on the command line."""
+    """One run of a command line: its folder, its overrides on the command line, its state."""
 
     folder: Path
     overrides: tuple[str, ...]
-    outcome: Outcome
+    status: Status
 
     def summary(self) -> dict[str, Any]:
-        """`summary.json`; empty if there is none."""
-        try:
-            return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
+        """`summary.json`; empty if there is none, or if it is of a start before the last."""
+        return {} if self.status in (Status.running, Status.dead) else read_summary(self.folder)
+
+
+def jobs_of(record: SweepRecord, *, folder: Path) -> list[Job]:
+    """The jobs of a sweep, with their states as the folders say now."""
+    states = record.statuses(folder)
+    return [
+        Job(folder=folder / job.folder, overrides=(*job.overrides, *job.options), status=states[job.folder])
+        for job in record.jobs
+    ]
 
 
 def exit_code(jobs: Sequence[Job]) -> int:
     """The exit code of the outcome that all jobs share; 1 if their outcomes differ."""
-    outcomes = {job.outcome for job in jobs}
+    outcomes = {_CODES.get(job.status, Outcome.failed) for job in jobs}
     return int(Outcome.failed if len(outcomes) > 1 else next(iter(outcomes), Outcome.done))
 
 
@@ -60,11 +71,10 @@ def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:
     shared = set.intersection(*[set(job.overrides) for job in jobs]) if len(jobs) > 1 else set()
     for job, summary in zip(jobs, summaries, strict=True):
         own = " ".join(override for override in job.overrides if override not in shared)
-        style = "green" if job.outcome is Outcome.done else "red"
         peaks = [_cell(summary.get(f"peak_memory.{tier}_bytes"), format_bytes) for tier in tiers]
         table.add_row(
             job.folder.name,
-            Text(job.outcome.name, style=style),
+            Text(job.status.name, style=_STYLES.get(job.status, "red")),
             own,
             _cell(summary.get("final_loss"), "{:.4f}".format),
             _cell(summary.get("tokens_per_second"), format_count),

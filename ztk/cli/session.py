@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,16 @@ from omegaconf import DictConfig
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
 from ztk.cli.help import requested_help
-from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
+from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
+from ztk.cli.resumed import is_finished
+from ztk.cli.sweep_line import SweepLine, read_line
+from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
 from ztk.launch import ExternalRank, RankError, first_cause, forget_failure, read_failure
-from ztk.report.folder import write_failed_summary, write_json
+from ztk.report.folder import OPTIONS, write_failed_summary, write_json
+from ztk.report.heartbeat import Heartbeat
+from ztk.report.status import Status
+from ztk.report.sweep import SweepRecord
 
 # Errors whose text tells a user what to fix; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
@@ -31,6 +38,8 @@ class Session:
     def __init__(self) -> None:
         self._jobs: list[Job] = []
         self._sweeping = False
+        self._listing = False
+        self._sweep: tuple[Path, SweepRecord] | None = None
         self._external = ExternalRank.of_environment()
 
     def main(self, compose_and_run: Callable[[], None]) -> int:
@@ -39,6 +48,7 @@ class Session:
         compose_and_run: the function under `hydra.main`, which calls `run_job` for every job.
         """
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, not to Hydra's own printer
+        os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
         try:
             help_text = requested_help(sys.argv[1:])
             if help_text is not None:
@@ -58,8 +68,8 @@ class Session:
             self._print_jobs()
             self._say("interrupted")
             return Outcome.interrupted
-        self._print_jobs()
-        return exit_code(self._jobs)
+        jobs = self._print_jobs()
+        return Outcome.done if self._listing else exit_code(jobs)
 
     def run_job(self, choices: DictConfig) -> float:
         """One composed job, from check to end. Returns its final loss, NaN if it has none.
@@ -69,26 +79,48 @@ class Session:
         hydra = HydraConfig.get()
         self._sweeping = hydra.mode is RunMode.MULTIRUN
         folder, overrides = Path(hydra.runtime.output_dir), tuple(hydra.overrides.task)
+        options = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra")}
         choices.output_dir = str(folder)
-        outcome = Outcome.interrupted
+        status = Status.failed
         try:
             config = configuration.to_config(
                 choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
             )
-            self._record(folder, overrides=overrides)
-            outcome = self._start_ranks(config) if self._external is None else self._be_rank(config)
+            configuration.check_resumed(config)
+            status = self._run_or_skip(config, folder=folder, overrides=overrides, options=options)
         except ConfigError as error:
             self._say(str(error))
-            outcome = Outcome.refused
+            status = Status.refused
             if self._sweeping:
-                self._record(folder, overrides=overrides)
-                write_failed_summary(folder, error=str(error))
+                self._record(folder, overrides=overrides, options=options)
+                write_failed_summary(folder, error=str(error), status=Status.refused)
             elif self._external is None or self._external.rank == 0:
                 _remove_if_empty(folder)
         finally:
-            self._jobs.append(Job(folder=folder, overrides=overrides, outcome=outcome))
+            self._jobs.append(Job(folder=folder, overrides=overrides, status=status))
         loss = self._jobs[-1].summary().get("final_loss")
         return math.nan if loss is None else loss
+
+    def _prepare(self, config: Config) -> None:
+        """Bad text is refused here, before ranks start."""
+        try:
+            configuration.prepare_text(config, say=self._say)
+        except ValueError as error:
+            raise ConfigError(str(error).splitlines()) from None
+
+    def _run_or_skip(
+        self, config: Config, *, folder: Path, overrides: tuple[str, ...], options: dict[str, str]
+    ) -> Status:
+        if self._external is None and is_finished(config):
+            self._say(f"{folder}: done after {config.train.steps} steps, nothing is left to do")
+            return Status.done
+        if self._external is None:
+            self._prepare(config)
+        self._record(folder, overrides=overrides, options=options)
+        if self._external is not None and self._external.rank != 0:
+            return self._be_rank(config)
+        with Heartbeat(folder) as beat:
+            return self._start_ranks(config) if self._external is None else self._be_rank(config, beat=beat)
 
     def _prepare_arguments(self) -> None:
         arguments = sys.argv[1:]
@@ -100,24 +132,50 @@ class Session:
         flags, overrides = configuration.split_flags(arguments)
         folders = [configuration.conf_dir(), *configuration.extra_folders(flags)]
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
-            raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one"])
+            jobs = "; sweep.list=true shows the jobs of a sweep" if {"-m", "--multirun"} & set(exclusive) else ""
+            raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
         sweep = "-m" in flags or "--multirun" in flags
         renamed = configuration.rename_keys(overrides)
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
         self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
-        sys.argv[1:] = flags + configuration.parse_arguments(expanded.words, folders=folders, sweep=sweep)
+        sweep = sweep or any(word.startswith("sweep.resume=") for word in expanded.words)
+        words = configuration.parse_arguments(expanded.words, folders=folders, sweep=sweep)
+        line = read_line(words, flags=flags)
+        sys.argv[1:] = line.flags + line.words
+        if line.options is not None:
+            self._prepare_sweep(line)
+
+    def _prepare_sweep(self, line: SweepLine) -> None:
+        assert line.options is not None
+        self._listing = line.options.list
+        request = SweepRequest(
+            options=line.options,
+            command=os.environ["ZTK_COMMAND"],
+            flags=line.own_flags,
+            words=line.own_words,
+            machine=self._machine(),
+            shows=self._note_sweep,
+            say=self._say,
+        )
+        register(request)
+
+    def _note_sweep(self, folder: Path, record: SweepRecord) -> None:
+        self._sweep, self._sweeping = (folder, record), True
 
     def _machine(self) -> Machine:
         if self._external is None:
             return Machine.here()
         return Machine.here(started_ranks=self._external.world_size, started_here=self._external.local_world_size)
 
-    def _record(self, folder: Path, *, overrides: tuple[str, ...]) -> None:
+    def _record(self, folder: Path, *, overrides: tuple[str, ...], options: dict[str, str]) -> None:
         if self._external is None or self._external.rank == 0:
+            if self._sweeping and (folder / "overrides.json").exists():
+                return  # a job that goes on: what it was started with stays
             values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
             write_json(folder / "overrides.json", values=values)
+            write_json(folder / OPTIONS, values=options)
 
-    def _start_ranks(self, config: Config) -> Outcome:
+    def _start_ranks(self, config: Config) -> Status:
         folder = Path(config.output_dir)
         try:
             run_until_done(config, say=self._say)
@@ -126,15 +184,15 @@ class Session:
             if error.failure.kind not in _SELF_EXPLAINING:
                 print(error.failure.trace, end="", file=sys.stderr)
             self._say(f"the run failed: {error}", f"log: {error.log}")
-            return Outcome.failed
+            return Status.failed
         except (KeyboardInterrupt, SystemExit):
-            write_failed_summary(folder, error="interrupted")
+            write_failed_summary(folder, error=INTERRUPTED)
             raise
         finally:
             _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
-        return Outcome.done
+        return Status.done
 
-    def _be_rank(self, config: Config) -> Outcome:
+    def _be_rank(self, config: Config, *, beat: Heartbeat | None = None) -> Status:
         """Runs this process as a rank of another launcher. A rank that fails writes the summary, with the first cause known by then."""
         from ztk.worker import leave, run_task
 
@@ -148,12 +206,14 @@ class Session:
         forget_failure(config.output_dir, rank=self._external.rank)  # of the start before this one
         failure = run_task(config, rank=self._external.rank)
         if failure is None:
-            return Outcome.done
+            return Status.done
         failures = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
         cause = first_cause([failure for failure in failures if failure is not None])
         write_failed_summary(config.output_dir, error=str(cause))
         self._external.tell_starter(failure)
         print(f"ztk: {failure}", file=sys.stderr)
+        if beat is not None:
+            beat.end()
         leave(Outcome.failed)
 
     def _refuse(self, error: ConfigError) -> int:
@@ -168,11 +228,17 @@ class Session:
         if self._external is None or self._external.rank == 0:
             print(text)
 
-    def _print_jobs(self) -> None:
-        if self._sweeping and self._jobs:
+    def _print_jobs(self) -> list[Job]:
+        """The table of a sweep. Returns its jobs, with their states as the folders say, whatever process has run them."""
+        jobs = self._jobs
+        if self._sweep is not None:
+            folder, record = self._sweep
+            jobs = jobs_of(record, folder=folder)
+        if self._sweeping and jobs:
             from rich.console import Console
 
-            print_jobs(self._jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
+            print_jobs(jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
+        return jobs
 
 
 def _remove_if_empty(folder: Path) -> None:

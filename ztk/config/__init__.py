@@ -2,34 +2,51 @@
 
 from ztk.config.arguments import extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
-from ztk.config.compose import compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
+from ztk.config.compose import SWEEPER, compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
 from ztk.config.ds_config import expand_ds_config
+from ztk.config.identity import check_resumed, hash_of, job_hash
 from ztk.config.machine import Machine
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
+from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
+from ztk.config.sweep_schema import RepeatWith, SweepConfig
+from ztk.config.text import prepare_text, reads_documents, text_policy, tokenizer_of_run
 
 __all__ = [
+    "SWEEPER",
     "Config",
     "ConfigError",
     "GroupReference",
     "KeyReference",
     "Machine",
+    "RepeatWith",
+    "SweepConfig",
+    "SweepWords",
     "build_reference",
+    "check_resumed",
     "compose",
     "conf_dir",
     "expand_ds_config",
     "extra_folders",
     "find_reference",
     "from_yaml",
+    "hash_of",
+    "job_hash",
     "load",
     "on_fewer_ranks",
+    "only_resume",
     "parse_arguments",
+    "prepare_text",
+    "reads_documents",
     "refusal",
     "rename_keys",
     "save",
     "split_flags",
+    "take_sweep_keys",
+    "text_policy",
     "to_config",
     "to_yaml",
+    "tokenizer_of_run",
 ]

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from ztk.config.align_schema import DpoLossName, RewardLossName
+from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DataName, ZeroEngine
+from ztk.config.text import has_tokenizer
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 
 ALIGNMENT_TASKS = ("sft", "reward", "dpo")
@@ -38,13 +40,19 @@ def _record_faults(config: Config) -> Iterator[str]:
         if data.seq_len < BUILT_IN_LENGTH:
             yield f"data.seq_len={data.seq_len}: texts of the built-in task have {BUILT_IN_LENGTH} tokens; use data.seq_len={BUILT_IN_LENGTH}"
         return
-    if not data.seq_len or not data.stop:
+    if not data.seq_len or not (data.stop or has_tokenizer(config)):
         return  # the ranges say so
     from ztk.align import RecordFormat, read_examples  # here: torch takes a second, and only files need it
+    from ztk.data import SubwordTokenizer
 
     try:
+        tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else None
         examples = read_examples(
-            data_paths(config), record_format=RecordFormat(data.name.value), seq_len=data.seq_len, stop=data.stop
+            data_paths(config),
+            record_format=RecordFormat(data.name.value),
+            seq_len=data.seq_len,
+            stop=None if tokenizer else data.stop,
+            tokenizer=tokenizer,
         )
     except ValueError as error:
         yield from str(error).splitlines()
@@ -66,6 +74,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if name == "sft":
         return
+    if is_hugging_face(config.model):
+        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft with model=hf"
     for degree in DEGREES:
         value = getattr(config.topology, degree)
         if value > 1:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
-from ztk.config.keys import expected, holds_int, holds_number, leaf_types, section_of
+from ztk.config.keys import expected, holds_int, holds_number, line_types, section_of
 from ztk.config.rules import ConfigError
 from ztk.config.suggest import did_you_mean, near_keys, near_options
 
@@ -95,7 +95,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
 
 def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
     match = _OVERRIDE.fullmatch(override)
-    known = leaf_types()
+    known = line_types()
     if match is None:
         yield f"{override}: an option is written key=value; --help lists all"
         return
@@ -179,7 +179,7 @@ def _is_sweep(override: str) -> bool:
 
 def _whole_numbers(override: str) -> str:
     key, equals, value = override.partition("=")
-    if not holds_int(leaf_types().get(key.lstrip("+"))):
+    if not holds_int(line_types().get(key.lstrip("+"))):
         return override
     return key + equals + ",".join(map(_whole_number, value.split(",")))
 

@@ -18,18 +18,25 @@ from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import data_paths, flatten, leaf_types
+from ztk.config.keys import SWEEP, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.planning import PLAN
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
 from ztk.config.schema import Config, DataName, SchedulerName
+from ztk.config.text import BYTES, TRAIN
+from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 
 _OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
+# Hydra's own sweeper with another class, which `ztk.cli` registers.
+SWEEPER = "hydra_plugins.ztk.JobSweeper"
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="ztk", node={"_target_": SWEEPER, "max_batch_size": None, "params": None}
+)
 
 
 def conf_dir() -> str:
@@ -50,6 +57,8 @@ def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | N
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
     arguments = parse_arguments(words, folders=[conf_dir()])
+    if several := [word for word in arguments if word.startswith(f"{SWEEP}.")]:
+        raise ConfigError([f"{word}: is for a sweep, and this is one run; leave it out" for word in several])
     folder = str(Path(output_dir).absolute())
     try:
         with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -91,6 +100,8 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
+    if config.task.name not in ANSWERING and (faults := follow_tokenizer(config, given=given)):
+        raise ConfigError(faults)
     if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
@@ -211,6 +222,8 @@ def _settle_paths(config: Config) -> None:
         config.inference.prompts = _absolute(config.inference.prompts)
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
+    if config.data.tokenizer not in (None, BYTES, TRAIN):
+        config.data.tokenizer = _absolute(config.data.tokenizer)
     if config.reward.function is not None:
         path, _, function = config.reward.function.rpartition(":")
         config.reward.function = f"{_absolute(path)}:{function}"

@@ -24,6 +24,7 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
@@ -153,7 +154,11 @@ def _alignment_effects() -> Iterator[Effect]:
         only="task=sft, task=reward or task=dpo",
         required=False,
     )
-    yield Effect(keys=("data.stop",), when=_reads_records, only="data=chat or data=preferences")
+    yield Effect(
+        keys=("data.stop",),
+        when=lambda c, m: _reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
+        only="data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
+    )
 
 
 EFFECTS = (
@@ -162,7 +167,6 @@ EFFECTS = (
     Effect(
         keys=_section(
             "zero",
-            "prefetch_bucket_size",
             "max_live_parameters",
             "max_reuse_distance",
             "param_persistence_threshold",
@@ -171,6 +175,9 @@ EFFECTS = (
         ),
         when=lambda c, m: c.zero.stage == 3,
         only="zero=stage3",
+    ),
+    Effect(
+        keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
     ),
     Effect(
         keys=_section("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
@@ -271,6 +278,22 @@ EFFECTS = (
         required=False,
     ),
     Effect(
+        keys=("data.tokenizer",),
+        when=lambda c, m: c.data.name in TEXT or (_reads_records(c, m) and c.data.path is not None),
+        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
+    ),
+    Effect(
+        keys=("data.vocab_size",),
+        when=lambda c, m: c.data.name in TEXT and c.data.tokenizer == TRAIN,
+        only="data.tokenizer=train",
+    ),
+    Effect(
+        keys=("data.field", "data.on_error"),
+        when=lambda c, m: c.data.name is DataName.files and reads_documents(c),
+        only="data=files with jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
+    ),
+    Effect(keys=("data.mixture",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
+    Effect(
         keys=("data.validation_fraction",),
         when=lambda c, m: (
             c.data.name in (DataName.stdlib, DataName.files) or (_reads_records(c, m) and c.data.path is not None)
@@ -352,6 +375,12 @@ EFFECTS = (
         keys=("checkpoint.keep_best",),
         when=lambda c, m: c.checkpoint.every != 0 and c.data.name in (DataName.stdlib, DataName.files),
         only="checkpoint.every above 0 and data=stdlib or data=files",
+    ),
+    Effect(
+        keys=("checkpoint.allow_changes",),
+        when=lambda c, m: c.checkpoint.resume is not None,
+        only="checkpoint.resume",
+        required=False,
     ),
     Effect(
         keys=("launch.elastic",),

@@ -100,7 +100,8 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={config.data.seq_len} is longer than the {model.max_seq_len} tokens of {model.path}: use "
             f"data.seq_len={model.max_seq_len}"
         )
-    if config.data.name is not DataName.synthetic and model.vocab_size < 256:
+    reads_bytes = config.data.name is not DataName.synthetic and config.data.tokenizer in (None, "bytes")
+    if reads_bytes and model.vocab_size < 256:
         yield f"model.path={model.path}: text is read as bytes, and its vocabulary has {model.vocab_size} tokens; use data=synthetic"
 
 

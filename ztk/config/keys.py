@@ -9,6 +9,9 @@ from enum import Enum
 from typing import Any
 
 from ztk.config.schema import Config
+from ztk.config.sweep_schema import SweepConfig
+
+SWEEP = "sweep"  # the section whose keys are those of a command line, not of a run
 
 
 @functools.cache
@@ -24,8 +27,15 @@ def leaf_types(section: type = Config, *, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def line_types() -> dict[str, Any]:
+    """`leaf_types` and the keys of a sweep: everything that a command line may set."""
+    return leaf_types() | leaf_types(SweepConfig, prefix=f"{SWEEP}.")
+
+
 def section_of(key: str) -> type:
     """The dataclass that declares `key`."""
+    if key.startswith(f"{SWEEP}."):
+        return SweepConfig
     section: Any = Config
     for name in key.split(".")[:-1]:
         section = typing.get_type_hints(section)[name]

@@ -10,7 +10,7 @@ import yaml
 
 from ztk.config.arguments import OVERLAY_MARK, options_of
 from ztk.config.effects import EFFECTS
-from ztk.config.keys import expected, flatten, leaf_types, section_of, written
+from ztk.config.keys import expected, flatten, line_types, section_of, written
 from ztk.config.rules import ConfigError, range_of
 from ztk.config.schema import Config
 from ztk.config.suggest import did_you_mean, near_keys
@@ -67,7 +67,7 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
         if not files and group in root:
             values = {"": dict(flatten(root[group], prefix=f"{group}."))}
         values |= overlays
-        keys = [key for key in leaf_types() if key.startswith(f"{group}.")]
+        keys = [key for key in line_types() if key.startswith(f"{group}.")]
         found[group] = GroupReference(
             name=group,
             meaning=_SETS.get(group) or _summary(section_of(f"{group}.").__doc__),
@@ -103,7 +103,7 @@ def _key_reference(key: str, *, values: dict[str, dict[str, Any]], usual: str) -
 
 def _takes(key: str) -> str:
     """The type, then the range, then null."""
-    kind, limits = expected(leaf_types()[key]), range_of(key)
+    kind, limits = expected(line_types()[key]), range_of(key)
     name, null, _ = kind.partition(" or null")
     return f"{name}, {limits}{',' * bool(null)}{null}" if limits else kind
 

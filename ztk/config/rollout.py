@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from ztk.config.hugging_face import is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import (
     AdvantageScale,
@@ -36,6 +37,8 @@ def rollout_faults(config: Config, machine: Machine) -> Iterator[str]:
 
 def _strategy_faults(config: Config) -> Iterator[str]:
     name = config.task.name
+    if is_hugging_face(config.model):
+        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft with model=hf"
     for degree in DEGREES:
         value = getattr(config.topology, degree)
         if value > 1:

@@ -26,6 +26,9 @@ from ztk.config.schema import (
     SchedulerName,
     ZeroEngine,
 )
+from ztk.config.sweep_schema import SWEEP_RANGES
+from ztk.config.text import has_tokenizer
+from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
 from ztk.policies import (
     align,
@@ -39,6 +42,7 @@ from ztk.policies import (
     recompute,
     rollout,
     schedule,
+    text,
     zero,
 )
 from ztk.policies.ranges import (
@@ -93,6 +97,7 @@ RANGES = {
     "lora.rank": Range(low=0, high=65_536),
     "lora.alpha": POSITIVE,
     "lora.dropout": BELOW_ONE,
+    **_of("data", ranges=text.RANGES),
     "data.validation_fraction": BELOW_ONE,
     "data.seq_len": COUNT,
     "train.steps": Range(low=1, high=2**24),  # the step counter on the device is float32: exact up to here
@@ -126,7 +131,8 @@ def range_of(key: str) -> str:
         return "two of 0 or more and below 1"
     if key in ("offload.buffer_bytes", "offload.block_bytes"):
         return f"a multiple of {offload.PAGE_BYTES}"
-    return RANGES[key].brief if key in RANGES else ""
+    allowed = RANGES.get(key) or SWEEP_RANGES.get(key)
+    return allowed.brief if allowed else ""
 
 
 def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
@@ -236,7 +242,7 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
             f"data.seq_len={data.seq_len} is longer than model.max_seq_len={model.max_seq_len}: "
             f"use data.seq_len={model.max_seq_len}, or model.max_seq_len={data.seq_len}"
         )
-    if data.name is not DataName.synthetic and 0 < model.vocab_size < 256:
+    if data.name is not DataName.synthetic and not has_tokenizer(config) and 0 < model.vocab_size < 256:
         yield f"model.vocab_size={model.vocab_size}: text is read as bytes, use model.vocab_size=256, or data=synthetic"
 
 
@@ -367,5 +373,6 @@ _RULES = (
     _launch,
     rollout_faults,
     alignment_faults,
+    text_faults,
     planning_faults,
 )

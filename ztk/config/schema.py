@@ -60,6 +60,11 @@ class DataName(StrEnum):
     preferences = "preferences"  # pairs of answers: made on the spot, or lines of `data.path`
 
 
+class OnError(StrEnum):
+    refuse = "refuse"  # before ranks start
+    skip = "skip"  # leave it out, and count it
+
+
 class ModelInit(StrEnum):
     pretrained = "pretrained"  # the weights in the folder
     random = "random"  # drawn as transformers draws them; the folder needs only its config.json
@@ -122,7 +127,11 @@ class ZeroConfig:
         "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too", default=None
     )
     bucket_size: int | None = key("elements of one flat buffer; a larger unit is split", default=None)
-    prefetch_bucket_size: int | None = key("elements of parameters gathered ahead of their use", default=None)
+    prefetch_bucket_size: int | None = key(
+        "elements of parameters gathered ahead of their use, one bucket at least; 0: none; null: a sixteenth of the model's, at most "
+        "50,000,000",
+        default=None,
+    )
     max_live_parameters: int | None = key(
         "nothing is gathered ahead while this many elements are gathered", default=None
     )
@@ -240,7 +249,7 @@ class ModelConfig:
         "ztk's kernels compute norms, gated MLPs and attention where they compute the same as the model's modules on a sample",
         default=None,
     )
-    vocab_size: int = key("tokens of the vocabulary; text is read as bytes, which are 256")
+    vocab_size: int = key("tokens of the vocabulary; it follows data.tokenizer, and bytes are 256")
     dim: int = key("width of the residual stream")
     layers: int = key("number of blocks")
     heads: int = key("query heads")
@@ -285,6 +294,21 @@ class DataConfig:
         '...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": ..., "rejected": ...}'
     )
     path: Any = key("a file, a folder, a glob, or a list of them", default=None)
+    tokenizer: str | None = key(
+        "bytes; train: a byte-level BPE of data.vocab_size tokens, made on the training text; or a folder with a tokenizer.json. "
+        "model.vocab_size follows it unless it is given",
+        default=None,
+    )
+    vocab_size: int | None = key("tokens of data.tokenizer=train, the bytes and the end token included", default=None)
+    field: str | None = key("field of jsonl and column of parquet that has the text", default=None)
+    mixture: list[float] | None = key(
+        "weights of the entries of data.path, as in [0.7,0.3]: parts of the training sequences; null: one order over all documents",
+        default=None,
+    )
+    on_error: OnError | None = key(
+        "what becomes of broken records and files: refuse: the run does not start; skip: they are left out and counted",
+        default=None,
+    )
     stop: int | None = key("byte that ends an answer of data=chat and data=preferences; 10: a line end", default=None)
     validation_fraction: float | None = key("part of the text held out for evaluation", default=None)
     seq_len: int = key("tokens per sequence")
@@ -375,6 +399,10 @@ class CheckpointConfig:
     asynchronous: bool | None = key("training goes on while the files are written", default=None)
     resume: str | None = key(
         "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
+        default=None,
+    )
+    allow_changes: bool | None = key(
+        "continue although keys that change numbers, such as optimizer.lr, differ from those of the checkpoint's run",
         default=None,
     )
 

@@ -1,7 +1,24 @@
-"""Token streams with resumable state: bytes of real text, or synthetic tokens for benchmarks."""
+"""Token streams with resumable state: bytes of real text, documents as tokens, or synthetic tokens for benchmarks."""
 
 from ztk.data.corpus import ByteCorpus
-from ztk.data.stream import Batch, Share, SyntheticStream, TokenStream, held_out_batches
+from ztk.data.stream import Batch, Share, Stream, SyntheticStream, TokenStream, held_out_batches
+from ztk.data.subword import SubwordTokenizer
+from ztk.data.tokencache import ReadPolicy
 from ztk.data.tokenizer import ByteTokenizer
+from ztk.data.tokens import TextPolicy, TokenCorpus, open_tokens
 
-__all__ = ["Batch", "ByteCorpus", "ByteTokenizer", "Share", "SyntheticStream", "TokenStream", "held_out_batches"]
+__all__ = [
+    "Batch",
+    "ByteCorpus",
+    "ByteTokenizer",
+    "ReadPolicy",
+    "Share",
+    "Stream",
+    "SubwordTokenizer",
+    "SyntheticStream",
+    "TextPolicy",
+    "TokenCorpus",
+    "TokenStream",
+    "held_out_batches",
+    "open_tokens",
+]

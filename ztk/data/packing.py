@@ -28,7 +28,7 @@ def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float)
 
     Raises ValueError if the folder cannot be written.
     """
-    folder = _folder(cache_dir)
+    folder = cache_folder(cache_dir)
     listing = "\n".join(f"{file.path.absolute()}\t{file.size}\t{file.modified}" for file in files)
     key = hashlib.blake2b(f"{_FORMAT} {_PERIOD} {share}\n{listing}".encode(), digest_size=12).hexdigest()
     packed = folder / f"corpus-{key}.bin"
@@ -44,7 +44,8 @@ def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float)
     return packed
 
 
-def _folder(cache_dir: str | None) -> Path:
+def cache_folder(cache_dir: str | None) -> Path:
+    """The folder of packed and tokenised text: `cache_dir`, else ztk below $XDG_CACHE_HOME or ~/.cache."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ztk"

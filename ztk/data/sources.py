@@ -19,6 +19,11 @@ class SourceFile:
     size: int  # bytes
     modified: int  # nanoseconds since 1970
 
+    def has_changed(self) -> bool:
+        """Whether size or time of modification are others now."""
+        status = self.path.stat()
+        return (status.st_size, status.st_mtime_ns) != (self.size, self.modified)
+
 
 def standard_library() -> list[SourceFile]:
     """The Python files of the running interpreter's standard library, tests left out, in sorted order.

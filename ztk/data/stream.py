@@ -12,7 +12,7 @@ micro-batches of `weight * mean loss of the micro-batch` is the mean over the gl
 micro-batch without a sequence takes any one, with the weight 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,7 @@ class Share:
         return len(self.sequences(micro_step)) * self.world_size * self.accumulation_steps / self.global_batch
 
 
-class _Stream:
+class Stream:
     """The order of [Note: Global order]; a subclass defines the sequence at a position."""
 
     def __init__(self, share: Share, *, seq_len: int) -> None:
@@ -91,7 +91,7 @@ class _Stream:
         share, step = self.share, self._micro_step
         numbers = share.sequences(step)
         batch = _batch(
-            [self._sequence(self._position + number) for number in numbers or [numbers.start]],
+            [self.sequence(self._position + number) for number in numbers or [numbers.start]],
             weight=share.weight(step),
         )
         self._micro_step += 1
@@ -107,11 +107,11 @@ class _Stream:
                 f"the stream is at forward {self._micro_step} of {self.share.accumulation_steps} of a step; "
                 "save after the optimizer step"
             )
-        return {"position": self._position, **self._identity()}
+        return {"position": self._position, **self.identity()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Continues where `state` was saved, on any number of ranks. Raises ValueError if the data differ."""
-        for key, value in self._identity().items():
+        for key, value in self.identity().items():
             if state.get(key) != value:
                 raise ValueError(
                     f"the checkpoint's data has {key} {state.get(key)}, this run {value}; resume with the same data, "
@@ -120,16 +120,16 @@ class _Stream:
         self._position = int(state["position"])
         self._micro_step = 0
 
-    def _sequence(self, position: int) -> Tensor:
+    def sequence(self, position: int) -> Tensor:
         """The tokens of the sequence at a global position, int64 [seq_len + 1]."""
         raise NotImplementedError
 
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         """The values that must be equal for a position to name the same sequence."""
         raise NotImplementedError
 
 
-class TokenStream(_Stream):
+class TokenStream(Stream):
     """The sequences of a token array, endless, in a new order in every epoch.
 
     Sequence i is `data[i * seq_len : (i + 1) * seq_len + 1]`, so that every token but the first is a target once per
@@ -143,7 +143,7 @@ class TokenStream(_Stream):
         """
         super().__init__(share, seq_len=seq_len)
         self.data = data
-        self.num_sequences = _num_sequences(data, seq_len=seq_len)
+        self.num_sequences = sequences_in(data, seq_len=seq_len)
         self._seed = seed
         self._digest = digest
         self._epoch = -1
@@ -154,14 +154,14 @@ class TokenStream(_Stream):
         """How often the data has been read, over all ranks."""
         return self._position / self.num_sequences
 
-    def _sequence(self, position: int) -> Tensor:
+    def sequence(self, position: int) -> Tensor:
         epoch, index = divmod(position, self.num_sequences)
         if epoch != self._epoch:  # a batch may lie across the end of an epoch: this may go back and forth once
             self._epoch = epoch
             self._order = Permutation(self.num_sequences, seed=(self._seed, "data", epoch))
-        return _window(self.data, index=self._order[index], seq_len=self.seq_len)
+        return window(self.data, index=self._order[index], seq_len=self.seq_len)
 
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         return {
             "seq_len": self.seq_len,
             "seed": self._seed,
@@ -170,7 +170,7 @@ class TokenStream(_Stream):
         }
 
 
-class SyntheticStream(_Stream):
+class SyntheticStream(Stream):
     """Uniformly random tokens, a function of seed and position; there is nothing to learn in them."""
 
     def __init__(self, *, vocab_size: int, seq_len: int, share: Share, seed: int) -> None:
@@ -178,12 +178,12 @@ class SyntheticStream(_Stream):
         self.vocab_size = vocab_size
         self._seed = seed
 
-    def _sequence(self, position: int) -> Tensor:
+    def sequence(self, position: int) -> Tensor:
         return torch.randint(
             self.vocab_size, (self.seq_len + 1,), generator=generator(self._seed, "synthetic", position)
         )
 
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         return {"seq_len": self.seq_len, "seed": self._seed, "vocab_size": self.vocab_size}
 
 
@@ -194,16 +194,24 @@ def held_out_batches(data: Tensor, *, seq_len: int, share: Share, num_sequences:
     all tokens, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
     Raises ValueError if `data` is shorter than one sequence.
     """
-    available = _num_sequences(data, seq_len=seq_len)
+    available = sequences_in(data, seq_len=seq_len)
     count = min(num_sequences, available)
+    yield from batches_of(
+        count, share=share, read=lambda number: window(data, index=number * available // count, seq_len=seq_len)
+    )
+
+
+def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor]) -> Iterator[Batch]:
+    """This rank's micro-batches of `count` sequences, weighted as those of `held_out_batches`. read: number -> tokens, int64 [seq_len + 1]."""
     own = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
     for step in range(own.accumulation_steps):
         numbers = own.sequences(step)
-        picks = [min(number, count - 1) * available // count for number in numbers or [numbers.start]]
-        yield _batch([_window(data, index=pick, seq_len=seq_len) for pick in picks], weight=own.weight(step))
+        picks = [min(number, count - 1) for number in numbers or [numbers.start]]
+        yield _batch([read(pick) for pick in picks], weight=own.weight(step))
 
 
-def _num_sequences(data: Tensor, *, seq_len: int) -> int:
+def sequences_in(data: Tensor, *, seq_len: int) -> int:
+    """How many full sequences `data` has. Raises ValueError if it has none."""
     if seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len}: must be at least 1")
     if len(data) < seq_len + 1:
@@ -214,7 +222,8 @@ def _num_sequences(data: Tensor, *, seq_len: int) -> int:
     return (len(data) - 1) // seq_len
 
 
-def _window(data: Tensor, *, index: int, seq_len: int) -> Tensor:
+def window(data: Tensor, *, index: int, seq_len: int) -> Tensor:
+    """Sequence `index` of `data` and the token behind it, int64 [seq_len + 1]."""
     start = index * seq_len
     return data[start : start + seq_len + 1].long()
 

@@ -1,17 +1,28 @@
 """Bytes as tokens."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 class ByteTokenizer:
-    """UTF-8 text to byte values and back. The vocabulary is the 256 bytes; there are no special tokens."""
+    """UTF-8 text to byte values and back. The vocabulary is the 256 bytes; there are no special tokens.
+
+    end: ends a document of jsonl or parquet; no text has this byte. Text files are read as they are, without it.
+    """
 
     vocab_size = 256
+    end = 0
+    digest = "bytes"
 
     def encode(self, text: str) -> Tensor:
         """The bytes of `text`, int64 [num_bytes]."""
         return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
+        """The bytes of each text."""
+        return [text.encode() for text in texts]
 
     def decode(self, tokens: Tensor) -> str:
         """The text of `tokens` [num_bytes]; bytes that are not UTF-8 become U+FFFD.

@@ -243,11 +243,12 @@ def to_ds_config(config: Mapping) -> dict:
     }
     if zero["stage"] == 3:
         made["zero_optimization"] |= {
-            "stage3_prefetch_bucket_size": zero["prefetch_bucket_size"],
             "stage3_max_live_parameters": zero["max_live_parameters"],
             "stage3_max_reuse_distance": zero["max_reuse_distance"],
             "stage3_param_persistence_threshold": zero["param_persistence_threshold"],
         }
+        if zero["prefetch_bucket_size"] is not None:  # which follows the model's size, and DeepSpeed's does not
+            made["zero_optimization"]["stage3_prefetch_bucket_size"] = zero["prefetch_bucket_size"]
     names = {
         "quantized_weights": "zero_quantized_weights",
         "quantized_gradients": "zero_quantized_gradients",

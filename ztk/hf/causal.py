@@ -73,6 +73,27 @@ def open_causal(
     return model.train(), values
 
 
+def empty_causal(path: str) -> nn.Module:
+    """The model of the folder's config.json as transformers has it: parameters on the meta device, buffers with their values.
+
+    Raises ValueError as `open_causal`.
+    """
+    return _build(transformers_module(), read_config(path))
+
+
+def folder_causal(path: str) -> nn.Module:
+    """The model of the folder with its weights, fp32 on the CPU. Raises ValueError as `open_causal`."""
+    config = read_config(path)
+    try:
+        return transformers_module().AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path={path}: {str(error).splitlines()[0]}; name a folder with a causal language model"
+        ) from None
+
+
 def read_config(path: str) -> Any:
     """transformers' configuration of the folder `path`. Raises ValueError if there is none that it knows."""
     transformers = transformers_module()

@@ -55,7 +55,7 @@ class ExternalRank:
         Raises:
             ValueError: the command line is a sweep.
         """
-        if any(argument in ("-m", "--multirun") or argument.startswith("sweep=") for argument in arguments):
+        if any(argument in ("-m", "--multirun") or argument.startswith(("sweep=", "sweep.")) for argument in arguments):
             raise ValueError(
                 f"{self.starter} cannot sweep: use `python run.py -m ...`, which starts the ranks of every run"
             )

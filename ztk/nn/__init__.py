@@ -3,6 +3,6 @@
 from ztk.nn.config import DecoderConfig
 from ztk.nn.decoder import Decoder
 from ztk.nn.initial import initial_values, initialise
-from ztk.nn.sample import sample_text
+from ztk.nn.sample import sample_text, sample_tokens
 
-__all__ = ["Decoder", "DecoderConfig", "initial_values", "initialise", "sample_text"]
+__all__ = ["Decoder", "DecoderConfig", "initial_values", "initialise", "sample_text", "sample_tokens"]

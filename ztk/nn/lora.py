@@ -6,6 +6,7 @@ and adds scale * B A dropout(x) to its output.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,27 @@ def adapter_values(values: InitialValues, *, model: nn.Module, seed: int) -> Ini
         return drawn[start:stop] / math.sqrt(inputs[name])
 
     return with_adapters
+
+
+def merge_adapters(model: nn.Module, *, state: Mapping[str, Tensor], scale: float) -> nn.Module:
+    """Adds scale * B A to the weights of `model`, in place, and returns it. state: adapters by name, as `add_adapters` names them.
+
+    Raises ValueError for an adapter of a layer that the model does not have, and for values that are no adapter.
+    """
+    layers = dict(model.named_modules())
+    for name, down in state.items():
+        layer, _, end = name.rpartition(f".{_A}")
+        if name.endswith(_B) and name.removesuffix(_B) + _A in state:
+            continue
+        if not layer or end or layer not in layers:
+            raise ValueError(
+                f"{name}: is no adapter of a layer of this model; name the model that the adapters were trained with"
+            )
+        module = layers[layer]
+        product = state[f"{layer}.{_B}"] @ down * scale
+        with torch.no_grad():
+            module.weight += product.T if _sizes(module)[2] else product
+    return model
 
 
 def delta(module: Any, x: Tensor, *, scale: float, dropout: float) -> Tensor:

@@ -9,7 +9,6 @@ from ztk.data import ByteTokenizer
 from ztk.runtime.seed import generator
 
 
-@torch.no_grad()
 def sample_text(
     model: Callable[[Tensor], Tensor],
     *,
@@ -29,17 +28,45 @@ def sample_text(
     Raises:
         ValueError: for a negative temperature.
     """
+    tokenizer = ByteTokenizer()
+    tokens = sample_tokens(
+        model,
+        prompt=tokenizer.encode(prompt or "\n"),
+        num_tokens=num_bytes,
+        vocab_size=tokenizer.vocab_size,
+        max_seq_len=max_seq_len,
+        device=device,
+        temperature=temperature,
+        seed=seed,
+    )
+    return tokenizer.decode(tokens)
+
+
+@torch.no_grad()
+def sample_tokens(
+    model: Callable[[Tensor], Tensor],
+    *,
+    prompt: Tensor,
+    num_tokens: int,
+    vocab_size: int,
+    max_seq_len: int,
+    device: torch.device | str = "cpu",
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> Tensor:
+    """`prompt`, int64 [T], and `num_tokens` tokens below `vocab_size` that `model` appends to it, as `sample_text` does with bytes.
+
+    Raises:
+        ValueError: for a negative temperature.
+    """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: must be at least 0")
-    tokenizer = ByteTokenizer()
-    tokens = tokenizer.encode(prompt or "\n")
-    draws = torch.rand(num_bytes, generator=generator(seed, "sample"), dtype=torch.float64).tolist()
+    tokens = prompt
+    draws = torch.rand(num_tokens, generator=generator(seed, "sample"), dtype=torch.float64).tolist()
     for draw in draws:
-        logits = (
-            model(tokens[-max_seq_len:].unsqueeze(0).to(device))[0, -1, : tokenizer.vocab_size].double().cpu()
-        )  # bytes only
+        logits = model(tokens[-max_seq_len:].unsqueeze(0).to(device))[0, -1, :vocab_size].double().cpu()
         tokens = torch.cat([tokens, _choose(logits, draw=draw, temperature=temperature)])
-    return tokenizer.decode(tokens)
+    return tokens
 
 
 def _choose(logits: Tensor, *, draw: float, temperature: float) -> Tensor:

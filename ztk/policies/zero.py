@@ -31,7 +31,8 @@ class ZeroPolicy:
     stage: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020,
         https://arxiv.org/abs/1910.02054). Sizes below are in elements.
     bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
-    prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use.
+    prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use, one bucket at least unless it is 0; None: a sixteenth
+        of the model's, at most 50,000,000. A fixed number gathers all of a small model.
     max_live_parameters: stage 3: prefetching stops when this many elements are gathered.
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
@@ -47,7 +48,7 @@ class ZeroPolicy:
 
     stage: int = 0
     bucket_size: int = 500_000_000
-    prefetch_bucket_size: int = 50_000_000
+    prefetch_bucket_size: int | None = 50_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 0
     param_persistence_threshold: int = 0

@@ -1,20 +1,51 @@
-"""python -m ztk.report [--folder PATH] [--run_ops]: ds_report for ztk. The exit code is 1 if an op does not run."""
+"""python -m ztk.report [--folder PATH] [--run_ops]: ds_report for ztk. The exit code is 1 if an op does not run.
+
+python -m ztk.report compare FOLDER [FOLDER ...] [--baseline WORDS] [--metrics NAME,..] [--format markdown|latex|csv]: arms of
+experiments beside a baseline.
+"""
 
 import argparse
 import sys
 
-from ztk.report.machine import describe_machine, render
-
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report."""
+    """Prints the report of this machine, or a comparison of runs."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return _compare(words[1:]) if words[:1] == ["compare"] else _machine(words)
+
+
+def _machine(words: list[str]) -> int:
+    from ztk.report.machine import describe_machine, render  # here: brings torch, which a comparison does without
+
     parser = argparse.ArgumentParser(prog="python -m ztk.report", description="What this machine can run.")
     parser.add_argument("--folder", default=".", help="where offload files would be stored (default: here)")
     parser.add_argument("--run_ops", action="store_true", help="run every op once; on a GPU this compiles them")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     sections = describe_machine(folder=given.folder, runs_ops=given.run_ops)
     print(render(sections))
     return int(any("does not run" in fault for section in sections for fault in section.faults))
+
+
+def _compare(words: list[str]) -> int:
+    from ztk.report.compare import METRICS, TableFormat, compare, render
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ztk.report compare", description="Ratios of pairs to a baseline, with 95 % intervals."
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a sweep, or a folder of runs")
+    parser.add_argument(
+        "--baseline", help="overrides of the arm to compare with, as in 'zero=stage0' (default: the first)"
+    )
+    parser.add_argument("--metrics", default=",".join(METRICS), help="keys of summary.json (default: %(default)s)")
+    parser.add_argument("--format", default="markdown", choices=[form.value for form in TableFormat])
+    given = parser.parse_args(words)
+    try:
+        found = compare(given.folders, baseline=given.baseline, metrics=given.metrics.split(","))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(render(found, form=TableFormat(given.format)))
+    return 0
 
 
 if __name__ == "__main__":

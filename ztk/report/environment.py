@@ -3,13 +3,15 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ztk.report.commit import read_commit
+
+COMMAND = "ZTK_COMMAND"  # in the environment of a rank: the command line that started the run
 _PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "wandb", "safetensors")
 
 
@@ -18,7 +20,7 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in _PACKAGES},
-        "commit": _commit(),
+        "commit": read_commit(),
         "device": device.type,
         "device_name": device_name(device),
         "world_size": world_size,
@@ -26,7 +28,7 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "command": " ".join(sys.argv),
+        "command": os.environ.get(COMMAND, " ".join(sys.argv)),
     }
 
 
@@ -36,25 +38,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that contains this file, with a + for uncommitted changes; None without git."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--dirty=+",
-        "--exclude=*",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:

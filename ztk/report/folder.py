@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
+OPTIONS = "options.json"  # group -> the chosen option, also of groups that the command line does not name
 
 
 class RunFolder:
@@ -28,6 +29,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the run's tokenizer, if it has one."""
+        return self.path / "tokenizer"
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
         """Writes `env.json`."""
@@ -56,8 +62,8 @@ class RunFolder:
             self._metrics = None
 
 
-def write_failed_summary(path: str | os.PathLike, *, error: str) -> None:
-    """Writes to `summary.json` that the run failed and why, beside what its rows contain.
+def write_failed_summary(path: str | os.PathLike, *, error: str, status: str = "failed") -> None:
+    """Writes to `summary.json` that the run failed, or was refused, and why, beside what its rows contain.
 
     Works for a run that died before it wrote anything, and for one whose rank 0 has written a summary: its other keys
     stay.
@@ -71,7 +77,7 @@ def write_failed_summary(path: str | os.PathLike, *, error: str) -> None:
     if (folder / SUMMARY).exists():
         known |= json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     (folder / METRICS).touch()  # readers of a sweep find every file in every folder
-    write_json(folder / SUMMARY, values=known | {"status": "failed", "error": error})
+    write_json(folder / SUMMARY, values=known | {"status": str(status), "error": error})
 
 
 def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:

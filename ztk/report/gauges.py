@@ -62,8 +62,10 @@ class Gauges:
         }
 
     def holdings(self) -> dict[str, Any]:
-        """Booked bytes by tier and category, and the peaks."""
-        return {"memory": {tier.label: self.memory.by_category(tier) for tier in Tier}, "peak": self.peak_bytes()}
+        """Booked bytes by tier and category, now and when each tier had its peak, and the peaks."""
+        at_peak = {tier.label: self.memory.by_category_at_peak(tier) for tier in Tier}
+        now = {tier.label: self.memory.by_category(tier) for tier in Tier}
+        return {"memory": now, "at_peak": at_peak, "peak": self.peak_bytes()}
 
 
 def gather_objects(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:

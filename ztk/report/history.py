@@ -1,48 +1,183 @@
-"""Reading finished runs back: one run folder, or a folder of them."""
+"""Reading runs back: one run folder, a sweep, or a folder of them."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas
+import yaml
 
-from ztk.report.folder import METRICS, SUMMARY, read_rows
+from ztk.report.folder import ENVIRONMENT, METRICS, OPTIONS, SUMMARY, read_rows
+from ztk.report.statistics import median_interval
+from ztk.report.status import Status, read_status, read_summary
+from ztk.report.sweep import SWEEP, SweepJob, read_sweep
+
+LARGER_IS_BETTER = ("tokens_per_second", "reward_after")
+_WORDS = {"true": True, "false": False, "null": None}
+_TIER_BYTES = ("memory.", "peak_memory.")
+_FROM_ENVIRONMENT = ("commit", "device_name", "host")
 
 
 class Runs(NamedTuple):
-    """`runs` has one row per run: `run`, its overrides, its summary. `history` has one row per logged step and run."""
+    """`runs` has one row per run, `history` one per logged step and run. Values have types: numbers sort as numbers.
+
+    Columns of `runs`: `run`, `status`, `arm` (the overrides without what differs between repeats), `repeat`; the option of every group
+    (`zero`); every key of the resolved configuration (`optimizer.lr`); the summary; `commit`, `device_name`, `host`.
+    """
 
     runs: pandas.DataFrame
     history: pandas.DataFrame
 
+    def summary(self, by: str | Sequence[str], *, metric: str) -> pandas.DataFrame:
+        """Median, 95 % interval (`low`, `high`) and n of `metric` over the finished runs, for every value of `by`.
+
+        Raises:
+            ValueError: `by` or `metric` is no column.
+        """
+        keys = [by] if isinstance(by, str) else list(by)
+        done = self._done(*keys, metric)
+        rows = []
+        for values, group in done.groupby(keys, dropna=False, sort=False):
+            found = median_interval(group[metric].astype(float).tolist())
+            interval = {"n": found.n, "median": found.median, "low": found.low, "high": found.high}
+            rows.append(dict(zip(keys, values, strict=True)) | interval)
+        return pandas.DataFrame(rows, columns=[*keys, "n", "median", "low", "high"])
+
+    def pareto(self, x: str, *, y: str, larger: Sequence[str] = LARGER_IS_BETTER) -> pandas.DataFrame:
+        """The arms that no other arm beats in both metrics, by their medians; sorted by `x`. larger: metrics of which more is better.
+
+        Raises:
+            ValueError: `x` or `y` is no column.
+        """
+        done = self._done(x, y)
+        medians = done.groupby("arm", sort=False).agg(**{x: (x, "median"), y: (y, "median"), "n": (x, "size")})
+        costs = [(-1 if name in larger else 1) * medians[name].astype(float) for name in (x, y)]
+        points = list(zip(*costs, strict=True))
+        kept = [not any(_beats(rival, other=point) for rival in points) for point in points]
+        return medians[kept].sort_values(x).reset_index()
+
+    def _done(self, *columns: str) -> pandas.DataFrame:
+        """The finished runs that have all the columns."""
+        for column in columns:
+            if column not in self.runs:
+                raise ValueError(f"{column}: no run has it; the columns are {', '.join(sorted(map(str, self.runs)))}")
+        done = self.runs[self.runs["status"] == Status.done.value]
+        return done.dropna(subset=list(columns[-1:]))
+
 
 def load(path: str | os.PathLike) -> Runs:
-    """Reads every run folder at or below `path`. A run without a summary has status "running".
+    """Reads every run folder at or below `path`, and the jobs of sweeps that have no folder yet. `status` is that of `ztk.report.status`.
 
-    The column `run` is the folder relative to `path` ("." for `path` itself).
+    The column `run` is the folder relative to `path` ("." for `path` itself). Bytes of a tier that a finished run did not use are 0.
 
     Raises:
         ValueError: there is no run.
     """
     root = Path(path)
-    folders = sorted({file.parent for name in (SUMMARY, METRICS) for file in root.rglob(name)})
+    jobs = dict(_jobs(root))
+    found = {file.parent for name in (SUMMARY, METRICS) for file in root.rglob(name)}
+    folders = [*jobs, *sorted(found - jobs.keys())]
     if not folders:
-        raise ValueError(f"{root} contains no run ({SUMMARY} or {METRICS}, at any depth)")
+        raise ValueError(f"{root} contains no run ({SUMMARY}, {METRICS} or {SWEEP}, at any depth)")
     runs, history = [], []
     for folder in folders:
         run = str(folder.relative_to(root))
-        runs.append({"run": run} | _overrides(folder) | {"status": "running"} | _read_json(folder / SUMMARY))
+        runs.append({"run": run} | _describe(folder, job=jobs.get(folder)))
         history += [{"run": run} | row for row in read_rows(folder)]
-    return Runs(runs=pandas.DataFrame(runs), history=pandas.DataFrame(history))
+    return Runs(runs=_frame(_with_unused_tiers(runs)), history=pandas.DataFrame(history))
 
 
-def _overrides(folder: Path) -> dict[str, Any]:
-    """`overrides.json` is a dictionary, or a list of `key=value`."""
-    values = _read_json(folder / "overrides.json")
+def _jobs(root: Path) -> Iterator[tuple[Path, SweepJob]]:
+    """Folder -> job of every sweep at, above or below `root`, in the order of the sweep."""
+    for file in [*root.rglob(SWEEP), root.absolute().parent / SWEEP]:
+        record = read_sweep(file.parent)
+        for job in record.jobs if record is not None else ():
+            folder = file.parent / job.folder
+            if file.parent != root.absolute().parent:
+                yield folder, job
+            elif folder == root.absolute():
+                yield root, job
+
+
+def _describe(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
+    overrides = _overrides(folder, job=job)
+    arm = " ".join(job.overrides) if job else " ".join(f"{key}={value}" for key, value in overrides.items())
+    environment = _read_json(folder / ENVIRONMENT)
+    status = read_status(folder)
+    summary = read_summary(folder) if status not in (Status.running, Status.dead) else {}
+    return {
+        "arm": arm,
+        "repeat": job.repeat if job else 0,
+        **overrides,
+        **_configuration(folder),
+        **_read_json(folder / OPTIONS),
+        **{key: environment[key] for key in _FROM_ENVIRONMENT if key in environment},
+        **summary,
+        "status": status.value,
+    }
+
+
+def _overrides(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
+    """Key -> value of the command line, from `overrides.json`, a dictionary or a list of `key=value`, or from the sweep."""
+    values = _read_json(folder / "overrides.json") or (list(job.overrides + job.options) if job else {})
     if isinstance(values, list):
-        return dict(entry.split("=", 1) for entry in values if "=" in entry)
-    return values
+        values = dict(entry.split("=", 1) for entry in values if "=" in entry)
+    return {key: _value(value) if "." in key else value for key, value in values.items()}
+
+
+def _value(text: Any) -> Any:
+    """`0.003` for "3e-3"; a text that is no number and no switch stays."""
+    if not isinstance(text, str):
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _frame(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame:
+    """Numbers as numbers, also beside runs that lack them: whole numbers as Int64, switches as boolean."""
+    columns = dict.fromkeys(key for row in rows for key in row)
+    return pandas.DataFrame({key: _column([row.get(key) for row in rows]) for key in columns})
+
+
+def _column(values: list[Any]) -> pandas.Series:
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {bool}:
+        return pandas.Series(values, dtype="boolean" if None in values else "bool")
+    if kinds == {int}:
+        return pandas.Series(values, dtype="Int64" if None in values else "int64")
+    if kinds in ({float}, {int, float}):
+        return pandas.Series(values, dtype="float64")
+    return pandas.Series(values, dtype="str" if kinds == {str} else "object")
+
+
+def _with_unused_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """0 for the bytes of tiers and categories that a finished run did not use."""
+    tiers = {key for row in rows for key in row if key.startswith(_TIER_BYTES) and key.endswith("_bytes")}
+    return [(dict.fromkeys(sorted(tiers), 0) | row) if row["status"] == Status.done.value else row for row in rows]
+
+
+def _flat(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, prefix=f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    """Key -> value of the resolved configuration."""
+    try:
+        values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {key: _value(value) for key, value in _flat(values) if key != "output_dir"}
 
 
 def _read_json(path: Path) -> Any:
@@ -50,3 +185,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+
+
+def _beats(one: tuple[float, float], *, other: tuple[float, float]) -> bool:
+    """Whether `one` costs no more than `other` in either metric, and less in one."""
+    return one != other and one[0] <= other[0] and one[1] <= other[1]

@@ -1,5 +1,6 @@
 """The plot of a run, drawn from its folder."""
 
+import itertools
 import json
 import math
 import os
@@ -9,9 +10,10 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ztk.report.folder import SUMMARY, read_rows
-from ztk.report.units import format_bytes
+from ztk.report.units import format_bytes, format_count
 
 _TIERS = ("device", "host", "nvme")
 _COLORS = {
@@ -21,32 +23,37 @@ _COLORS = {
     "gathered": "#ccbb44",
     "gradients in flight": "#aa3377",
 }
-_OTHER_COLOR = "#bbbbbb"
+_OTHER_COLORS = ("#66ccee", "#bbbbbb", "#ee8866", "#44bb99", "#777777", "#ddaacc", "#99ddff", "#aaaa00")
 
 
 def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
-    """Writes a PNG and returns its path: loss over steps, reward over divergence if there are rewards, model state per tier with its peak."""
+    """Writes a PNG, and an SVG beside it, and returns the PNG's path: loss and tokens per second over steps, reward over divergence if there
+    are rewards, model state per tier at its peak.
+    """
     path = Path(folder)
     rows = list(read_rows(path))
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         rewarded = [row for row in rows if row.get("reward") is not None]
-        ratios = (3, 3, 2) if rewarded else (3, 2)
+        ratios = (3, 2, 3, 2) if rewarded else (3, 2, 2)
         figure = Figure(
             figsize=(4 * len(ratios) + 4, 4.5), layout="constrained"
         )  # no pyplot: no global state, no display
         panels = figure.subplots(1, len(ratios), width_ratios=ratios)
         _draw_loss(panels[0], rows=rows, summary=summary)
+        draw_speed(panels[1], rows=rows)
         if rewarded:
-            draw_reward(panels[1], rows=rewarded)
-        _draw_memory(panels[-1], summary=summary)
+            draw_reward(panels[2], rows=rewarded)
+        draw_memory(panels[-1], summary=summary)
         figure.savefig(path / name, dpi=120)
+        figure.savefig((path / name).with_suffix(".svg"), metadata={"Date": None})
     return path / name
 
 
 def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     axes.set(title="loss", xlabel="step", ylabel="nats per token")
     axes.grid(alpha=0.25)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not rows:
         axes.text(0.5, 0.5, "no step was logged", ha="center", va="center", transform=axes.transAxes)
         return
@@ -58,7 +65,17 @@ def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any
         axes.plot(held_out.keys(), held_out.values(), "o-", color="#ee6677", markersize=4, label="held out")
     if (entropy := summary.get("bigram_entropy")) is not None:
         axes.axhline(entropy, color="black", linestyle="--", linewidth=1, label=f"byte bigrams ({entropy:.3f})")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
+
+
+def draw_speed(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
+    """Tokens per second over the logged steps."""
+    axes.set(title="throughput", xlabel="step", ylabel="tokens per second")
+    axes.grid(alpha=0.25)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    axes.plot([row["step"] for row in rows], [row["tokens_per_second"] for row in rows], color="#228833", linewidth=1)
+    axes.set_ylim(bottom=0)
 
 
 def draw_reward(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
@@ -90,19 +107,22 @@ def _held_out(rows: list[dict[str, Any]], *, summary: dict[str, Any]) -> dict[in
     return measured
 
 
-def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
-    axes.set(title="model state of a rank")
+def draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
+    """A bar per tier in use: what made its peak, by category."""
+    axes.set(title="a rank's state at its peak")
     axes.yaxis.set_major_formatter(lambda nbytes, _: format_bytes(nbytes))
     axes.grid(alpha=0.25, axis="y")
     axes.set_axisbelow(True)
     tiers = [tier for tier in _TIERS if summary.get(f"peak_memory.{tier}_bytes")] or ["device"]
     drawn = set()
+    found = {tier: _categories(summary, tier=tier) for tier in tiers}
+    others = [name for name in dict.fromkeys(name for held in found.values() for name in held) if name not in _COLORS]
+    colors = _COLORS | dict(zip(others, itertools.cycle(_OTHER_COLORS), strict=False))
     for position, tier in enumerate(tiers):
         bottom = 0.0
-        for category, nbytes in _categories(summary, tier=tier).items():
+        for category, nbytes in found[tier].items():
             label = None if category in drawn else category
-            color = _COLORS.get(category, _OTHER_COLOR)
-            axes.bar(position, nbytes, bottom=bottom, width=0.6, color=color, label=label)
+            axes.bar(position, nbytes, bottom=bottom, width=0.6, color=colors[category], label=label)
             drawn.add(category)
             bottom += nbytes
         peak = summary.get(f"peak_memory.{tier}_bytes", 0)
@@ -118,8 +138,8 @@ def _draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
 
 
 def _categories(summary: dict[str, Any], *, tier: str) -> dict[str, int]:
-    """`memory.{tier}.{category}_bytes` of the summary."""
-    start = f"memory.{tier}."
+    """`peak_memory.{tier}.{category}_bytes` of the summary."""
+    start = f"peak_memory.{tier}."
     return {
         key[len(start) : -len("_bytes")].replace("_", " "): value
         for key, value in summary.items()

@@ -15,6 +15,7 @@ from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gather, Gauges, gather_objects
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
+from ztk.report.status import read_summary
 from ztk.report.summary import rank_report, rank_totals, summarise
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import TrackerPolicy, WandbTracker
@@ -80,6 +81,7 @@ class Reporter:
         self._folder: RunFolder | None = None  # this and the next two: rank 0 only
         self._progress: LiveProgress | PlainProgress | None = None
         self._tracker: WandbTracker | None = None
+        self._finished: dict[str, Any] | None = None  # the summary of a run that was done before: it stays as it is
 
     def past(self) -> dict[str, Any]:
         """The arguments besides `first_step` of a reporter that continues this record: JSON, for a checkpoint."""
@@ -105,7 +107,8 @@ class Reporter:
                 else "not finished"
             )
             self._close(self._summary(status="failed", error=said), failed=True)
-            write_failed_summary(self._policy.folder, error=said)
+            if self._finished is None:
+                write_failed_summary(self._policy.folder, error=said)
 
     def step(
         self,
@@ -144,7 +147,10 @@ class Reporter:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def finish(self, **extra: Any) -> dict[str, Any]:
-        """Writes the summary, draws the plot, prints the tables and returns the summary. extra: further keys of the summary."""
+        """Writes the summary, draws the plot, prints the tables and returns the summary. extra: further keys of the summary.
+
+        Of a run that was done before and made no step now, the record stays as it is.
+        """
         ranks = gather_objects(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
@@ -152,6 +158,13 @@ class Reporter:
 
             folder = self._policy.folder
             assert self._folder is not None
+            if self._finished is not None:
+                summary = self._finished
+                self._close(summary, failed=False)
+                self._console.print(
+                    f"{describe_end(summary)}\nrecord: {folder}, as it was", highlight=False, soft_wrap=True
+                )
+                return summary
             self._folder.write_summary(summary)
             self._close(summary, failed=False)
             picture = plot_run(folder)
@@ -173,6 +186,14 @@ class Reporter:
     def _open(self) -> None:
         policy = self._policy
         self._folder = RunFolder(policy.folder)
+        summary = read_summary(policy.folder)
+        if self._first_step >= policy.total_steps and (summary.get("status"), summary.get("steps")) == (
+            "done",
+            self._first_step,
+        ):
+            self._finished = summary
+            self._progress = PlainProgress(console=self._console, total_steps=policy.total_steps)
+            return
         self._folder.write_environment(describe_environment(device=self._gauges.device, world_size=self._world_size))
         self._folder.drop_rows_after(self._first_step)
         if policy.tracker.mode != "disabled":
@@ -202,7 +223,8 @@ class Reporter:
     def _close(self, summary: dict[str, Any], *, failed: bool) -> None:
         assert self._progress is not None and self._folder is not None, "rank 0 closes"
         self._progress.close()
-        self._folder.write_summary(summary)
+        if self._finished is None:
+            self._folder.write_summary(summary)
         self._folder.close()
         if self._tracker is not None:
             self._tracker.finish(summary, failed=failed)

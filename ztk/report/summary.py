@@ -28,9 +28,11 @@ def rank_report(rows: RowBuilder, *, gauges: Gauges) -> dict[str, Any]:
 
 
 def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Maxima over ranks: peak bytes per tier, bytes per tier and category at the end, bytes moved in all steps, seconds per phase.
+    """Over ranks: the largest peak per tier, bytes per tier and category at the end and at the peak, bytes moved in all steps; and the
+    seconds per phase of the rank that was busy longest, so that they add up.
 
-    Bytes at the end have the keys `memory.{tier}.{category}_bytes`.
+    Bytes at the end have the keys `memory.{tier}.{category}_bytes`, those at the peak `peak_memory.{tier}.{category}_bytes`: of the rank with
+    the highest peak of that tier, so they add up, too.
     """
     totals: dict[str, Any] = {}
     for report in reports:
@@ -41,4 +43,16 @@ def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
         for key, value in (report["peak"] | categories | report["flows"]).items():
             totals[key] = max(value, totals.get(key, value))
-    return totals
+    seconds = [
+        {key: value for key, value in report["flows"].items() if key.startswith("seconds.")} for report in reports
+    ]
+    return totals | max(seconds, key=lambda phases: sum(phases.values())) | _at_peak(reports)
+
+
+def _at_peak(reports: Sequence[dict[str, Any]]) -> dict[str, int]:
+    found = {}
+    for tier in reports[0]["memory"]:
+        highest = max(reports, key=lambda report: report["peak"][f"peak_memory.{tier}_bytes"])
+        for category, nbytes in highest["at_peak"][tier].items():
+            found[f"peak_memory.{tier}.{category}_bytes".replace(" ", "_")] = nbytes
+    return found

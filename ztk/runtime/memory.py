@@ -17,13 +17,16 @@ class MemoryLedger:
     def __init__(self) -> None:
         self._bytes: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
         self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._at_peak: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
         self._lock = threading.Lock()  # I/O and communication threads book too
 
     def add(self, *, tier: Tier, category: str, nbytes: int) -> None:
         """Counts `nbytes` more on `tier` under `category`."""
         with self._lock:
             self._bytes[tier][category] += nbytes
-            self._peak[tier] = max(self._peak[tier], sum(self._bytes[tier].values()))
+            total = sum(self._bytes[tier].values())
+            if total > self._peak[tier]:
+                self._peak[tier], self._at_peak[tier] = total, dict(self._bytes[tier])
 
     def remove(self, *, tier: Tier, category: str, nbytes: int) -> None:
         """Counts `nbytes` less."""
@@ -39,6 +42,11 @@ class MemoryLedger:
     def peak(self, tier: Tier) -> int:
         """The most bytes ever booked on `tier` at one time."""
         return self._peak[tier]
+
+    def by_category_at_peak(self, tier: Tier) -> dict[str, int]:
+        """Bytes booked on `tier` when it had its peak, per category, zeros left out."""
+        with self._lock:
+            return {category: nbytes for category, nbytes in self._at_peak[tier].items() if nbytes}
 
     def by_category(self, tier: Tier) -> dict[str, int]:
         """Bytes booked on `tier` now, per category, zeros left out."""

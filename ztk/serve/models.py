@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 from ztk import checkpoint
-from ztk.checkpoint.export import Weights
+from ztk.align import ANSWER_END, chat_prompt
+from ztk.config import Config
 from ztk.config import load as load_config
-from ztk.data import ByteTokenizer
-from ztk.nn import Decoder, DecoderConfig
+from ztk.config.schema import DataName
+from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.serve.trained import trained_model
+
+CHATS = (DataName.chat, DataName.preferences)  # data whose answers end with the byte `data.stop`
 
 
 class Tokenizer(Protocol):
@@ -65,25 +69,39 @@ def _open_checkpoint(folder: Path) -> Opened:
             f"inference.model={folder}: no config.yaml of a run lies in or above the checkpoint, so its sizes are unknown; export it with "
             "python -m ztk.checkpoint export, and name the exported folder"
         )
-    sizes = vars(load_config(recorded / "config.yaml").model)
-    config = DecoderConfig(**{name: value for name, value in sizes.items() if name != "name" and value is not None})
-    with torch.device("meta"):
-        model = Decoder(config)
-    manifest = checkpoint.read_manifest(step)
-    weights = Weights(manifest, dtype=torch.float32)
-    try:
-        state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
-    finally:
-        weights.close()
-    model.load_state_dict(state | {name: state[first] for name, first in manifest.tied.items()}, assign=True)
-    model.materialise_buffers("cpu")
+    config = load_config(recorded / "config.yaml")
+    tokenizer = _tokenizer_of(recorded, name=config.data.tokenizer)
+    stop = None if tokenizer is not None else _stop_of(config)
+    has_chats = config.data.name in CHATS
+    end = stop if tokenizer is None else tokenizer.end
     return Opened(
         name=recorded.name,
-        module=model.eval(),
-        tokenizer=_Bytes(),
-        ends=(),
-        vocabulary=min(config.vocab_size, ByteTokenizer.vocab_size),
+        module=trained_model(config, step=step).eval(),
+        tokenizer=_Bytes(chat_stop=stop if has_chats else None)
+        if tokenizer is None
+        else _Subword(tokenizer, has_chats=has_chats),
+        ends=() if end is None else (end,),
+        vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
     )
+
+
+def _stop_of(config: Config) -> int | None:
+    """The byte that ends an answer, where the run learnt answers; None: it learnt text, which has no end."""
+    if config.task.name in ("grpo", "ppo"):
+        return ANSWER_END
+    return config.data.stop if config.data.name in CHATS else None
+
+
+def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
+    """The tokenizer in the run folder; None: the model reads bytes. name: data.tokenizer of the run."""
+    if name in (None, "bytes"):
+        return None
+    folder = run / "tokenizer"
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"inference.model={run}: trained with data.tokenizer={name}, and {folder} has no tokenizer.json; copy the tokenizer there"
+        )
+    return SubwordTokenizer.open(folder)
 
 
 def _open_transformers(folder: Path) -> Opened:
@@ -109,8 +127,9 @@ def _open_transformers(folder: Path) -> Opened:
 class _Bytes:
     """UTF-8 bytes as tokens. A model may have more tokens: they are never drawn, and their text is U+FFFD."""
 
-    def __init__(self) -> None:
-        self._bytes = ByteTokenizer()
+    def __init__(self, *, chat_stop: int | None = None) -> None:
+        """chat_stop: the byte that ends answers of chats, as `task=sft` learns them; None: the model has learnt none."""
+        self._bytes, self._chat_stop = ByteTokenizer(), chat_stop
 
     def encode(self, text: str) -> list[int]:
         return self._bytes.encode(text).tolist()
@@ -121,7 +140,32 @@ class _Bytes:
         )
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        raise ValueError("the model reads bytes and has no chat template: send the text to /v1/completions")
+        if self._chat_stop is None:
+            raise ValueError(
+                "the model reads bytes and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
+            )
+        return chat_prompt(messages, stop=self._chat_stop)
+
+
+class _Subword:
+    """The tokenizer that a run of ztk was trained with."""
+
+    def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool) -> None:
+        """has_chats: it has learnt chats, as `task=sft` writes them."""
+        self._tokenizer, self._has_chats = tokenizer, has_chats
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self._has_chats:
+            raise ValueError(
+                "the model was trained on text and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
+            )
+        return chat_prompt(messages, tokenizer=self._tokenizer)
 
 
 class _Pretrained:

@@ -13,6 +13,9 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.residency import ParameterState
 from ztk.zero.trace import UseTrace
 
+# Of `prefetch_bucket_size=None`: this part of the model's elements, and no more than DeepSpeed's default.
+PREFETCHED_PART, MAX_PREFETCHED = 16, 50_000_000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Unit:
@@ -34,6 +37,10 @@ class Gathering:
         self.changes = 0  # how often parameters changed: a graph from before cannot run backward any more
         self._policy, self._clock, self._pool = context.policy, context.clock, context.gathered
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
+        self._prefetched_elements = self._policy.prefetch_bucket_size
+        if self._prefetched_elements is None:
+            elements = sum(bucket.size for bucket in self._buckets)
+            self._prefetched_elements = min(MAX_PREFETCHED, max(1, elements // PREFETCHED_PART))
         self._by_storage: dict[int, Bucket] = {}  # identity of a full buffer's storage -> its bucket
         self._trace_with_gradients, self._trace_without = UseTrace(), UseTrace()
         self._trace = self._trace_with_gradients
@@ -175,7 +182,7 @@ class Gathering:
                 self.reshard(bucket)
 
     def _prefetch(self) -> None:
-        budget = self._policy.prefetch_bucket_size
+        budget = self._prefetched_elements
         for bucket in self._trace.ahead():
             if bucket.residency.is_used:
                 continue

@@ -1,0 +1,152 @@
+"""Statistics of few measurements, and arms beside a baseline."""
+
+import json
+import random
+import statistics
+
+import numpy
+import pytest
+
+import ztk
+from ztk.report.__main__ import main
+from ztk.report.compare import compare
+from ztk.report.statistics import _student, median_interval, ratio_interval
+from ztk.report.sweep import SweepJob, SweepRecord
+
+
+def make_sweep(folder, *, arms: dict[str, list[dict]], repeats: int = 0):
+    """A finished sweep: overrides -> the summaries of the repeats."""
+    jobs = []
+    repeats = repeats or max(map(len, arms.values()))
+    for number in range(repeats):
+        for place, (overrides, summaries) in enumerate(arms.items()):
+            name = f"job{place}-{number}"
+            jobs.append(SweepJob(folder=name, hash=name, overrides=tuple(overrides.split()), repeat=number))
+            if number < len(summaries):
+                (folder / name).mkdir(parents=True)
+                (folder / name / "summary.json").write_text(json.dumps({"status": "done"} | summaries[number]))
+    common = {"command": "run.py", "flags": (), "words": (), "grid": {}, "commit": None}
+    SweepRecord(**common, repeats=repeats, repeat_with="same_seed", jobs=tuple(jobs)).write(folder)
+    return folder
+
+
+def speeds(*, scale: float, drift: list[float], seed: int) -> list[dict]:
+    """Tokens per second of repeats: 1 % noise of their own, and what the machine does to both arms alike."""
+    draw = random.Random(seed)
+    return [{"tokens_per_second": 1000 * scale * slow * (1 + draw.gauss(0, 0.01))} for slow in drift]
+
+
+def drift_of(seed: int, *, n: int = 10) -> list[float]:
+    draw = random.Random(seed)
+    return [1 + draw.gauss(0, 0.1) for _ in range(n)]
+
+
+def test_an_interval_covers_the_median_as_often_as_it_says():
+    """Of 400 samples of 10, at most 7 % of the intervals miss: 5 % and two standard errors of 1.1 %."""
+    draw = numpy.random.default_rng(3)
+    found = [median_interval(draw.lognormal(0, 0.5, 10).tolist()) for _ in range(400)]
+    missed = sum(interval.low > 1 or interval.high < 1 for interval in found)
+    assert 2 <= missed <= 28
+
+
+def test_an_interval_is_a_function_of_the_values():
+    values = [3.0, 1.0, 2.0, 5.0, 4.0, 9.0]
+    assert median_interval(values) == median_interval(values)
+    assert median_interval(values).median == statistics.median(values)
+    assert median_interval([2.0]).n == 1 and median_interval([2.0]).low != median_interval([2.0]).low
+    with pytest.raises(ValueError, match="one finite number or more"):
+        median_interval([])
+    with pytest.raises(ValueError, match="pairs need as many of each"):
+        ratio_interval([1.0], baseline=[1.0, 2.0])
+
+
+@pytest.mark.parametrize("degrees, value", [(1, 12.7062), (2, 4.3027), (5, 2.5706), (9, 2.2622), (30, 2.0423)])
+def test_students_quantiles_are_those_of_the_tables(degrees, value):
+    assert _student(0.975, degrees=degrees) == pytest.approx(value, rel=5e-3)
+
+
+def test_a_slowdown_of_three_percent_is_found(tmp_path):
+    """A machine that drifts by 10 % between repeats hides 3 % from unpaired medians; pairs show it."""
+    for trial in range(5):
+        drift = drift_of(trial)
+        arms = {"zero=stage0": speeds(scale=1, drift=drift, seed=100 + trial)}
+        arms |= {"zero=stage2": speeds(scale=0.97, drift=drift, seed=300 + trial)}
+        _, slow = compare([str(make_sweep(tmp_path / str(trial), arms=arms))])
+        assert "less" in slow.result and slow.ratio.n == 10
+        assert slow.ratio.median == pytest.approx(0.97, abs=0.02)
+
+
+def test_equal_arms_are_called_different_at_most_once_in_twenty():
+    """Expected are 3.3 % of them (2,000 pairs of arms with n = 10 and 1 % noise); with these 300, 5 % is 1.7 standard errors above."""
+    draw = numpy.random.default_rng(11)
+    different = sum(
+        ratio_interval(two.tolist(), baseline=one.tolist()).excludes_one
+        for one, two in draw.normal(1, 0.01, (300, 2, 10))
+    )
+    assert different <= 15
+
+
+def test_equal_digests_are_identical_and_few_pairs_show_nothing(tmp_path):
+    done = {"final_loss": 2.0, "loss_digest": "ab", "tokens_per_second": 100.0}
+    arms = {"zero=stage0": [done] * 3, "zero=stage3": [done | {"tokens_per_second": 50.0}] * 3}
+    arms |= {"precision=fp16": [done | {"loss_digest": "cd", "final_loss": 2.5}] * 3}
+    found = {(one.arm, one.metric): one.result for one in compare([str(make_sweep(tmp_path, arms=arms))])}
+    assert found["zero=stage3", "final_loss"] == "identical"
+    assert found["zero=stage3", "tokens_per_second"] == "no difference shown, fewer than 6 pairs"
+    assert found["precision=fp16", "final_loss"] == "no difference shown, fewer than 6 pairs"
+    assert found["precision=fp16", "tokens_per_second"] == "equal"
+
+
+def test_two_folders_are_compared_arm_by_arm_in_every_format(tmp_path, capsys):
+    arms = {f"zero=stage{stage}": [{"final_loss": 1.0 + stage}] * 2 for stage in range(2)}
+    one, two = (str(make_sweep(tmp_path / name, arms=arms)) for name in "ab")
+    assert main(["compare", one, two, "--metrics", "final_loss"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 6
+    assert [row.endswith("equal |") for row in rows[4:]] == [True, True]
+    assert main(["compare", one, "--baseline", "zero=stage1", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("zero=stage1,final_loss,2,2,")
+    assert main(["compare", one, "--format", "latex"]) == 0
+    out = capsys.readouterr().out
+    assert r"final\_loss" in out and out.startswith(r"\begin{tabular}{llrrrrrl}")
+    assert main(["compare", one, "--baseline", "zero=stage7"]) == 2
+    assert "fits 0 arms" in capsys.readouterr().err
+
+
+def test_frames_have_types_options_and_every_job(tmp_path):
+    arms = {f"zero=stage{stage} model.layers={layers}": [] for stage, layers in ((0, 5), (3, 10))}
+    folder = make_sweep(tmp_path, arms=arms | {"zero=stage1 model.layers=7": []}, repeats=1)
+    for place, (stage, layers) in enumerate(((0, 5), (3, 10))):
+        run = folder / f"job{place}-0"
+        run.mkdir()
+        tiers = {"peak_memory.device_bytes": 10 - stage, "tokens_per_second": 5.0 + layers}
+        tiers |= {"peak_memory.host_bytes": 7} if place else {}
+        (run / "summary.json").write_text(json.dumps({"status": "done", "steps": 4} | tiers))
+        (run / "options.json").write_text(json.dumps({"zero": f"stage{stage}", "offload": "none"}))
+        (run / "config.yaml").write_text(
+            f"model:\n  layers: {layers}\noptimizer:\n  lr: 1e-3\n  betas: [0.9, 0.95]\noutput_dir: /x\n"
+        )
+    found = ztk.load(folder)
+    runs = found.runs
+    assert list(runs["status"]) == ["done", "done", "pending"]
+    assert runs["model.layers"].dtype == "int64" and list(runs["model.layers"]) == [5, 10, 7]
+    assert runs["optimizer.lr"].dtype == "float64" and runs["optimizer.lr"][0] == 1e-3
+    assert list(runs["offload"][:2]) == ["none", "none"] and list(runs["zero"]) == ["stage0", "stage3", "stage1"]
+    assert list(runs["peak_memory.host_bytes"][:2]) == [0, 7]
+    assert runs["steps"].dtype == "Int64"
+    summary = found.summary(["zero", "offload"], metric="tokens_per_second")
+    assert summary[["zero", "n", "median"]].to_numpy().tolist() == [["stage0", 1, 10.0], ["stage3", 1, 15.0]]
+    best = found.pareto("peak_memory.device_bytes", y="tokens_per_second")
+    assert list(best["arm"]) == ["zero=stage3 model.layers=10"]
+    with pytest.raises(ValueError, match="nothing: no run has it"):
+        found.summary("zero", metric="nothing")
+
+
+def test_a_pareto_front_keeps_what_no_arm_beats_in_both(tmp_path):
+    points = {"a": (1, 10.0), "b": (2, 20.0), "c": (3, 15.0), "d": (2, 19.0)}
+    arms = {
+        f"model.layers={number}": [{"peak_memory.device_bytes": x, "tokens_per_second": y}]
+        for number, (x, y) in enumerate(points.values())
+    }
+    front = ztk.load(make_sweep(tmp_path, arms=arms)).pareto("peak_memory.device_bytes", y="tokens_per_second")
+    assert list(front["arm"]) == ["model.layers=0", "model.layers=1"]

@@ -1,0 +1,67 @@
+"""The command line of a sweep: `sweep.*` taken out, and with `sweep.resume` the recorded words put in."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ztk import config as configuration
+from ztk.config import ConfigError, SweepConfig
+from ztk.report.sweep import SWEEP, read_sweep
+
+_MULTIRUN = ("-m", "--multirun")
+_NAMED = ("sweep=", "hydra.mode=")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepLine:
+    """flags, words: for Hydra. own_flags, own_words: those that `sweep.json` records, which are the line without a folder.
+
+    options: what `sweep.*` says; None if this line is no sweep.
+    """
+
+    flags: list[str]
+    words: list[str]
+    own_flags: tuple[str, ...] = ()
+    own_words: tuple[str, ...] = ()
+    options: SweepConfig | None = None
+
+
+def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
+    """words, flags: checked, see `parse_arguments`.
+
+    Raises:
+        ConfigError: `sweep.*` without a sweep, `sweep.resume` of a folder without `sweep.json`, or beside `hydra.sweep.dir`.
+    """
+    taken = configuration.take_sweep_keys(words)
+    options, words = taken.options, taken.words
+    folder = options.resume
+    if folder is not None:
+        flags, words = _resumed(flags, words, folder=folder)
+    sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith(_NAMED) for word in words)
+    if taken.given and not sweeps:
+        raise ConfigError([f"{' '.join(taken.given)}: is for a sweep, and this is one run: add -m"])
+    if taken.given and (other := [word for word in words if word.startswith("hydra/sweeper=")]):
+        raise ConfigError([f"{' '.join(taken.given)}: has no effect with {other[0]}; leave one of them out"])
+    line = SweepLine(flags=flags, words=words)
+    if not sweeps:
+        return line
+    own = tuple(word for word in words if not word.startswith("hydra.sweep.dir="))
+    placed = words if folder is None else [*own, f"hydra.sweep.dir={_quoted(str(Path(folder).absolute()))}"]
+    return SweepLine(flags=flags, words=placed, own_flags=tuple(flags), own_words=own, options=options)
+
+
+def _resumed(flags: list[str], words: list[str], *, folder: str) -> tuple[list[str], list[str]]:
+    """The line's own flags and words; if it has no words, those of the record."""
+    record = read_sweep(folder)
+    if record is None:
+        raise ConfigError([f"sweep.resume={folder}: has no {SWEEP}; name the folder of a sweep, or leave it out"])
+    if any(word.startswith("hydra.sweep.dir=") for word in words):
+        raise ConfigError([f"hydra.sweep.dir has no effect beside sweep.resume={folder}: leave it out"])
+    if not words:
+        flags, words = [*record.flags, *(flag for flag in flags if flag not in record.flags)], list(record.words)
+    named = any(word.startswith(_NAMED) for word in words)
+    return (flags if named or any(flag in _MULTIRUN for flag in flags) else [*flags, "-m"]), words
+
+
+def _quoted(path: str) -> str:
+    """As a value in Hydra's grammar."""
+    return "'" + path.replace("'", "\\'") + "'"

@@ -1,0 +1,236 @@
+"""Hydra's sweeper with jobs that have names: which jobs a grid has, which of them are to be started, in which folders."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ztk import config as configuration
+from ztk.config import ConfigError, Machine, RepeatWith, SweepConfig
+from ztk.report.commit import read_commit
+from ztk.report.status import Status, read_status, read_summary
+from ztk.report.sweep import SweepBusy, SweepJob, SweepRecord, lock_sweep, read_sweep
+
+INTERRUPTED = "interrupted"  # the error of a run that Ctrl-C or a signal has ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRequest:
+    """What the command line asks of a sweep.
+
+    options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`. shows: is called with the
+    folder and the record before the first job. say: prints lines.
+    """
+
+    options: SweepConfig
+    command: str
+    flags: tuple[str, ...]
+    words: tuple[str, ...]
+    machine: Machine
+    shows: Callable[[Path, SweepRecord], None]
+    say: Callable[..., None]
+
+
+def register(request: SweepRequest) -> None:
+    """Makes Hydra use `JobSweeper` for this command line. Hydra makes its plugins from their names, so the class keeps the request."""
+    JobSweeper.request = request
+    Plugins.instance().class_name_to_class[configuration.SWEEPER] = JobSweeper
+
+
+class JobSweeper(Sweeper):
+    """Names every job's folder by its resolved configuration, writes `sweep.json`, starts the jobs that are not done."""
+
+    request: SweepRequest
+
+    def __init__(self, *, max_batch_size: int | None, params: Mapping[str, Any] | None = None) -> None:
+        """As Hydra's own: jobs that a launcher gets at once, and the grid of an option file."""
+        self._max_batch_size, self._params = max_batch_size, params or {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Hydra calls it before `sweep`."""
+        context: dict[str, Any] = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
+        self._config, self._loader = config, hydra_context.config_loader
+        self._launcher: Launcher = Plugins.instance().instantiate_launcher(**context)
+
+    def sweep(self, arguments: list[str]) -> list[Any]:
+        """Runs the sweep; with `sweep.list=true` starts nothing.
+
+        Raises:
+            ConfigError: another command runs this sweep, or the folder has one and `sweep.resume` is not given.
+        """
+        parser = OverridesParser.create(config_loader=self._loader)
+        named = [f"{key}={value}" for key, value in self._params.items()]
+        overrides = parser.parse_overrides([*named, *arguments])
+        folder, options = Path(self._config.hydra.sweep.dir), self.request.options
+        record = self._record(overrides, folder=folder)
+        if options.list:
+            self.request.shows(folder, record)
+            return []
+        try:
+            with lock_sweep(folder):
+                return self._run(record, folder=folder)
+        except SweepBusy as error:
+            raise ConfigError([str(error)]) from None
+
+    def _record(self, overrides: Sequence[Override], *, folder: Path) -> SweepRecord:
+        """The sweep that the command line describes: recorded jobs of a sweep that goes on come first and stay."""
+        request, options = self.request, self.request.options
+        old = read_sweep(folder)
+        if old is not None and options.resume is None and not options.list:
+            raise ConfigError(
+                [
+                    f"hydra.sweep.dir={folder}: has a sweep; go on with it by sweep.resume={folder}, or use another folder"
+                ]
+            )
+        if old is not None and options.resume is not None and configuration.only_resume(options):
+            options = replace(options, repeats=old.repeats, repeat_with=RepeatWith(old.repeat_with))
+        grid = {
+            str(override.get_key_element()): [str(value) for value in override.sweep_string_iterator()]
+            for override in overrides
+            if override.is_discrete_sweep()
+        }
+        combinations = _combinations(overrides)
+        jobs = self._jobs(combinations, options=options, swept=frozenset(grid), folder=folder)
+        record = SweepRecord(
+            command=request.command,
+            flags=request.flags,
+            words=request.words,
+            grid=grid,
+            repeats=options.repeats,
+            repeat_with=options.repeat_with.value,
+            commit=read_commit(),
+            jobs=jobs,
+        )
+        return record if old is None else _continued(old, asked=record)
+
+    def _jobs(
+        self, combinations: Sequence[Sequence[str]], *, options: SweepConfig, swept: frozenset[str], folder: Path
+    ) -> tuple[SweepJob, ...]:
+        """Every combination once, then all again for each repeat. Of jobs with one resolved configuration the first stays."""
+        found: dict[str, SweepJob] = {}
+        for repeat in range(options.repeats):
+            for combination in combinations:
+                added = (f"train.seed={repeat}",) if options.repeat_with is RepeatWith.seeds else ()
+                name = self._hash([*combination, *added], swept=swept, folder=folder)
+                same_seed = options.repeat_with is RepeatWith.same_seed and repeat
+                job = SweepJob(
+                    folder=f"{name}-{repeat}" if same_seed else name,
+                    hash=name,
+                    overrides=tuple(combination),
+                    repeat=repeat,
+                    options=added,
+                )
+                first = found.setdefault(job.folder, job)
+                if first is not job and repeat == 0:
+                    self.request.say(f"{' '.join(combination)}: the same run as {' '.join(first.overrides)}")
+        return tuple(found.values())
+
+    def _hash(self, overrides: list[str], *, swept: frozenset[str], folder: Path) -> str:
+        """Of the resolved configuration; of the overrides if that is refused, which the job itself then says."""
+        try:
+            choices = self._loader.load_sweep_config(self._config, overrides)
+            with open_dict(choices):
+                hydra = choices.pop("hydra")
+                choices.output_dir = str(folder.absolute())
+            config = configuration.to_config(
+                choices,
+                overrides=list(hydra.overrides.task),
+                options=hydra.runtime.choices,
+                machine=self.request.machine,
+            )
+        except (ConfigError, HydraException):
+            return configuration.hash_of(overrides)
+        return configuration.job_hash(config, counted=swept)
+
+    def _run(self, record: SweepRecord, *, folder: Path) -> list[Any]:
+        self.request.shows(folder, record)
+        states = record.statuses(folder)
+        starts = {
+            job: count
+            for job in record.jobs
+            if (count := self._starts(states[job.folder], folder=folder / job.folder)) > 0
+        }
+        if starts or not (folder / "multirun.yaml").exists():
+            record.write(folder)
+            OmegaConf.save(self._config, folder / "multirun.yaml")
+        if commit := _other_commit(record):
+            self.request.say(f"the sweep began at commit {record.commit}, this is {commit}")
+        results = []
+        while starts:
+            results += self._launch(list(starts), folder=folder)
+            starts = {job: count - 1 for job, count in starts.items() if count > 1 and _has_failed(folder, job=job)}
+        return results
+
+    def _starts(self, state: Status, *, folder: Path) -> int:
+        """How often this command may start a job."""
+        retries, resumes = self.request.options.retries, self.request.options.resume is not None
+        if state is Status.running:
+            self.request.say(f"{folder}: runs already, and is left alone")
+            return 0
+        if state is Status.done:
+            return 0
+        if state is Status.failed and not _was_interrupted(folder):
+            return int(resumes) if retries is None else retries
+        return 1 + (retries or 0)
+
+    def _launch(self, jobs: list[SweepJob], *, folder: Path) -> list[Any]:
+        results = []
+        lines = [
+            [*job.overrides, *job.options, *_place(folder / job.folder), f"hydra.sweep.subdir={job.folder}"]
+            for job in jobs
+        ]
+        size = self._max_batch_size or len(lines)
+        for chunk in (lines[start : start + size] for start in range(0, len(lines), size)):
+            returned = self._launcher.launch(chunk, initial_job_idx=len(results))
+            for job in returned:
+                _ = job.return_value  # raises what the job has raised
+            results += returned
+        return results
+
+
+def _combinations(overrides: Sequence[Override]) -> list[list[str]]:
+    """One list of overrides per job, the last key varying fastest."""
+    # Here: Hydra executes the modules of its plugins again when it first lists them.
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    return BasicSweeper.split_arguments(list(overrides), None)[0]
+
+
+def _place(folder: Path) -> Iterator[str]:
+    """Where a job goes on that has checkpoints."""
+    if any((folder / "checkpoints").glob("*")):
+        yield "checkpoint.resume=auto"
+
+
+def _continued(old: SweepRecord, *, asked: SweepRecord) -> SweepRecord:
+    """The recorded sweep with the jobs that are new."""
+    known = {job.folder for job in old.jobs}
+    later = old.later_commits
+    if asked.commit not in (old.commit, *later):
+        later = (*later, str(asked.commit))
+    added = tuple(job for job in asked.jobs if job.folder not in known)
+    grid = {key: list(dict.fromkeys([*old.grid.get(key, []), *values])) for key, values in asked.grid.items()}
+    changed = {"grid": {**old.grid, **grid}, "words": asked.words, "flags": asked.flags} if added else {}
+    return replace(old, jobs=old.jobs + added, repeats=asked.repeats, later_commits=later, **changed)
+
+
+def _other_commit(record: SweepRecord) -> str | None:
+    now = read_commit()
+    return now if now != record.commit else None
+
+
+def _has_failed(folder: Path, *, job: SweepJob) -> bool:
+    return read_status(folder / job.folder) in (Status.failed, Status.dead)
+
+
+def _was_interrupted(folder: Path) -> bool:
+    return read_summary(folder).get("error") == INTERRUPTED

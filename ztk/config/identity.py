@@ -1,0 +1,122 @@
+"""Which experiment a configuration is: a hash that names a job's folder, and the keys in which a run must not differ from its checkpoint."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ztk.config.batch import AUTO, record_of
+from ztk.config.compose import load
+from ztk.config.keys import flatten, written
+from ztk.config.rules import ConfigError
+from ztk.config.schema import Config
+
+HASH_LETTERS = 12
+# Where things are, who is told, what starts the ranks and where they go on: no part of the experiment.
+_ASIDE = ("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes")
+_ASIDE_SECTIONS = ("logger", "launch")
+# Sections and keys that leave losses as they are, within rounding: where state is stored, how work is divided, what is measured and saved.
+_NUMBERLESS_SECTIONS = (
+    *_ASIDE_SECTIONS,
+    *("zero", "offload", "recompute", "topology", "kernels", "checkpoint", "inference", "sampling", "serve", "task"),
+)
+_NUMBERLESS = {
+    *_ASIDE,
+    *("train.steps", "train.log_every", "train.eval_every", "train.eval_batches"),
+    *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
+}
+_LOSSY = ("zero.quantized_weights", "zero.quantized_gradients")
+
+
+def job_hash(config: Config, *, counted: frozenset[str] = frozenset()) -> str:
+    """Twelve letters from the resolved configuration without output, logger, launch and resume keys.
+
+    Keys that are None do not count, so that a new key of a later version leaves old hashes as they are; `checkpoint.resume` counts if it
+    names a folder, because that is where the run starts. counted: keys that count although they are left out of others, such as
+    `launch.threads` in a sweep over it.
+    """
+    values = {key: value for key, value in _values(config) if _counts(key, value, counted=counted)}
+    return hash_of(values)
+
+
+def hash_of(value: Any) -> str:
+    """Twelve letters from a JSON value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_LETTERS]
+
+
+def check_resumed(config: Config) -> None:
+    """Compares with the configuration that the run of `checkpoint.resume` has recorded, if it has.
+
+    `train.steps` may differ. Keys that leave the numbers as they are may, too.
+
+    Raises:
+        ConfigError: a key that changes numbers has another value, and `checkpoint.allow_changes` is not set.
+    """
+    record = _record_of_resumed(config)
+    if record is None or config.checkpoint.allow_changes:
+        return
+    old, new = load(record), config
+    before, after = dict(_values(old)), dict(_values(new))
+    if _warmup_follows_steps(old) and _warmup_follows_steps(new):
+        before["scheduler.warmup_steps"] = after["scheduler.warmup_steps"]
+    if _has_tokenizer_of(record.parent, config=new):
+        before |= {key: after[key] for key in ("data.tokenizer", "data.vocab_size")}
+    faults = [
+        f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). Use "
+        f"{key}={written(before.get(key))}, another run folder, or checkpoint.allow_changes=true"
+        for key in sorted(before.keys() | after.keys())
+        if _changes_numbers(key) and _own(before.get(key)) != _own(after.get(key))
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _record_of_resumed(config: Config) -> Path | None:
+    """`config.yaml` of the run whose checkpoint is continued; None where there is no checkpoint, or a record is missing."""
+    given = config.checkpoint.resume
+    if given is None:
+        return None
+    if given == AUTO:
+        own = Path(config.output_dir)
+        return record_of(own) if any((own / "checkpoints").glob("*")) else None
+    path = Path(given)
+    places = (path, path.parent, path.parent.parent)  # a run folder, its `checkpoints`, a step folder
+    return next((found for place in places if (found := record_of(place)) is not None), None)
+
+
+def _values(config: Config) -> Iterator[tuple[str, Any]]:
+    for key, value in flatten(config):
+        yield key, value.value if isinstance(value, Enum) else value
+
+
+def _counts(key: str, value: Any, *, counted: frozenset[str]) -> bool:
+    if value is None:
+        return False
+    if key in counted or (key == "checkpoint.resume" and value != AUTO):
+        return True
+    return key not in _ASIDE and key.partition(".")[0] not in _ASIDE_SECTIONS
+
+
+def _changes_numbers(key: str) -> bool:
+    if key in _LOSSY:
+        return True
+    return key not in _NUMBERLESS and key.partition(".")[0] not in _NUMBERLESS_SECTIONS
+
+
+def _own(value: Any) -> Any:
+    """A switch that is off is as one that plays no part."""
+    return None if value is False else value
+
+
+def _has_tokenizer_of(run: Path, *, config: Config) -> bool:
+    """Whether `data.tokenizer` names a copy of the tokenizer that the run has trained or read."""
+    own, given = run / "tokenizer" / "tokenizer.json", Path(config.data.tokenizer or "").expanduser() / "tokenizer.json"
+    return own.is_file() and given.is_file() and own.read_bytes() == given.read_bytes()
+
+
+def _warmup_follows_steps(config: Config) -> bool:
+    """Whether `scheduler.warmup_steps` is what a run that does not set it has."""
+    return config.scheduler.warmup_steps == config.train.steps // 20

@@ -1,0 +1,53 @@
+"""The keys of a sweep on a command line: taken out of the words that Hydra composes runs from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from ztk.config.keys import SWEEP
+from ztk.config.rules import ConfigError
+from ztk.config.sweep_schema import SWEEP_RANGES, RepeatWith, SweepConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepWords:
+    """words: the overrides without `sweep.*`. options: what those say. given: the `sweep.*` words themselves."""
+
+    words: list[str]
+    options: SweepConfig
+    given: tuple[str, ...] = ()
+
+
+def take_sweep_keys(words: Sequence[str]) -> SweepWords:
+    """words: as `parse_arguments` returns them. Raises ConfigError with every number out of its range and every key with several values."""
+    given = tuple(word for word in words if word.startswith(f"{SWEEP}."))
+    values: dict[str, Any] = {}
+    faults = []
+    for word in given:
+        override = OverridesParser.create().parse_override(word)
+        key = override.key_or_group
+        if override.is_sweep_override():
+            faults.append(f"{word}: a sweep has one value of {key}; start one sweep for each")
+            continue
+        value = override.value()
+        values[key.removeprefix(f"{SWEEP}.")] = value
+        reason = SWEEP_RANGES[key].fault(value) if key in SWEEP_RANGES and value is not None else ""
+        faults += [f"{word}: {reason}"] if reason else []
+    options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), values))
+    assert isinstance(options, SweepConfig)
+    rest = [word for word in words if word not in given]
+    if options.repeat_with is RepeatWith.seeds and (own := [word for word in rest if word.startswith("train.seed=")]):
+        faults.append(f"{own[0]}: {SWEEP}.repeat_with=seeds gives every repeat its seed; leave {own[0]} out")
+    if faults:
+        raise ConfigError(faults)
+    return SweepWords(words=rest, options=options, given=given)
+
+
+def only_resume(options: SweepConfig) -> bool:
+    """Whether nothing but `sweep.resume`, `sweep.retries` and `sweep.list` is set: then the recorded repeats count."""
+    usual = SweepConfig()
+    asked = {field.name for field in fields(options) if getattr(options, field.name) != getattr(usual, field.name)}
+    return asked <= {"resume", "retries", "list"}

@@ -1,0 +1,37 @@
+"""Keys of a sweep, which is several runs: `sweep.KEY=VALUE` on the command line. No run has them in its configuration."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ztk.config.key import key
+from ztk.policies.ranges import COUNT, Range
+
+
+class RepeatWith(StrEnum):
+    """What differs between the repeats of a job."""
+
+    same_seed = "same_seed"  # nothing: for speed
+    seeds = "seeds"  # train.seed is 0, 1, 2, ..: for losses
+
+
+@dataclass(kw_only=True)
+class SweepConfig:
+    """A named grid of runs, or one given with -m; none is chosen unless the command line does."""
+
+    resume: str | None = key(
+        "folder of a sweep to go on with: what is done stays, what failed starts again, what was interrupted goes on from its "
+        "checkpoint; without other words its recorded command line",
+        default=None,
+    )
+    retries: int | None = key(
+        "how often a failed job is started again; null: once with sweep.resume, else never", default=None
+    )
+    list: bool = key("print the jobs with their folders and states, start none", default=False)
+    repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1)
+    repeat_with: RepeatWith = key(
+        "same_seed: repeats are equal, for speed; seeds: repeats have train.seed 0, 1, 2, .., for losses",
+        default=RepeatWith.same_seed,
+    )
+
+
+SWEEP_RANGES = {"sweep.retries": Range(low=0, high=1000), "sweep.repeats": COUNT}

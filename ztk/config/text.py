@@ -1,0 +1,93 @@
+"""`data=stdlib` and `data=files`: how a run reads text."""
+
+import functools
+import glob
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ztk.config.keys import data_paths
+from ztk.config.schema import Config, DataName, OnError
+from ztk.policies.text import is_structured
+
+if TYPE_CHECKING:
+    from ztk.data import TextPolicy
+
+TEXT = (DataName.stdlib, DataName.files)
+BYTES, TRAIN = "bytes", "train"
+_SHOW_SECONDS = 5
+
+
+def has_tokenizer(config: Config) -> bool:
+    """Whether tokens are those of a tokenizer, not bytes."""
+    return config.data.tokenizer not in (None, BYTES)
+
+
+def reads_documents(config: Config) -> bool:
+    """Whether text is read as documents and tokenised once; otherwise the bytes of the files are read as they are."""
+    data = config.data
+    if data.name not in TEXT:
+        return False
+    if has_tokenizer(config) or data.mixture is not None:
+        return True
+    return data.name is DataName.files and data.path is not None and _has_structured(tuple(data_paths(config)))
+
+
+@functools.lru_cache(maxsize=8)
+def _has_structured(paths: tuple[str, ...]) -> bool:
+    for entry in map(os.path.expanduser, paths):
+        if os.path.isdir(entry):
+            for _, folders, names in os.walk(entry):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                if any(is_structured(Path(name)) for name in names if not name.startswith(".")):
+                    return True
+        elif is_structured(Path(entry)) or any(is_structured(Path(name)) for name in glob.iglob(entry, recursive=True)):
+            return True
+    return False
+
+
+def tokenizer_of_run(path: str | os.PathLike) -> Path | None:
+    """The tokenizer that a run has left in its folder. path: the folder, or one of its checkpoints."""
+    folder = Path(path).expanduser().absolute()
+    run = next((place for place in (folder, *folder.parents[:3]) if (place / "config.yaml").is_file()), None)
+    found = None if run is None else run / "tokenizer"
+    return found if found is not None and (found / "tokenizer.json").is_file() else None
+
+
+def text_policy(config: Config) -> "TextPolicy":
+    """How a checked configuration reads its text."""
+    from ztk.data import ReadPolicy, TextPolicy  # here: torch takes a second
+
+    data = config.data
+    return TextPolicy(
+        paths=None if data.path is None else tuple(data_paths(config)),
+        tokenizer=data.tokenizer or BYTES,
+        vocab_size=data.vocab_size,
+        weights=None if data.mixture is None else tuple(data.mixture),
+        read=ReadPolicy(
+            field=data.field or "text", skips=data.on_error is OnError.skip, share=data.validation_fraction or 0.0
+        ),
+    )
+
+
+def prepare_text(config: Config, *, say: Callable[[str], None]) -> None:
+    """Tokenises the text of a run before its ranks start, where no run has done so before. say: shows how far it is, every few seconds.
+
+    Raises:
+        ValueError: bad input, with file and place.
+    """
+    if not reads_documents(config):
+        return
+    from ztk.data import open_tokens
+
+    shown = time.monotonic()
+
+    def progress(documents: int, nbytes: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SHOW_SECONDS:
+            shown = time.monotonic()
+            say(f"tokenises: {documents:,} documents, {nbytes / 1e6:,.0f} MB")
+
+    open_tokens(text_policy(config), progress=progress)

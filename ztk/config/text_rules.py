@@ -1,0 +1,92 @@
+"""The tokenizer and the vocabulary that follows it, and what does not go with it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ztk.config.batch import AUTO
+from ztk.config.hugging_face import is_hugging_face
+from ztk.config.keys import data_paths, written
+from ztk.config.machine import Machine
+from ztk.config.schema import Config, DataName
+from ztk.config.text import TEXT, TRAIN, has_tokenizer, tokenizer_of_run
+
+
+def follow_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
+    """Sets `model.vocab_size` to the tokenizer's, unless the user set it or the model is one of transformers. Returns one line per fault.
+
+    given: the keys that the user set.
+    """
+    data, model = config.data, config.model
+    if not has_tokenizer(config) or not (data.name in TEXT or _reads_records(config)):
+        return []
+    try:
+        size = _vocabulary(config)
+    except ValueError as error:
+        return [str(error)]
+    if not is_hugging_face(model) and "model.vocab_size" not in given:
+        model.vocab_size = size
+    if size <= model.vocab_size:
+        return []
+    fix = f"data.vocab_size={model.vocab_size}" if data.tokenizer == TRAIN else "another data.tokenizer"
+    if is_hugging_face(model):
+        return [f"data.tokenizer={data.tokenizer}: has {size} tokens, and {model.path} {model.vocab_size}: use {fix}"]
+    return [
+        f"model.vocab_size={model.vocab_size}: data.tokenizer={data.tokenizer} has {size} tokens; leave model.vocab_size out, or use {fix}"
+    ]
+
+
+def _vocabulary(config: Config) -> int:
+    """Raises ValueError for a tokenizer that cannot be used."""
+    data = config.data
+    if data.tokenizer == TRAIN and data.name not in TEXT:
+        raise ValueError(
+            f"data.tokenizer=train: is made of text, and data={data.name.value} are records; use the tokenizer of the model that they train, "
+            "as in data.tokenizer=RUN/tokenizer"
+        )
+    if data.tokenizer == TRAIN:
+        if data.vocab_size is None:
+            raise ValueError("data.tokenizer=train needs a size: use data.vocab_size=4096")
+        return data.vocab_size
+    from ztk.data import SubwordTokenizer  # here: torch takes a second
+
+    return SubwordTokenizer.open(str(data.tokenizer)).vocab_size
+
+
+def text_faults(config: Config, machine: Machine) -> Iterator[str]:
+    """One line per fault, each with its fix."""
+    data = config.data
+    if data.mixture is not None and data.name is DataName.files and data.path is not None:
+        count = len(data_paths(config))
+        if len(data.mixture) != count:
+            yield (
+                f"data.mixture={written(data.mixture)}: {len(data.mixture)} weights for {count} entries of data.path; give one for each, "
+                "as in data.path=[a,b] data.mixture=[0.7,0.3]"
+            )
+        else:
+            from ztk.data.mixture import shares_of  # here: torch takes a second
+
+            try:
+                shares_of(data.mixture)
+            except ValueError as error:
+                yield str(error)
+    for key, path in (("warm_start.path", config.warm_start.path), ("checkpoint.resume", config.checkpoint.resume)):
+        other = None if path in (None, AUTO) else tokenizer_of_run(path)
+        if other is not None and not has_tokenizer(config):
+            can_follow = data.name in TEXT or _reads_records(config)
+            fix = f"data.tokenizer={other}" if can_follow else "a model that was trained with data.tokenizer=bytes"
+            yield (
+                f"{key}={path}: this model has the tokens of {other}, and task={config.task.name} with data={data.name.value} reads bytes; "
+                f"use {fix}"
+            )
+        elif other is not None and data.tokenizer != TRAIN and not _same(other, folder=Path(data.tokenizer or "")):
+            yield f"data.tokenizer={data.tokenizer}: {key}={path} has other tokens; use data.tokenizer={other}"
+
+
+def _reads_records(config: Config) -> bool:
+    return config.data.name in (DataName.chat, DataName.preferences) and config.data.path is not None
+
+
+def _same(one: Path, *, folder: Path) -> bool:
+    """Whether two folders have the same tokenizer.json."""
+    other = folder.expanduser() / "tokenizer.json"
+    return other.is_file() and (one / "tokenizer.json").read_bytes() == other.read_bytes()

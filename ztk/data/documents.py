@@ -1,0 +1,200 @@
+"""Documents of files: a text file is one, a line of jsonl and a row of parquet are one each.
+
+Files may be compressed (`.gz`, `.zst`). Bad input is a `Fault` in its place among the documents: who reads decides whether it ends the run.
+pyarrow, for parquet and zst, is the extra `data`, imported here and not with ztk.
+"""
+
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ztk.policies.text import COMPRESSED, LINES
+
+PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut behind a line
+_ROWS = 1024  # of parquet in memory at once
+_SKIP = "or use data.on_error=skip"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A document, or a piece of one. is_first: of its pieces; those that follow are not."""
+
+    text: str
+    is_first: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What is wrong, with file, place and fix."""
+
+    text: str
+
+
+def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
+    """The documents of one file in order. field: of jsonl and parquet, that has the text. Documents without a letter are left out.
+
+    Raises:
+        ValueError: the file needs pyarrow and it is not installed, or its format is not read.
+    """
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    kind = inner.suffix.lower()
+    if kind == ".arrow":
+        raise ValueError(
+            f"data.path={path}: arrow files are not read; write parquet, by dataset.to_parquet(FILE) of datasets"
+        )
+    if kind == ".parquet":
+        found = _of_parquet(path, field=field)
+    else:
+        found = _of_lines(path, field=field) if kind in LINES else _of_text(path)
+    count = 0
+    try:
+        for item in found:
+            if isinstance(item, Fault) or item.text:
+                count += 1
+                yield item
+    except (EOFError, OSError, zlib.error) as error:
+        yield Fault(text=f"data.path={path}: cannot be read to its end ({error}); make the file again, {_SKIP}")
+        return
+    if not count:
+        yield Fault(text=f"data.path={path}: the file is empty; leave it out, {_SKIP}")
+
+
+def _of_text(path: Path) -> Iterator[Document | Fault]:
+    lines, pending, is_first = 1, b"", True
+    with _opened(path) as source:
+        read = source.read(PIECE_BYTES)
+        while read:
+            following = source.read(PIECE_BYTES)
+            piece = pending + read
+            cut = _cut(piece) if following else len(piece)
+            piece, pending = piece[:cut], piece[cut:]
+            item = _decoded(piece, path=path, first_line=lines, is_first=is_first)
+            yield item
+            if isinstance(item, Fault):
+                return
+            read, is_first, lines = following, False, lines + piece.count(b"\n")
+
+
+def _decoded(piece: bytes, *, path: Path, first_line: int, is_first: bool) -> Document | Fault:
+    try:
+        return Document(text=piece.decode("utf-8"), is_first=is_first)
+    except UnicodeDecodeError as error:
+        return Fault(text=_not_utf8(path, line=first_line + piece[: error.start].count(b"\n"), error=error))
+
+
+def _cut(piece: bytes) -> int:
+    """Where a piece ends: behind its last line end, else before a character that may go on."""
+    at = piece.rfind(b"\n") + 1
+    if at:
+        return at
+    at = len(piece)
+    while at > len(piece) - 4 and at > 0 and piece[at - 1] & 0xC0 == 0x80:
+        at -= 1
+    return max(1, at - 1)  # the character's first byte waits, too
+
+
+def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
+    with _opened(path) as source:
+        for number, line in enumerate(source, start=1):
+            if not line.strip():
+                continue
+            place = f"data.path={path}, line {number}"
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield Fault(text=_not_utf8(path, line=number, error=error))
+                continue
+            except ValueError as error:
+                yield Fault(text=f"{place}: not JSON ({error}); fix the line, {_SKIP}")
+                continue
+            if not isinstance(record, dict):
+                yield Fault(text=f'{place}: must be a JSON object, such as {{"{field}": "..."}}; fix the line, {_SKIP}')
+            elif field not in record:
+                others = ", ".join(sorted(record)) or "none"
+                yield Fault(
+                    text=f"{place}: has no field {field!r} (its fields: {others}); use data.field=NAME, {_SKIP}"
+                )
+            elif not isinstance(record[field], str):
+                kind = type(record[field]).__name__
+                yield Fault(text=f"{place}: field {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
+            else:
+                yield from _checked(record[field], place=place)
+
+
+def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
+    arrow = _pyarrow(path)
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        yield Fault(text=f"data.path={path}: cannot be read as parquet ({error}); make the file again, {_SKIP}")
+        return
+    with file:
+        schema = file.schema_arrow
+        if field not in schema.names:
+            named = ", ".join(schema.names) or "none"
+            yield Fault(
+                text=f"data.path={path}: has no column {field!r} (its columns: {named}); use data.field=NAME, {_SKIP}"
+            )
+            return
+        kind = schema.field(field).type
+        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+            yield Fault(text=f"data.path={path}: column {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
+            return
+        row = 0
+        try:
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
+                for value in batch.column(0):
+                    row += 1
+                    place = f"data.path={path}, row {row}"
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        yield Fault(text=f"{place}: is not UTF-8 ({error.reason}); convert it, {_SKIP}")
+                        continue
+                    if text is None:
+                        yield Fault(text=f"{place}: column {field!r} is null; leave the row out, {_SKIP}")
+                    else:
+                        yield from _checked(text, place=place)
+        except arrow.ArrowException as error:
+            yield Fault(text=f"data.path={path}, behind row {row}: cannot be read ({error}); make it again, {_SKIP}")
+
+
+def _checked(text: str, *, place: str) -> Iterator[Document | Fault]:
+    """JSON can write half of a surrogate pair, which no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        yield Fault(text=f"{place}: is not UTF-8 ({error.reason}); fix the line, {_SKIP}")
+        return
+    yield Document(text=text)
+
+
+def _not_utf8(path: Path, *, line: int, error: UnicodeDecodeError) -> str:
+    byte = error.object[error.start]
+    return f"data.path={path}, line {line}: is not UTF-8 (byte 0x{byte:02x}: {error.reason}); convert the file, as by iconv -t UTF-8, {_SKIP}"
+
+
+def _opened(path: Path) -> BinaryIO:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path, "rb")  # pyrefly: ignore[bad-return]
+    if suffix == ".zst":
+        source: Any = _pyarrow(path).input_stream(str(path), compression="zstd")
+        return io.BufferedReader(source)
+    return open(path, "rb")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise ValueError(
+            f'data.path={path}: needs the library pyarrow: pip install "ztk[data]", or write the file as jsonl or jsonl.gz'
+        ) from None

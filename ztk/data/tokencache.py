@@ -1,0 +1,399 @@
+"""Documents tokenised once, into files that every later run maps.
+
+[Note: The cache]
+A source's tokens lie in one folder whose name is a hash of the content of its files, the tokenizer and the options: `train.bin`,
+`held_out.bin` and `meta.json`. One process builds it under a file lock in a folder of another name, which is renamed when it is complete;
+others wait and map the same pages. Every few mebibytes the builder writes down how far it is; the next builder after a kill cuts the
+files back to that and goes on. Content hashes of files are kept by path, size and modification time, so that large files are read once.
+
+[Note: Held-out documents]
+A document is held out if the hash of its text (of its first piece) lies below `share` of all hashes. So equal documents are on one side,
+whatever files they are in. If no document is that small, the one with the smallest hash is held out.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from ztk.data.documents import Document, Fault, read_documents
+from ztk.data.packing import cache_folder
+from ztk.data.sources import SourceFile
+
+_FORMAT = 1  # part of the name: raise it when the layout or the tokens change
+BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once
+JOURNAL_CHARACTERS = 1 << 25  # between two notes of how far the builder is
+_CONTENT_BYTES = 16  # of a file's hash
+_NUMPY = {torch.uint8: "u1", torch.uint16: "u2", torch.int32: "i4"}
+_SHOWN_FAULTS = 10
+_HASHES = 1 << 64
+
+
+class DocumentTokenizer(Protocol):
+    """What a build needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Names the tokenizer."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The tokens of each text."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadPolicy:
+    """How files are read. field: of jsonl and parquet. skips: leave out what is broken, and count it. share: of documents to hold out."""
+
+    field: str = "text"
+    skips: bool = False
+    share: float = 0.05
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What a build has read. *_bytes: UTF-8 bytes of the texts. faults: the first of what was skipped."""
+
+    train_tokens: int = 0
+    train_bytes: int = 0
+    train_documents: int = 0
+    held_out_tokens: int = 0
+    held_out_bytes: int = 0
+    held_out_documents: int = 0
+    skipped: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPart:
+    """The tokens of one source: read-only mappings of uint8, uint16 or int32 [num_tokens]. digest: names content, tokenizer and options."""
+
+    train: Tensor
+    held_out: Tensor
+    counts: Counts
+    digest: str
+
+
+Progress = Callable[[int, int], None]  # documents and bytes of text so far
+
+
+def content_of(files: Sequence[SourceFile], *, cache_dir: str | None) -> str:
+    """A hash of the bytes of all files in order, without their names.
+
+    Raises:
+        ValueError: a file cannot be read, or the cache cannot be written.
+    """
+    folder = cache_folder(cache_dir) / "contents"
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(_content(file, folder=folder) + b"\n")
+    return digest.hexdigest()
+
+
+def held_out_limit(files: Sequence[SourceFile], *, policy: ReadPolicy) -> int:
+    """Documents whose hash is at most this are held out; -1: none. See [Note: Held-out documents].
+
+    Raises:
+        ValueError: bad input, or fewer than two documents.
+    """
+    if not policy.share:
+        return -1
+    limit, smallest, count = int(_HASHES * policy.share), _HASHES, 0
+    for item in _documents(files, policy=policy):
+        if item.is_first:
+            value, count = hash_of(item.text), count + 1
+            smallest = min(smallest, value)
+            if smallest <= limit and count > 1:
+                return limit
+    if count < 2:
+        raise ValueError(
+            f"data.path={files[0].path if files else ''}: {count} documents, and held-out text is chosen by document; name more files, or use "
+            "data.validation_fraction=0 train.eval_every=0"
+        )
+    return smallest
+
+
+def training_texts(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[str]:
+    """The texts that are not held out, to make a tokenizer of. Raises ValueError for bad input."""
+    limit = held_out_limit(files, policy=policy)
+    is_held = False
+    for item in _documents(files, policy=policy):
+        is_held = hash_of(item.text) <= limit if item.is_first else is_held
+        if not is_held:
+            yield item.text
+
+
+def hash_of(text: str) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def open_part(
+    files: Sequence[SourceFile],
+    *,
+    tokenizer: DocumentTokenizer,
+    policy: ReadPolicy,
+    cache_dir: str | None = None,
+    progress: Progress | None = None,
+) -> TokenPart:
+    """The tokens of `files`, built now if no process has done so yet. See [Note: The cache].
+
+    Raises:
+        ValueError: bad input, with file and place; no document to train on; a cache folder that cannot be written.
+    """
+    options = f"{_FORMAT} {policy.field} {policy.skips} {policy.share}"
+    named = f"{options}\n{content_of(files, cache_dir=cache_dir)}\n{tokenizer.digest}"
+    digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    folder = cache_folder(cache_dir) / f"tokens-{digest}"
+    if not (folder / "meta.json").is_file():
+        with locked(folder.with_suffix(".lock")):
+            if not (folder / "meta.json").is_file():
+                builder = _Builder(
+                    files, tokenizer=tokenizer, policy=policy, folder=folder.with_suffix(".building"), progress=progress
+                )
+                builder.build()
+                os.replace(builder.folder, folder)
+    counts = Counts(**json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+    kind = _dtype(tokenizer.vocab_size)
+    return TokenPart(
+        train=_mapped(folder / "train.bin", size=counts.train_tokens, dtype=kind),
+        held_out=_mapped(folder / "held_out.bin", size=counts.held_out_tokens, dtype=kind),
+        counts=counts,
+        digest=digest,
+    )
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock, which ends with the process. Raises ValueError if its folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise ValueError(
+            f"the tokens cannot be written to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a folder that you may write to, on a "
+            "disk with space"
+        ) from error
+
+
+class _Builder:
+    """Writes the files of one source into `folder`, from where an earlier builder was killed."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        *,
+        tokenizer: DocumentTokenizer,
+        policy: ReadPolicy,
+        folder: Path,
+        progress: Progress | None,
+    ) -> None:
+        self.folder = folder
+        self._files, self._tokenizer, self._policy, self._progress = files, tokenizer, policy, progress
+        self._kind = numpy.dtype(_NUMPY[_dtype(tokenizer.vocab_size)])
+        self._counts, self._items, self._limit = Counts(), 0, -1
+        self._side: str | None = None  # of the document whose end token is not written yet
+        self._texts: list[tuple[str, Document]] = []  # to be tokenised: side and piece
+        self._characters = self._unnoted = 0
+        self._outs: dict[str, BinaryIO] = {}
+
+    def build(self) -> None:
+        """Raises ValueError for bad input, and if there is nothing to train on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._continue():
+            self._limit = held_out_limit(self._files, policy=self._policy)
+        with open(self.folder / "train.bin", "ab") as train, open(self.folder / "held_out.bin", "ab") as held_out:
+            self._outs = {"train": train, "held_out": held_out}
+            for side, out in self._outs.items():
+                out.truncate(getattr(self._counts, f"{side}_tokens") * self._kind.itemsize)
+            self._read()
+            self._flush()
+            if self._side is not None:
+                self._write(self._side, tokens=[self._tokenizer.end])
+            self._sync()
+        self._finish()
+
+    def _continue(self) -> bool:
+        """Whether an earlier builder left something to go on from."""
+        try:
+            past = json.loads((self.folder / "journal.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return False
+        counts = Counts(**past["counts"])
+        for side in ("train", "held_out"):
+            if os.path.getsize(self.folder / f"{side}.bin") < getattr(counts, f"{side}_tokens") * self._kind.itemsize:
+                return False
+        self._counts, self._items = counts, past["items"]
+        self._limit, self._side = past["limit"], past["side"]
+        return True
+
+    def _read(self) -> None:
+        done = self._items
+        for number, item in enumerate(_items(self._files, policy=self._policy), start=1):
+            if number <= done:
+                continue
+            self._items = number
+            if isinstance(item, Fault):
+                self._skip(item)
+                continue
+            self._take(item)
+            if self._characters >= BATCH_CHARACTERS:
+                self._flush()
+                if self._progress is not None:
+                    counts = self._counts
+                    documents = counts.train_documents + counts.held_out_documents
+                    self._progress(documents, counts.train_bytes + counts.held_out_bytes)
+                if self._unnoted >= JOURNAL_CHARACTERS:
+                    self._note()
+
+    def _skip(self, fault: Fault) -> None:
+        if not self._policy.skips:
+            raise ValueError(fault.text)
+        self._counts.skipped += 1
+        if len(self._counts.faults) < _SHOWN_FAULTS:
+            self._counts.faults.append(fault.text)
+
+    def _take(self, piece: Document) -> None:
+        counts = self._counts
+        if piece.is_first:
+            is_held = hash_of(piece.text) <= self._limit
+            counts.held_out_documents += is_held
+            counts.train_documents += not is_held
+            side = "held_out" if is_held else "train"
+        else:  # of the document before it
+            side = self._texts[-1][0] if self._texts else self._side
+            assert side is not None
+        self._texts.append((side, piece))
+        self._characters += len(piece.text)
+        nbytes = len(piece.text.encode())
+        if side == "train":
+            counts.train_bytes += nbytes
+        else:
+            counts.held_out_bytes += nbytes
+
+    def _flush(self) -> None:
+        """Tokenises and writes what was taken."""
+        encoded = self._tokenizer.encode_batch([piece.text for _, piece in self._texts])
+        for (side, piece), tokens in zip(self._texts, encoded, strict=True):
+            if piece.is_first and self._side is not None:
+                self._write(self._side, tokens=[self._tokenizer.end])
+            self._write(side, tokens=tokens)
+            self._side = side
+        self._unnoted += self._characters
+        self._texts, self._characters = [], 0
+
+    def _write(self, side: str, *, tokens: Sequence[int]) -> None:
+        if isinstance(tokens, bytes):
+            self._outs[side].write(tokens)
+        else:
+            self._outs[side].write(numpy.asarray(tokens, dtype=self._kind).tobytes())
+        if side == "train":
+            self._counts.train_tokens += len(tokens)
+        else:
+            self._counts.held_out_tokens += len(tokens)
+
+    def _note(self) -> None:
+        """Writes down how far the build is. Everything taken is written."""
+        self._sync()
+        noted = {"items": self._items, "limit": self._limit, "side": self._side, "counts": asdict(self._counts)}
+        _write_json(self.folder / "journal.json", values=noted)
+        self._unnoted = 0
+
+    def _sync(self) -> None:
+        for out in self._outs.values():
+            out.flush()
+            os.fsync(out.fileno())
+
+    def _finish(self) -> None:
+        counts = self._counts
+        if any(file.has_changed() for file in self._files):
+            shutil.rmtree(self.folder)
+            raise ValueError("data.path: a file changed while it was read; start again when nothing writes to it")
+        if not counts.train_documents:
+            shutil.rmtree(self.folder)
+            raise ValueError(
+                f"data.path={self._files[0].path}: no document is left to train on ({counts.held_out_documents} held out, "
+                f"{counts.skipped} skipped); name more text, or use a smaller data.validation_fraction"
+            )
+        (self.folder / "journal.json").unlink(missing_ok=True)
+        _write_json(self.folder / "meta.json", values=asdict(counts))
+
+
+def _items(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[Document | Fault]:
+    for file in files:
+        yield from read_documents(file.path, field=policy.field)
+
+
+def _documents(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[Document]:
+    for item in _items(files, policy=policy):
+        if isinstance(item, Document):
+            yield item
+        elif not policy.skips:
+            raise ValueError(item.text)
+
+
+def _content(file: SourceFile, *, folder: Path) -> bytes:
+    """A hash of the bytes of a file, kept in `folder` until its size or time change."""
+    named = f"{file.path.absolute()}\t{file.size}\t{file.modified}"
+    kept = folder / hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    with contextlib.suppress(OSError):
+        if len(found := kept.read_bytes()) == _CONTENT_BYTES:
+            return found
+    try:
+        with open(file.path, "rb") as source:
+            digest = hashlib.file_digest(source, lambda: hashlib.blake2b(digest_size=_CONTENT_BYTES)).digest()
+    except OSError as error:
+        raise ValueError(
+            f"data.path={file.path}: cannot be read ({error.strerror}); grant access or leave it out"
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = kept.with_suffix(f".{os.getpid()}")
+        own.write_bytes(digest)
+        os.replace(own, kept)
+    except OSError as error:
+        raise ValueError(
+            f"the tokens cannot be written to {folder} ({error.strerror}); set XDG_CACHE_HOME to a folder that you may write to"
+        ) from error
+    return digest
+
+
+def _dtype(vocab_size: int) -> torch.dtype:
+    if vocab_size <= 1 << 8:
+        return torch.uint8
+    return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+
+
+def _mapped(path: Path, *, size: int, dtype: torch.dtype) -> Tensor:
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+
+
+def _write_json(path: Path, *, values: dict[str, Any]) -> None:
+    own = path.with_suffix(".tmp")
+    own.write_text(json.dumps(values), encoding="utf-8")
+    os.replace(own, path)

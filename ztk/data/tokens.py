@@ -1,0 +1,139 @@
+"""The documents of a run as tokens: from what a user names to streams, held-out batches and their size in bytes."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ztk.data.mixture import MixedStream, held_out_picks, mixed_held_out_batches
+from ztk.data.packing import cache_folder
+from ztk.data.sources import SourceFile, named_files, standard_library
+from ztk.data.stream import Batch, Share, Stream, TokenStream
+from ztk.data.subword import SubwordTokenizer
+from ztk.data.tokencache import Progress, ReadPolicy, TokenPart, content_of, locked, open_part, training_texts
+from ztk.data.tokenizer import ByteTokenizer
+
+BYTES, TRAIN = "bytes", "train"
+_TRAINED_FORMAT = 1  # part of the name of a trained tokenizer: raise it when training changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPolicy:
+    """What to read, and how. paths: None: the standard library's source. tokenizer: bytes, train or a folder. weights: of the entries of
+    `paths`; None: one order over all of them.
+    """
+
+    paths: tuple[str, ...] | None = None
+    tokenizer: str = BYTES
+    vocab_size: int | None = None
+    weights: tuple[float, ...] | None = None
+    read: ReadPolicy = field(default_factory=ReadPolicy)
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenCorpus:
+    """Tokens of one or more sources, each with its weight."""
+
+    parts: tuple[TokenPart, ...]
+    weights: tuple[float, ...]
+    tokenizer: SubwordTokenizer | ByteTokenizer
+
+    @property
+    def digest(self) -> str:
+        """Names text, tokenizer and options; ranks and resumed runs compare it."""
+        return " ".join(part.digest for part in self.parts)
+
+    @property
+    def skipped(self) -> int:
+        """Broken records and files that were left out."""
+        return sum(part.counts.skipped for part in self.parts)
+
+    def stream(self, *, seq_len: int, share: Share, seed: int) -> Stream:
+        """The training sequences. Raises ValueError if a source is shorter than one sequence."""
+        streams = [
+            TokenStream(part.train, digest=part.digest, seq_len=seq_len, share=share, seed=seed) for part in self.parts
+        ]
+        if len(streams) == 1:
+            return streams[0]
+        return MixedStream(streams, weights=self.weights, share=share, seed=seed)
+
+    def held_out_batches(self, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
+        """This rank's part of the sequences to evaluate on. Raises ValueError if a held-out part is shorter than one sequence."""
+        return mixed_held_out_batches(
+            self._held_out, weights=self.weights, seq_len=seq_len, share=share, num_sequences=num_sequences
+        )
+
+    def bytes_per_token(self, *, seq_len: int, num_sequences: int) -> float:
+        """UTF-8 bytes of the text per token of `held_out_batches`: of each source's held-out text, in the batches' proportion.
+
+        Nats per token divided by ln 2 and by this are bits per byte, which can be compared across tokenizers.
+        """
+        picks = held_out_picks(self._held_out, weights=self.weights, seq_len=seq_len, num_sequences=num_sequences)
+        ratios = [part.counts.held_out_bytes / part.counts.held_out_tokens for part in self.parts]
+        return sum(ratios[source] for source, _ in picks) / len(picks)
+
+    @property
+    def _held_out(self) -> list[Tensor]:
+        return [part.held_out for part in self.parts]
+
+    def describe(self) -> list[str]:
+        """A line per source, and per kind of input that was skipped."""
+        lines = []
+        for number, part in enumerate(self.parts, start=1):
+            counts = part.counts
+            of = f" of source {number}" if len(self.parts) > 1 else ""
+            lines.append(
+                f"tokens{of}: {counts.train_tokens:,} of {counts.train_documents:,} documents to train on, {counts.held_out_tokens:,} of "
+                f"{counts.held_out_documents:,} held out, {counts.train_bytes / max(1, counts.train_tokens):.2f} bytes per token"
+            )
+            if counts.skipped:
+                lines += [f"skipped{of}: {counts.skipped:,}, the first:", *counts.faults]
+        return lines
+
+
+def open_tokens(policy: TextPolicy, *, progress: Progress | None = None) -> TokenCorpus:
+    """Trains the tokenizer and tokenises the text, where no run has done so before, and maps the tokens.
+
+    Raises:
+        ValueError: bad input, with file and place; a tokenizer that cannot be used; a cache folder that cannot be written.
+    """
+    sources = _sources(policy)
+    tokenizer = _tokenizer(policy, sources=sources)
+    parts = tuple(
+        open_part(files, tokenizer=tokenizer, policy=policy.read, cache_dir=policy.cache_dir, progress=progress)
+        for files in sources
+    )
+    return TokenCorpus(parts=parts, weights=policy.weights or (1.0,), tokenizer=tokenizer)
+
+
+def _sources(policy: TextPolicy) -> list[list[SourceFile]]:
+    if policy.paths is None:
+        return [[file for file in standard_library() if file.size]]  # an empty __init__.py is no mistake there
+    if policy.weights is None:
+        return [named_files(policy.paths)]
+    return [named_files([path]) for path in policy.paths]
+
+
+def _tokenizer(policy: TextPolicy, *, sources: Sequence[Sequence[SourceFile]]) -> SubwordTokenizer | ByteTokenizer:
+    if policy.tokenizer == BYTES:
+        return ByteTokenizer()
+    if policy.tokenizer != TRAIN:
+        return SubwordTokenizer.open(policy.tokenizer)
+    assert policy.vocab_size is not None, "the configuration is checked"
+    read, digest = policy.read, hashlib.blake2b(digest_size=16)
+    digest.update(f"{_TRAINED_FORMAT} {policy.vocab_size} {read.field} {read.skips} {read.share}".encode())
+    for files in sources:
+        digest.update(content_of(files, cache_dir=policy.cache_dir).encode())
+    folder = cache_folder(policy.cache_dir) / f"tokenizer-{digest.hexdigest()}"
+    if not folder.is_dir():
+        with locked(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                texts = (text for files in sources for text in training_texts(files, policy=read))
+                unfinished = folder.with_suffix(".building")
+                SubwordTokenizer.train(texts, vocab_size=policy.vocab_size, folder=unfinished)
+                os.replace(unfinished, folder)
+    return SubwordTokenizer.open(Path(folder))

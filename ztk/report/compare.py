@@ -1,0 +1,173 @@
+"""Arms of an experiment beside a baseline: ratios of pairs, with intervals."""
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import pandas
+
+from ztk.report.history import Runs, load
+from ztk.report.statistics import FEWEST, Interval, median_interval, ratio_interval
+from ztk.report.status import Status
+
+METRICS = ("tokens_per_second", "step_seconds_median", "final_loss", "peak_memory.device_bytes")
+_LOSSES = ("first_loss", "final_loss", "validation_loss")
+_COLUMNS = ("arm", "metric", "n", "median", "95 % interval", "ratio", "95 % interval of the ratio", "result")
+
+
+class TableFormat(StrEnum):
+    """How a comparison is written."""
+
+    markdown = "markdown"
+    latex = "latex"
+    csv = "csv"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """Finished runs that differ in nothing but the repeat, in its order. name: where they come from and their overrides."""
+
+    name: str
+    overrides: str
+    runs: pandas.DataFrame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One metric of one arm. ratio: to the baseline, by pairs; None for the baseline itself."""
+
+    arm: str
+    metric: str
+    value: Interval
+    ratio: Interval | None
+    result: str
+
+
+def compare(
+    folders: Sequence[str], *, baseline: str | None = None, metrics: Sequence[str] = METRICS
+) -> list[Comparison]:
+    """Every arm of the folders beside its baseline.
+
+    One folder: its arms beside the first, or beside the one whose overrides contain the words of `baseline`. Several folders: the arms of
+    the later ones beside those of the first with the same overrides, or beside its only arm. Repeat i of an arm and repeat i of its
+    baseline are a pair.
+
+    Raises:
+        ValueError: a folder has no finished run, `baseline` names no arm or several, or an arm has no counterpart.
+    """
+    arms = [list(_arms(load(folder), folder=folder, named=len(folders) > 1)) for folder in folders]
+    first = arms[0]
+    if baseline is not None or len(arms) == 1:
+        base = _chosen(first, words=baseline)
+        pairs = [(base, None), *((arm, base) for group in arms for arm in group if arm is not base)]
+    else:
+        pairs = [(arm, None) for arm in first]
+        pairs += [(arm, _counterpart(arm, arms=first)) for group in arms[1:] for arm in group]
+    return [found for arm, base in pairs for metric in metrics for found in _compared(arm, base=base, metric=metric)]
+
+
+def render(comparisons: Sequence[Comparison], *, form: TableFormat = TableFormat.markdown) -> str:
+    """The comparisons as one table."""
+    rows = [[_text(cell) for cell in _cells(found)] for found in comparisons]
+    if form is TableFormat.csv:
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *rows])
+        return file.getvalue().rstrip("\n")
+    if form is TableFormat.latex:
+        lines = [" & ".join(map(_latex, row)) + r" \\" for row in [list(_COLUMNS), *rows]]
+        head = [r"\begin{tabular}{llrrrrrl}", r"\hline", lines[0], r"\hline"]
+        return "\n".join([*head, *lines[1:], r"\hline", r"\end{tabular}"])
+    lines = ["| " + " | ".join(row) + " |" for row in [list(_COLUMNS), ["---"] * len(_COLUMNS), *rows]]
+    return "\n".join(lines)
+
+
+def _arms(found: Runs, *, folder: str, named: bool) -> Iterator[Arm]:
+    done = found.runs[found.runs["status"] == Status.done.value]
+    if done.empty:
+        raise ValueError(f"{folder}: has no finished run; go on with its sweep by sweep.resume={folder}")
+    shared = set.intersection(*[set(arm.split()) for arm in done["arm"]]) if done["arm"].nunique() > 1 else set()
+    for overrides, runs in done.groupby("arm", sort=False):
+        own = " ".join(word for word in str(overrides).split() if word not in shared)
+        name = f"{folder}: {own}" if named and own else own or folder
+        yield Arm(name=name, overrides=str(overrides), runs=runs.sort_values("repeat", kind="stable"))
+
+
+def _chosen(arms: Sequence[Arm], *, words: str | None) -> Arm:
+    if words is None:
+        return arms[0]
+    found = [arm for arm in arms if set(words.split()) <= set(arm.overrides.split())]
+    if len(found) != 1:
+        names = "; ".join(arm.overrides for arm in arms)
+        raise ValueError(f"--baseline '{words}': fits {len(found)} arms, and must fit one of: {names}")
+    return found[0]
+
+
+def _counterpart(arm: Arm, *, arms: Sequence[Arm]) -> Arm:
+    found = [other for other in arms if other.overrides == arm.overrides] or (list(arms) if len(arms) == 1 else [])
+    if not found:
+        raise ValueError(f"{arm.name}: the first folder has no such arm; choose one by --baseline 'KEY=VALUE ...'")
+    return found[0]
+
+
+def _compared(arm: Arm, *, base: Arm | None, metric: str) -> Iterator[Comparison]:
+    """Nothing where a run of the arm or of the baseline lacks the metric."""
+    values = _values(arm, metric=metric)
+    if values is None:
+        return
+    value = median_interval(values)
+    if base is None:
+        yield Comparison(arm=arm.name, metric=metric, value=value, ratio=None, result="baseline")
+        return
+    others = _values(base, metric=metric)
+    count = min(len(values), len(others or ()))
+    if not others or any(other == 0 for other in others):
+        return
+    ratio = ratio_interval(values[:count], baseline=others[:count])
+    result = _result(arm, base=base, metric=metric, ratio=ratio, equal=values[:count] == others[:count])
+    yield Comparison(arm=arm.name, metric=metric, value=value, ratio=ratio, result=result)
+
+
+def _values(arm: Arm, *, metric: str) -> list[float] | None:
+    if metric not in arm.runs or arm.runs[metric].isna().any():
+        return None
+    return [float(value) for value in arm.runs[metric]]
+
+
+def _result(arm: Arm, *, base: Arm, metric: str, ratio: Interval, equal: bool) -> str:
+    if metric in _LOSSES and (digests := _digests(arm, base=base)) and digests[0] == digests[1]:
+        return "identical"
+    if equal:
+        return "equal"
+    if ratio.excludes_one:
+        return f"{abs(ratio.median - 1):.1%} {'more' if ratio.median > 1 else 'less'}"
+    return "no difference shown" if ratio.n >= FEWEST else f"no difference shown, fewer than {FEWEST} pairs"
+
+
+def _digests(arm: Arm, *, base: Arm) -> tuple[list[str], list[str]] | None:
+    if any("loss_digest" not in side.runs or side.runs["loss_digest"].isna().any() for side in (arm, base)):
+        return None
+    count = min(len(arm.runs), len(base.runs))
+    return list(arm.runs["loss_digest"])[:count], list(base.runs["loss_digest"])[:count]
+
+
+def _cells(found: Comparison) -> Iterator[object]:
+    yield from (found.arm, found.metric, found.value.n, found.value.median, _ends(found.value))
+    yield from (("", "") if found.ratio is None else (found.ratio.median, _ends(found.ratio)))
+    yield found.result
+
+
+def _ends(interval: Interval) -> str:
+    return "" if math.isnan(interval.low) else f"{interval.low:.5g} to {interval.high:.5g}"
+
+
+def _text(cell: object) -> str:
+    return f"{cell:.5g}" if isinstance(cell, float) else str(cell)
+
+
+def _latex(text: str) -> str:
+    for letter in "&%$#_{}":
+        text = text.replace(letter, f"\\{letter}")
+    return text

@@ -1,0 +1,85 @@
+"""A run's sign of life: `heartbeat.json` in its folder, from its start to its end."""
+
+import json
+import os
+import platform
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ztk.report.folder import write_json
+
+HEARTBEAT = "heartbeat.json"
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0  # for a reader on another machine; its clock may differ
+
+
+class Heartbeat:
+    """Use as a context around a run: the file is written at once and every 5 seconds, and removed at the end, however the run ends.
+
+    After a `kill -9` the file stays, and its process does not exist: that is how a dead run is told from one that still runs.
+    """
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        self._path = Path(folder, HEARTBEAT)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._started = time.time()
+
+    def __enter__(self) -> "Heartbeat":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Removes the file. Idempotent."""
+        self._over.set()
+        self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        own = {"pid": os.getpid(), "process_start": process_start(os.getpid()), "host": platform.node()}
+        write_json(self._path, values=own | {"started": self._started, "time": time.time()})
+
+
+def read_heartbeat(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """The last sign of life; None if the run has ended or never began."""
+    try:
+        return json.loads(Path(folder, HEARTBEAT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def is_alive(beat: dict[str, Any]) -> bool:
+    """Whether the process of a heartbeat runs: on this machine looked up, on another judged by the file's age."""
+    if beat["host"] == platform.node():
+        start = process_start(beat["pid"])
+        return start is not None and start == beat["process_start"]
+    return time.time() - beat["time"] < STALE_SECONDS
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began, in the words of the system: tells it from a later one of the same number. None if there is none."""
+    try:
+        text = Path("/proc", str(pid), "stat").read_text()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _without_proc(pid)
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _without_proc(pid: int) -> str | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    return "unknown"

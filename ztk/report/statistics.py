@@ -1,0 +1,78 @@
+"""Median and bootstrap interval of few measurements."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+
+CONFIDENCE = 0.95
+FEWEST = 6  # pairs: of five that all lie on one side, chance makes one in sixteen
+_DRAWS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Median of n measurements and the ends of its 95 % interval; NaN where n is 1, None of n at all."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def excludes_one(self) -> bool:
+        """Whether a ratio differs from 1. Fewer than six measurements show no difference, however they lie."""
+        return self.n >= FEWEST and (self.low > 1 or self.high < 1)
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The expanded percentile interval of the bootstrap: its tails are those of Student's t for n - 1 degrees of freedom.
+
+    Plain percentiles are too narrow for few measurements: of 1,500 pairs of equal arms with n = 10 they call 5 to 11 % different,
+    expanded ones 3 to 4 %. The draws come from a fixed seed, so the same values give the same interval. Source: Hesterberg, What Teachers
+    Should Know About the Bootstrap, 2014, section 3.4.
+
+    Raises:
+        ValueError: there is no value, or one that is not finite.
+    """
+    found = numpy.asarray(values, dtype=numpy.float64)
+    if len(found) == 0 or not numpy.isfinite(found).all():
+        raise ValueError(
+            f"values={list(values)}: one finite number or more is needed; leave out runs without the metric"
+        )
+    median, n = float(numpy.median(found)), len(found)
+    if n == 1:
+        return Interval(median=median, low=math.nan, high=math.nan, n=1)
+    picked = numpy.random.default_rng(0).integers(0, n, (_DRAWS, n))
+    medians = numpy.median(found[picked], axis=1)
+    tail = statistics.NormalDist().cdf(-math.sqrt(n / (n - 1)) * _student((1 + CONFIDENCE) / 2, degrees=n - 1))
+    low, high = numpy.quantile(medians, [tail, 1 - tail])
+    return Interval(median=median, low=float(low), high=float(high), n=n)
+
+
+def ratio_interval(values: Sequence[float], *, baseline: Sequence[float]) -> Interval:
+    """Of the ratios of pairs: values[i] / baseline[i], measured one after the other.
+
+    Raises:
+        ValueError: there is no pair, the lengths differ, or a ratio is not finite.
+    """
+    if len(values) != len(baseline):
+        raise ValueError(f"values={len(values)} and baseline={len(baseline)} measurements: pairs need as many of each")
+    return median_interval(
+        [value / other if other else math.nan for value, other in zip(values, baseline, strict=True)]
+    )
+
+
+def _student(probability: float, *, degrees: int) -> float:
+    """Quantile of Student's t, exact for 1 and 2 degrees of freedom, else within 0.5 % (Cornish-Fisher)."""
+    if degrees == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        return (2 * probability - 1) * math.sqrt(2 / (4 * probability * (1 - probability)))
+    z = statistics.NormalDist().inv_cdf(probability)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3

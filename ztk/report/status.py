@@ -1,0 +1,48 @@
+"""What became of a run, from its folder alone: also after any of its processes was killed."""
+
+import json
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ztk.report.folder import METRICS, SUMMARY
+from ztk.report.heartbeat import HEARTBEAT, is_alive, read_heartbeat
+
+
+class Status(StrEnum):
+    """The state of a run."""
+
+    pending = "pending"  # has not started
+    running = "running"  # its process lives
+    dead = "dead"  # started, and its process is gone without a summary
+    done = "done"
+    failed = "failed"
+    refused = "refused"  # its configuration
+
+
+def read_status(folder: str | os.PathLike) -> Status:
+    """The state of the run in `folder`.
+
+    A heartbeat of a living process says running, whatever an earlier start has left; without one the summary counts, unless the
+    process died after an older summary was written.
+    """
+    path = Path(folder)
+    beat, summary = read_heartbeat(path), read_summary(path)
+    if beat is not None:
+        if is_alive(beat):
+            return Status.running
+        if not summary or (path / SUMMARY).stat().st_mtime < beat["started"]:
+            return Status.dead
+    if summary:
+        return Status(summary["status"])
+    started = any((path / name).exists() for name in (METRICS, HEARTBEAT, "config.yaml"))
+    return Status.dead if started else Status.pending
+
+
+def read_summary(folder: str | os.PathLike) -> dict[str, Any]:
+    """`summary.json`; empty if there is none."""
+    try:
+        return json.loads(Path(folder, SUMMARY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,54 @@
+"""The model of a run's checkpoint, for answers: ztk's own decoder, or a model of transformers with its adapters merged."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ztk import checkpoint
+from ztk.checkpoint.export import Weights
+from ztk.config import Config
+from ztk.hf.causal import empty_causal, folder_causal
+from ztk.nn import Decoder, DecoderConfig
+from ztk.nn.lora import merge_adapters
+
+_NOT_SIZES = ("name", "path", "init", "kernels")
+
+
+def trained_model(config: Config, *, step: Path) -> nn.Module:
+    """The model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint.
+
+    Adapters are merged: W + alpha / rank B A, in fp32, which differs from the sum of both products by rounding.
+    Raises ValueError for a model that gives no text, and for `model.path` without the run's model.
+    """
+    if config.task.name == "reward":
+        raise ValueError(
+            f"inference.model={step}: task=reward trained a model of rewards, which writes no text; name another run"
+        )
+    manifest = checkpoint.read_manifest(step)
+    weights = Weights(manifest, dtype=torch.float32)
+    try:
+        state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
+    finally:
+        weights.close()
+    state |= {
+        name: state[first] for name, first in manifest.tied.items() if first in state
+    }  # adapters alone have no tied weights
+    if config.model.path is None:
+        return _decoder(config, state=state)
+    if config.lora.rank > 0:
+        alpha = config.lora.alpha
+        assert alpha is not None, "the configuration is checked"
+        return merge_adapters(folder_causal(config.model.path), state=state, scale=alpha / config.lora.rank)
+    model = empty_causal(config.model.path)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _decoder(config: Config, *, state: dict[str, Tensor]) -> Decoder:
+    sizes = {name: value for name, value in vars(config.model).items() if name not in _NOT_SIZES and value is not None}
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(**sizes))
+    model.load_state_dict(state, assign=True)
+    model.materialise_buffers("cpu")
+    return model
