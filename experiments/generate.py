@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.answering import build_generator, usual_sampling
+from experiments.answering import build_generator, cost_of_weights, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.inference import Completion, SamplingParams
@@ -46,6 +46,7 @@ def main(config: Config) -> None:
     kernels.set_backend(config.kernels.backend)
     opened = open_model(config.inference.model)
     generator = build_generator(config, opened=opened)
+    cost = cost_of_weights(config, opened=opened, generator=generator)
     usual = replace(usual_sampling(config), stop_token_ids=opened.ends)
     prompts = read_prompts(
         config.inference.prompts, opened=opened, usual=usual, vocabulary=generator.description.vocab_size
@@ -72,6 +73,8 @@ def main(config: Config) -> None:
             "generated_tokens": drawn,
             "seconds": seconds,
             "tokens_per_second": drawn / seconds,
+            "weight_bytes": generator.weight_bytes,
+            **({} if cost is None else {"perplexity_stored": cost.stored, "perplexity": cost.chosen}),
         }
     )
     print(

@@ -5,7 +5,7 @@ import socket
 
 import uvicorn
 
-from experiments.answering import build_generator, usual_sampling
+from experiments.answering import build_generator, cost_of_weights, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.serve.app import ServePolicy, Server
@@ -21,8 +21,10 @@ def main(config: Config) -> None:
     kernels.set_backend(config.kernels.backend)
     chosen = config.serve
     opened = open_model(config.inference.model)
+    generator = build_generator(config, opened=opened)
+    cost_of_weights(config, opened=opened, generator=generator)
     server = Server(
-        build_generator(config, opened=opened),
+        generator,
         opened=opened,
         policy=ServePolicy(api_key=_key(chosen.api_key_variable), max_waiting=chosen.max_waiting),
         sampling=usual_sampling(config),

@@ -34,6 +34,8 @@ def test_it_runs_on_one_rank_of_the_cpu(words):
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
         ("inference.prompts=/nowhere", "inference.prompts=/nowhere: is no file"),
+        ("inference.held_out=/nowhere", "inference.held_out=/nowhere: is no file"),
+        (f"inference.held_out={__file__}", "has no effect with weights as stored: add weights=int8 or weights=int4"),
         ("serve.port=1", "serve.port=1 has no effect here, only with task=serve"),
     ],
 )
@@ -49,4 +51,18 @@ def test_other_tasks_refuse_its_keys():
     assert any(
         "sampling.top_p=0.5 has no effect here, only with task=generate or task=serve" in fault
         for fault in faults("sampling.top_p=0.5")
+    )
+
+
+def test_weights_have_a_format(words):
+    config = composed(*words, "weights=int4", f"inference.held_out={__file__}")
+    assert config.inference.weights == "int4" and config.inference.held_out == __file__
+    assert composed(*words).inference.weights == "stored"
+    assert any("int2" in fault for fault in faults(*words, "inference.weights=int2"))
+
+
+def test_weights_of_a_model_that_trains_are_refused():
+    assert any(
+        "weights=int8 has no effect with task=pretrain: use task=generate or task=serve" in fault
+        for fault in faults("weights=int8")
     )

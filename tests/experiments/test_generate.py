@@ -11,7 +11,7 @@ import transformers
 
 from tests.experiments.test_faults import CHECKOUT, folder_of, run
 from tests.inference.models import VOCABULARY, build
-from ztk.inference import Generator, SamplingParams
+from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
 from ztk.serve.models import open_model
 
 TRAIN = ("train.steps=2", "launch.ranks=2", "zero=stage3", "checkpoint.every=2")
@@ -52,6 +52,31 @@ def test_a_run_answers_a_file(trained, tmp_path):
     assert first["answers"][0]["tokens"] == answer.tokens
     summary = json.loads((out / "summary.json").read_text())
     assert summary["generated_tokens"] == 12 and summary["prompts"] == 2
+
+
+def test_quantised_weights_say_what_they_change(trained, tmp_path):
+    prompts, text, out = tmp_path / "p.jsonl", tmp_path / "text.txt", tmp_path / "out"
+    prompts.write_text('{"prompt": "def f(", "max_tokens": 2}\n')
+    text.write_text("import json\n" * 20)
+    options = (
+        "task=generate",
+        "weights=int4",
+        f"inference.model={trained}",
+        f"inference.prompts={prompts}",
+        f"inference.held_out={text}",
+        f"hydra.run.dir={out}",
+    )
+    command = [sys.executable, str(CHECKOUT / "run.py"), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    stored, chosen = summary["perplexity_stored"], summary["perplexity"]
+    assert f"perplexity of 240 tokens of {text}: {stored:.4f} as stored, {chosen:.4f} with weights=int4" in done.stdout
+    assert stored != chosen and abs(chosen / stored - 1) < 0.2
+    model = open_model(str(trained / "checkpoints")).module
+    tokens = list(b"import json\n" * 20)
+    assert stored == perplexity(Generator(model), tokens=tokens)
+    assert chosen == perplexity(Generator(model, policy=InferencePolicy(weights="int4")), tokens=tokens)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, SamplingParams, attention, engine
+from ztk.inference import Generator, SamplingParams, attention, engine, products
+from ztk.inference.steps import Span, Step
 
 MODELS = {
     "native": build_decoder,
@@ -34,43 +35,71 @@ def test_a_scrambled_cache_entry_is_noticed(monkeypatch):
 
     def scrambled(self, source, *, target, positions):
         copy(self, source, target=target, positions=positions)
-        self.keys[1][target, 0, positions // 2, 0] += 0.5
+        self.keys[1][target, 0, 0, 2, 0] += 0.5
 
     monkeypatch.setattr(engine.Cache, "copy", scrambled)
     assert any(run_schedule(model, seed=seed)[0] != expected for seed in range(4))
 
 
 def test_sums_that_follow_the_number_of_rows_are_noticed(monkeypatch):
-    """Planted: tiles that begin at the first query of a step instead of at a fixed position."""
+    """Planted: a product whose sums take another order for more than 8 rows."""
     model = build_decoder()
     expected = alone(model)
-    monkeypatch.setattr(attention, "BLOCK", 32)
-    assert run_schedule(model, seed=3)[0] != expected
+    multiply = products.Product.multiply
+    doubled = lambda self, x: multiply(self, x * 3) / 3 if len(x) > 8 else multiply(self, x)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "check_rows", lambda model: frozenset())
+        patch.setattr(products.Product, "multiply", doubled)
+        assert any(run_schedule(model, seed=seed)[0] != expected for seed in range(4))
+    monkeypatch.setattr(products.Product, "multiply", doubled)
+    with pytest.raises(ValueError, match="differ between 2 and 130 rows on this processor"):
+        Generator(model)
+
+
+def test_a_processor_whose_lone_rows_differ_computes_them_twice(monkeypatch):
+    """Planted: a lone row's product is another."""
+    model = build_decoder()
+    expected = alone(model)
+    multiply = products.Product.multiply
+    monkeypatch.setattr(
+        products.Product, "multiply", lambda self, x: multiply(self, x) * (1.0001 if len(x) == 1 else 1.0)
+    )
+    assert alone(model) == expected
+    assert run_schedule(model, seed=1)[0] == expected
 
 
 @pytest.mark.parametrize("window, softcap, alibi", [(None, None, False), (20, 3.0, False), (None, None, True)])
 def test_attention_equals_its_definition(window, softcap, alibi):
     """In float64, key by key; two sequences at different positions."""
     torch.manual_seed(0)
-    S, T, H, K, D, N = 2, 9, 4, 2, 8, 192
-    query, keys, values = torch.randn(S, T, H, D), torch.randn(S, K, N, D), torch.randn(S, K, N, D)
-    starts, slopes = torch.tensor([101, 3]), torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
-    options = {"scale": 0.3, "window": window, "softcap": softcap, "slopes": slopes}
-    found = attention.attend(query, keys=keys, values=values, starts=starts, **options)
-    for s in range(S):
-        for t in range(T):
-            last = int(starts[s]) + t
+    H, K, D = 4, 2, 8
+    keys, values = torch.randn(3, 3, K, attention.BLOCK, D), torch.randn(3, 3, K, attention.BLOCK, D)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
+    spans = [
+        Span(slot=2, start=101, length=9, row=0),
+        Span(slot=0, start=3, length=1, row=9),
+        Span(slot=1, start=70, length=1, row=10),
+    ]
+    query = torch.randn(11, H, D)
+    found = torch.full_like(query, float("nan"))
+    for tiles in Step(spans, group=H // K).groups:
+        options = {"scale": 0.3, "window": window, "softcap": softcap, "slopes": slopes}
+        found[tiles.targets] = attention.attend(query, tiles=tiles, keys=keys, values=values, **options)
+    for span in spans:
+        own_keys, own_values = (part[span.slot].transpose(0, 1).flatten(1, 2) for part in (keys, values))
+        for t in range(span.length):
+            last = span.start + t
             first = 0 if window is None else max(0, last - window + 1)
             for h in range(H):
                 past = slice(first, last + 1)
-                scores = keys[s, h // 2, past].double() @ query[s, t, h].double() * 0.3
+                scores = own_keys[h // 2, past].double() @ query[span.row + t, h].double() * 0.3
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
                 if slopes is not None:
                     scores = scores + slopes[h].double() * torch.arange(first, last + 1)
-                expected = torch.softmax(scores, 0) @ values[s, h // 2, past].double()
+                expected = torch.softmax(scores, 0) @ own_values[h // 2, past].double()
                 # Scores below 40 by 2^-24 relative each way; values below 4.
-                torch.testing.assert_close(found[s, t, h].double(), expected, rtol=0, atol=4 * 80 * 2**-24)
+                torch.testing.assert_close(found[span.row + t, h].double(), expected, rtol=0, atol=4 * 80 * 2**-24)
 
 
 def test_a_step_of_one_row_has_the_bits_of_many():

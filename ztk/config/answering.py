@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.effects import ANSWERING
+from ztk.config.inference_schema import WeightFormat
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
 
-_SECTIONS = ("task", "inference", "sampling", "serve", "kernels", "launch", "experiment", "sweep", "hydra")
+_SECTIONS = ("task", "inference", "sampling", "serve", "weights", "kernels", "launch", "experiment", "sweep", "hydra")
 
 
 def answering_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
@@ -27,6 +28,17 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
     if config.launch.device is DeviceName.cuda:
         yield f"launch.device=cuda: {task} computes on the CPU; use launch.device=cpu, or leave it out"
     yield from _file_faults(config, task=task)
+    yield from _held_out_faults(config)
+
+
+def _held_out_faults(config: Config) -> Iterator[str]:
+    text, weights = config.inference.held_out, config.inference.weights
+    if text is None:
+        return
+    if not Path(text).expanduser().is_file():
+        yield f"inference.held_out={text}: is no file; name a text file, or leave it out"
+    if weights is WeightFormat.stored:
+        yield f"inference.held_out={text} has no effect with weights as stored: add weights=int8 or weights=int4, or leave it out"
 
 
 def _file_faults(config: Config, *, task: str) -> Iterator[str]:

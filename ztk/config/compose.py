@@ -29,7 +29,11 @@ from ztk.config.text import BYTES, TRAIN
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 
-_OVERLAYS = ("algorithm.", "task.")  # groups whose options set keys of others, in the order of conf/config.yaml
+_OVERLAYS = (
+    "algorithm.",
+    "task.",
+    "weights.",
+)  # groups whose options set keys of others, in the order of conf/config.yaml
 
 ConfigStore.instance().store(name="ztk_schema", node=Config)
 # Hydra's own sweeper with another class, which `ztk.cli` registers.
@@ -108,6 +112,10 @@ def to_config(
         )
     if (hardware := options.get("hardware")) and config.task.name != PLAN:
         raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: use task=plan"])
+    if (weights := options.get("weights")) and config.task.name not in ANSWERING:
+        raise ConfigError(
+            [f"weights={weights} has no effect with task={config.task.name}: use task=generate or task=serve"]
+        )
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
     return config
@@ -220,6 +228,8 @@ def _settle_paths(config: Config) -> None:
         config.inference.model = _absolute(config.inference.model)
     if config.inference.prompts is not None:
         config.inference.prompts = _absolute(config.inference.prompts)
+    if config.inference.held_out is not None:
+        config.inference.held_out = _absolute(config.inference.held_out)
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
     if config.data.tokenizer not in (None, BYTES, TRAIN):

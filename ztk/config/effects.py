@@ -400,13 +400,13 @@ EFFECTS = (
     *_rollout_effects(),
     Effect(keys=("inference.model",), when=_answers, only="task=generate or task=serve, and inference.model=FOLDER"),
     Effect(
-        keys=_section("inference", "max_sequences", "max_step_tokens", "lookup_tokens")
+        keys=_section("inference", "max_sequences", "max_step_tokens", "lookup_tokens", "weights")
         + _section("sampling", *(name for name in vars(SamplingConfig()) if name != "stop")),
         when=_answers,
         only="task=generate or task=serve",
     ),
     Effect(
-        keys=("inference.max_model_len", "sampling.stop"),
+        keys=("inference.max_model_len", "inference.held_out", "sampling.stop"),
         when=_answers,
         only="task=generate or task=serve",
         required=False,

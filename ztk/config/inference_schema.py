@@ -1,8 +1,15 @@
 """The keys of `task=generate` and `task=serve`."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ztk.config.key import key
+
+
+class WeightFormat(StrEnum):
+    stored = "stored"
+    int8 = "int8"
+    int4 = "int4"
 
 
 @dataclass(kw_only=True)
@@ -24,6 +31,12 @@ class InferenceConfig:
     )
     lookup_tokens: int | None = key(
         "draft tokens per step, found in the text itself; 0: none. They change no token", default=None
+    )
+    weights: WeightFormat | None = key(
+        "stored: fp32; int8: a scale per output channel; int4: groups of 128 inputs, the head in int8", default=None
+    )
+    held_out: str | None = key(
+        "a text file; its first 2,048 tokens say how much int8 or int4 weights change the perplexity", default=None
     )
 
 

@@ -19,6 +19,7 @@ from ztk.config.suggest import did_you_mean, near_keys
 _SETS = {
     "algorithm": "The keys of a policy gradient by the name of its paper; task=grpo and task=ppo choose one.",
     "experiment": "A named set of options and values; none is chosen unless the command line does.",
+    "weights": "The format of the weights of a model that answers; task=generate and task=serve.",
     "sweep": "A named grid of runs; none is chosen unless the command line does.",
 }
 
@@ -137,7 +138,7 @@ def _is_overlay(path: Path) -> bool:
 def _overlays(options: dict[str, list[str]], *, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`task=grpo` -> the keys that this choice sets, for every option of a group whose options set keys of others."""
     found = {}
-    for group in ("algorithm", "task"):
+    for group in ("algorithm", "task", "weights"):
         for option in options.get(group, []):
             path = _option_file(group, option=option, folders=folders)
             if _is_overlay(path):

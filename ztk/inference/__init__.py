@@ -6,6 +6,8 @@ generator = ztk.Generator(model)
 
 from ztk.inference.engine import Generator as Generator
 from ztk.inference.engine import Request as Request
+from ztk.inference.perplexity import perplexity as perplexity
+from ztk.inference.perplexity import perplexity_of_stored as perplexity_of_stored
 from ztk.inference.policy import Completion as Completion
 from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output

@@ -5,24 +5,24 @@ import torch
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 
-_GROWTH = 4 * BLOCK  # positions by which all slabs grow
+_GROWTH = 4  # blocks by which all slabs grow
 
 
 class Cache:
-    """keys[layer] and values[layer]: fp32 [slots, K, positions, D].
+    """keys[layer] and values[layer]: fp32 [slots, blocks, K, 64, D]; the blocks that a query sees are one piece of memory.
 
     On a CPU a slab per sequence is read in one piece; gathering pages of 16 tokens costs 15 to 18 times as much.
     """
 
     def __init__(self, description: Description, *, slots: int) -> None:
-        shape = (slots, description.kv_heads, 0, description.head_dim)
+        shape = (slots, 0, description.kv_heads, BLOCK, description.head_dim)
         self.keys = [torch.zeros(shape) for _ in range(description.layers)]
         self.values = [torch.zeros(shape) for _ in range(description.layers)]
 
     @property
     def positions(self) -> int:
         """Positions that every slab has memory for."""
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[1] * BLOCK
 
     @property
     def nbytes(self) -> int:
@@ -31,18 +31,21 @@ class Cache:
 
     def reserve(self, positions: int) -> None:
         """Grows all slabs to at least `positions`."""
-        extra = -(-positions // _GROWTH) * _GROWTH - self.positions
+        extra = -(-positions // (_GROWTH * BLOCK)) * _GROWTH - self.keys[0].shape[1]
         if extra <= 0:
             return
         for slabs in (self.keys, self.values):
             for number, slab in enumerate(slabs):
-                slots, heads, _, dim = slab.shape
-                slabs[number] = torch.cat([slab, slab.new_zeros(slots, heads, extra, dim)], dim=2)
+                slots, _, *block = slab.shape
+                slabs[number] = torch.cat([slab, slab.new_zeros(slots, extra, *block)], dim=1)
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
         """The first `positions` of one slot become another's."""
+        full, rest = divmod(positions, BLOCK)
         for slab in (*self.keys, *self.values):
-            slab[target, :, :positions] = slab[source, :, :positions]
+            slab[target, :full] = slab[source, :full]
+            if rest:
+                slab[target, full, :, :rest] = slab[source, full, :, :rest]
 
     def clear(self, slot: int) -> None:
         """Zeros a slot: what a broken sequence left would make NaN of a masked zero."""

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from ztk.inference.cache import Cache
 from ztk.inference.describe import describe
-from ztk.inference.model import InferenceModel, Span
+from ztk.inference.model import InferenceModel
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import check_module, check_rows
+from ztk.inference.probe import check_module, check_rows, product_key
 from ztk.inference.sample import draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
+from ztk.inference.steps import Span
 from ztk.inference.weights import collect
 from ztk.nn import Decoder
 
@@ -49,9 +50,10 @@ class Request:
 
 
 class Generator:
-    """Generates with the native decoder or a causal language model of transformers, on the CPU in fp32.
+    """Generates with the native decoder or a causal language model of transformers, on the CPU, in fp32 or with weights of 8 or 4 bits.
 
-    model: a module, whose fp32 weights are shared, not copied; or a training engine, whose weights are gathered (every rank calls it). A
+    model: a module, or a training engine, whose weights are gathered (every rank calls it). Its linear layers are copied in the
+    processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
     sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
 
     Raises:
@@ -66,10 +68,15 @@ class Generator:
             module, state = model.module, _gathered(model)
         self._subject = describe(module)
         self.description = self._subject.description
-        self._model = InferenceModel(self._subject, weights=collect(state, description=self.description))
-        check_rows(self._model)
         if isinstance(model, nn.Module) and not isinstance(model, Decoder):
-            check_module(self._model, module=model)
+            # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
+            check_module(
+                InferenceModel(self._subject, weights=collect(state, description=self.description)), module=model
+            )
+        weights = collect(state, description=self.description, kind=self.policy.weights)
+        self._model = InferenceModel(self._subject, weights=weights)
+        self._lone = check_rows(self._model)
+        self._allow_lone_rows()
         self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
         self._cache = Cache(self.description, slots=self.policy.max_sequences)
         self._scheduler = Scheduler(self.policy, cache=self._cache)
@@ -185,11 +192,25 @@ class Generator:
         """
         if self.has_work:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
-        weights = collect(_gathered(engine), description=self.description)
+        weights = collect(_gathered(engine), description=self.description, kind=self.policy.weights)
         self._model = InferenceModel(self._subject, weights=weights)
+        self._allow_lone_rows()
+        self._scheduler.forget()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the linear layers and the head, scales included."""
+        return sum(product.nbytes for product in self._model.weights.products())
+
+    def forget_prefixes(self) -> None:
+        """Later prompts are computed from their first token."""
         self._scheduler.forget()
 
     # Parts
+
+    def _allow_lone_rows(self) -> None:
+        for product in self._model.weights.products():
+            product.doubles = product_key(product) not in self._lone
 
     def _check(self, prompt: list[int], *, limit: int) -> None:
         if not prompt:

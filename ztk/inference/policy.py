@@ -6,19 +6,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ztk.policies.inference import RANGES, SAMPLING_RANGES
+from ztk.policies.inference import RANGES, SAMPLING_RANGES, WEIGHTS
 from ztk.policies.ranges import range_faults, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferencePolicy:
-    """How sequences share the engine. None of it changes a token: see [Note: Exactness] in ztk/inference/attention.py.
+    """How sequences share the engine. Only `weights` changes a token: see [Note: Exactness] in ztk/inference/attention.py.
 
     max_sequences: sequences that are computed in one step; others wait.
     max_step_tokens: tokens of one step; a longer prompt is computed in several steps.
     max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
+    weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py.
 
     Raises:
         ValueError: a number is out of range.
@@ -28,8 +29,11 @@ class InferencePolicy:
     max_step_tokens: int = 512
     max_model_len: int | None = None
     lookup_tokens: int = 0
+    weights: str = "stored"
 
     def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"inference.weights={self.weights}: must be {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}")
         refuse(range_faults(self, section="inference", ranges=RANGES))
 
 

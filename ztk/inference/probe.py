@@ -1,12 +1,15 @@
 """Checks when a model is loaded: its rows do not depend on each other, and it computes what its module computes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ztk.inference.cache import Cache
-from ztk.inference.model import InferenceModel, Span
-from ztk.nn.linear import linear
+from ztk.inference.model import InferenceModel
+from ztk.inference.products import Product
+from ztk.inference.steps import Span
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
 _TOKENS = 48
@@ -15,30 +18,56 @@ _TOKENS = 48
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def check_rows(model: InferenceModel) -> None:
-    """One product per shape of weight, with several numbers of rows.
+def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
+    """One product per kind and shape of weight, the norm and the MLP, with several numbers of rows.
+
+    Returns kind and shape of the products whose lone row has the bits of many: those need not compute it twice.
 
     Raises:
         ValueError: a row differs; then answers would depend on what is computed beside them.
     """
-    weights = {}
-    for layer in model.weights.layers[:1]:
-        parts = [layer.query, layer.key, layer.out]
-        for mlp in (layer.mlp, *(layer.experts or [])[:1]):
-            parts += [] if mlp is None else [mlp.up, mlp.down]
-        weights |= {tuple(part.weight.shape): part.weight for part in parts}
-    head = model.weights.head.weight
-    weights[tuple(head.shape)] = head
-    for shape, weight in weights.items():
-        x = torch.randn(max(_ROWS), shape[1], generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode():
-            full = linear(x, weight=weight)
-            odd = [rows for rows in _ROWS if not torch.equal(linear(x[:rows], weight=weight), full[:rows])]
+    exact = set()
+    for key, product in {product_key(product): product for product in model.weights.products()}.items():
+        x = _random(max(_ROWS), product.shape[1])
+        odd = _differ(product.multiply, x=x)
         if odd:
-            raise ValueError(
-                f"products with a weight of {list(shape)} differ between {odd[0]} and {max(_ROWS)} rows on this processor, so answers would "
-                "depend on each other: set ONEDNN_MAX_CPU_ISA=AVX2, or use another build of torch"
-            )
+            raise ValueError(_message(f"products with a weight of {list(product.shape)}", odd=odd))
+        if torch.equal(product.multiply(x[:1]), product.multiply(x[:2])[:1]):
+            exact.add(key)
+    x = _random(max(_ROWS), model.description.dim)
+    layer = model.weights.layers[0]
+    mlp = layer.mlp or (layer.experts or [])[0]
+    for name, compute in (
+        ("norms", lambda rows: model.norm(rows, by=model.weights.norm)),
+        ("an MLP", lambda rows: model.mlp(rows, weights=mlp)),
+    ):
+        odd = _differ(compute, x=x, counts=(1, *_ROWS))
+        if odd:
+            raise ValueError(_message(name, odd=odd))
+    return frozenset(exact)
+
+
+def product_key(product: Product) -> tuple[str, tuple[int, int]]:
+    """Products with the same key are computed alike."""
+    return type(product).__name__, product.shape
+
+
+def _random(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def _differ(compute: Callable[[Tensor], Tensor], *, x: Tensor, counts: tuple[int, ...] = _ROWS) -> int | None:
+    """The first number of rows whose results differ from those of all rows."""
+    with torch.inference_mode():
+        full = compute(x)
+        return next((count for count in counts if not torch.equal(compute(x[:count]), full[:count])), None)
+
+
+def _message(what: str, *, odd: int) -> str:
+    return (
+        f"{what} differ between {odd} and {max(_ROWS)} rows on this processor, so answers would depend on each other: set "
+        "ONEDNN_MAX_CPU_ISA=AVX2, or use another build of torch"
+    )
 
 
 def check_module(model: InferenceModel, *, module: Any) -> None:

@@ -5,7 +5,7 @@ weight is [out, in]. The inner width is padded with zeros to a multiple of 64: o
 the vectorised code than the others, so that an element's bits would depend on the number of rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,35 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.describe import Description
+from ztk.inference.products import Affine, Product
+from ztk.inference.quantised import FORMATS
 
 _INNER = 64
-
-
-@dataclass(kw_only=True, slots=True)
-class Affine:
-    """weight [out, in] and bias [out] of a linear layer, or weight and bias [C] of a norm."""
-
-    weight: Tensor
-    bias: Tensor | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Mlp:
     """gate (None: not gated) and up [F, C], down [C, F]."""
 
-    up: Affine
-    down: Affine
-    gate: Affine | None = None
+    up: Product
+    down: Product
+    gate: Product | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
     """One block. A norm that the family has not is None. experts: of a sparse MLP, with router [E, C] and the shared expert."""
 
-    query: Affine
-    key: Affine
-    value: Affine
-    out: Affine
+    query: Product
+    key: Product
+    value: Product
+    out: Product
     mlp: Mlp | None = None
     before_attention: Affine | None = None
     after_attention: Affine | None = None
@@ -49,9 +43,9 @@ class Layer:
     after_mlp: Affine | None = None
     query_norm: Affine | None = None
     key_norm: Affine | None = None
-    router: Tensor | None = None
+    router: Product | None = None
     experts: list[Mlp] | None = None
-    shared_gate: Tensor | None = None
+    shared_gate: Product | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,24 +55,24 @@ class Weights:
     embedding: Tensor
     layers: list[Layer]
     norm: Affine
-    head: Affine
+    head: Product
     positions: Tensor | None = None
     embedding_norm: Affine | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, shared ones once."""
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(self)}.values())
+    def products(self) -> list[Product]:
+        """All of them, the head last."""
+        return [*(product for layer in self.layers for product in _products(layer)), self.head]
 
 
-def _tensors(item: object) -> list[Tensor]:
-    if isinstance(item, Tensor):
-        return [item]
-    if isinstance(item, list):
-        return [tensor for part in item for tensor in _tensors(part)]
-    if hasattr(item, "__dataclass_fields__"):
-        return [tensor for field in fields(item) for tensor in _tensors(getattr(item, field.name))]
-    return []
+def _products(item: object) -> Iterator[Product]:
+    if isinstance(item, Product):
+        yield item
+    elif isinstance(item, list):
+        for part in item:
+            yield from _products(part)
+    elif isinstance(item, Layer | Mlp):
+        for own in fields(item):
+            yield from _products(getattr(item, own.name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,18 +213,19 @@ _NAMES = {
 }
 
 
-def collect(state: Mapping[str, Tensor], *, description: Description) -> Weights:
-    """The engine's weights, fp32 on the CPU, from a model's parameters by name.
+def collect(state: Mapping[str, Tensor], *, description: Description, kind: str = "stored") -> Weights:
+    """The engine's weights on the CPU, from a model's parameters by name: fp32, but linear layers and head of the format `kind`.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    return _Reader(state, description=description).read()
+    return _Reader(state, description=description, kind=kind).read()
 
 
 class _Reader:
-    def __init__(self, state: Mapping[str, Tensor], *, description: Description) -> None:
+    def __init__(self, state: Mapping[str, Tensor], *, description: Description, kind: str) -> None:
         self._state, self._of, self._names = state, description, _NAMES[description.family]
+        self._product, self._head_product = FORMATS[kind]
 
     def read(self) -> Weights:
         names, embedding = self._names, self._tensor(f"{self._names.embedding}.weight")
@@ -241,7 +236,7 @@ class _Reader:
             embedding_norm=self._affine(names.embedding_norm) if names.embedding_norm else None,
             layers=[self._layer(names.block.format(number)) for number in range(self._of.layers)],
             norm=self._norm(names.norm),
-            head=head,
+            head=self._head_product(head),
         )
 
     def _layer(self, block: str) -> Layer:
@@ -252,7 +247,13 @@ class _Reader:
             for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
             if getattr(names, kind)
         }
-        layer = Layer(query=query, key=key, value=value, out=self._matrix(block + names.out), **norms)
+        layer = Layer(
+            query=self._product(query),
+            key=self._product(key),
+            value=self._product(value),
+            out=self._product(self._matrix(block + names.out)),
+            **norms,
+        )
         if of.qk_norm != "none":
             layer.query_norm, layer.key_norm = (self._norm(f"{block}self_attn.{part}_norm") for part in "qk")
         if of.experts:
@@ -285,21 +286,37 @@ class _Reader:
         down = self._matrix(block + names.down)
         if names.gate and not names.up:  # both in one
             gate, up = (Affine(weight=part) for part in self._tensor(f"{block}{names.gate}.weight").chunk(2))
-            return _padded(gate=gate, up=up, down=down)
+            return self._padded(gate=gate, up=up, down=down)
         gate = self._affine(block + names.gate) if names.gate else None
-        return _padded(gate=gate, up=self._matrix(block + names.up), down=down)
+        return self._padded(gate=gate, up=self._matrix(block + names.up), down=down)
 
     def _add_experts(self, layer: Layer, *, block: str) -> None:
-        layer.router = self._tensor(f"{block}gate.weight")
+        layer.router = Product(self._affine(f"{block}gate"))
         gate_up, down = self._tensor(f"{block}experts.gate_up_proj"), self._tensor(f"{block}experts.down_proj")
         layer.experts = []
         for number in range(self._of.experts):
             gate, up = (Affine(weight=part) for part in gate_up[number].chunk(2))
-            layer.experts.append(_padded(gate=gate, up=up, down=Affine(weight=down[number])))
+            layer.experts.append(self._padded(gate=gate, up=up, down=Affine(weight=down[number])))
         if f"{block}shared_expert.up_proj.weight" in self._state:
             gate, up, down_of = (self._affine(f"{block}shared_expert.{part}_proj") for part in ("gate", "up", "down"))
-            layer.mlp = _padded(gate=gate, up=up, down=down_of)
-            layer.shared_gate = self._tensor(f"{block}shared_expert_gate.weight")
+            layer.mlp = self._padded(gate=gate, up=up, down=down_of)
+            layer.shared_gate = Product(self._affine(f"{block}shared_expert_gate"))
+
+    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
+        extra = -up.weight.shape[0] % _INNER
+
+        def rows(part: Affine) -> Affine:
+            if not extra:
+                return part
+            bias = None if part.bias is None else F.pad(part.bias, (0, extra))
+            return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)), bias=bias)
+
+        columns = F.pad(down.weight, (0, extra)) if extra else down.weight
+        return Mlp(
+            up=self._product(rows(up)),
+            down=self._product(Affine(weight=columns, bias=down.bias)),
+            gate=None if gate is None else self._product(rows(gate)),
+        )
 
     def _norm(self, name: str) -> Affine:
         norm = self._affine(name)
@@ -328,19 +345,3 @@ class _Reader:
                 "otherwise look for NaN or inf in the weights"
             )
         return found.to(device="cpu", dtype=torch.float32)
-
-
-def _padded(*, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
-    extra = -up.weight.shape[0] % _INNER
-
-    def rows(part: Affine) -> Affine:
-        bias = None if part.bias is None else F.pad(part.bias, (0, extra))
-        return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)).contiguous(), bias=bias)
-
-    if not extra:
-        return Mlp(up=up, down=down, gate=gate)
-    return Mlp(
-        up=rows(up),
-        down=Affine(weight=F.pad(down.weight, (0, extra)).contiguous(), bias=down.bias),
-        gate=None if gate is None else rows(gate),
-    )

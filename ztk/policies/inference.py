@@ -2,6 +2,7 @@
 
 from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, Range
 
+WEIGHTS = ("stored", "int8", "int4")
 RANGES = {"max_sequences": COUNT, "max_step_tokens": COUNT, "max_model_len": COUNT, "lookup_tokens": COUNT_OR_ZERO}
 SAMPLING_RANGES = {
     "max_tokens": COUNT,

@@ -1,0 +1,238 @@
+"""Decode and prompt speed of `ztk.Generator` beside transformers' `generate`, in one process.
+
+    python scripts/bench_inference.py                        100M parameters, fp32, one thread
+    python scripts/bench_inference.py --size 4m 100m --json experiments/results/cpu/inference.jsonl
+
+Both compute the same Llama with random weights, greedily. Per round, one after the other: batch 1, 8 rows of equal length, 32 requests of
+unequal prompts and answers (transformers pads them into one batch that runs until the longest has ended), 16 prompts with a common
+prefix, and one long prompt. A ratio is tokens of answers (of the prompt, in the last case) per CPU second of ztk by those of transformers;
+the median of the rounds. ztk's weights are as stored, int8 and int4; random weights say nothing about how many tokens stay equal.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.policies.inference import WEIGHTS
+
+# name -> width, layers, heads, inner width, vocabulary
+SIZES = {
+    "4m": (256, 4, 4, 704, 2000),
+    "30m": (512, 8, 8, 1408, 8000),
+    "100m": (768, 12, 12, 2048, 16000),
+}
+GOALS = {  # by size, work and weights
+    ("100m", "batch 1", "stored"): 0.95,
+    ("100m", "batch 1", "int8"): 1.6,
+    ("100m", "batch 1", "int4"): 2.0,
+    ("4m", "batch 1", "stored"): 1.2,
+    ("100m", "8 rows", "stored"): 1.2,
+    ("100m", "32 ragged", "stored"): 1.6,
+    ("100m", "prefix", "stored"): 3.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Requests: prompts of token ids, and how many tokens to answer each with. by_prompt: tokens of prompts count, not of answers."""
+
+    name: str
+    prompts: list[list[int]]
+    counts: list[int]
+    by_prompt: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """What a second is divided into."""
+        return sum(map(len, self.prompts)) if self.by_prompt else sum(self.counts)
+
+
+def make_model(size: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dim, layers, heads, inner, vocabulary = SIZES[size]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=dim,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=1024,
+        initializer_range=0.05,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_works(*, vocabulary: int, answer: int) -> list[Work]:
+    chance = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [chance.randrange(vocabulary) for _ in range(length)]
+
+    common = text(448)
+    ragged = [(chance.randint(8, 192), chance.randint(max(1, answer // 8), 2 * answer)) for _ in range(32)]
+    return [
+        Work(name="batch 1", prompts=[text(32)], counts=[2 * answer]),
+        Work(name="8 rows", prompts=[text(32) for _ in range(8)], counts=[answer] * 8),
+        Work(name="32 ragged", prompts=[text(length) for length, _ in ragged], counts=[count for _, count in ragged]),
+        Work(name="prefix", prompts=[common + text(16) for _ in range(16)], counts=[answer // 2] * 16),
+        Work(name="prompt", prompts=[text(512)], counts=[1], by_prompt=True),
+    ]
+
+
+def by_transformers(model: nn.Module, *, work: Work) -> list[list[int]]:
+    """One padded batch, decoded until its longest answer."""
+    longest = max(map(len, work.prompts))
+    tokens = torch.zeros(len(work.prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(work.prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    count = max(work.counts)
+    found = model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [row[longest : longest + own].tolist() for row, own in zip(found, work.counts, strict=True)]
+
+
+def by_ztk(generator: Generator, *, work: Work) -> list[list[int]]:
+    """A new engine's answers: no prefix of a round before is reused."""
+    generator.forget_prefixes()
+    sampling = [SamplingParams(max_tokens=count, temperature=0.0) for count in work.counts]
+    return [answers[0].tokens for answers in generator.generate(work.prompts, sampling=sampling)]
+
+
+def timed(compute: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    """CPU seconds of this process, and the answers."""
+    start = time.process_time()
+    found = compute()
+    return time.process_time() - start, found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Tokens per CPU second of both, and how many answers are equal."""
+
+    theirs: float
+    own: float
+    ratio: float
+    equal: int
+
+
+def measure(work: Work, *, model: nn.Module, generators: dict[str, Generator], rounds: int) -> dict[str, Result]:
+    """By format of weights; transformers' module is fp32 beside all of them."""
+    computes = {"transformers": partial(by_transformers, model, work=work)}
+    computes |= {weights: partial(by_ztk, generator, work=work) for weights, generator in generators.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in computes}
+    answers: dict[str, list[list[int]]] = {}
+    for number in range(rounds + 1):
+        for name, compute in computes.items():
+            taken, answers[name] = timed(compute)
+            if number:  # the first round warms up
+                seconds[name].append(taken)
+    theirs = seconds.pop("transformers")
+    return {
+        name: Result(
+            theirs=work.tokens / statistics.median(theirs),
+            own=work.tokens / statistics.median(own),
+            ratio=statistics.median(other / mine for other, mine in zip(theirs, own, strict=True)),
+            equal=sum(map(list.__eq__, answers["transformers"], answers[name])),
+        )
+        for name, own in seconds.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["100m"])
+    parser.add_argument("--work", nargs="+", help="only these: batch 1, 8 rows, 32 ragged, prefix, prompt")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="formats of ztk's weights")
+    parser.add_argument("--answer", type=int, default=32, help="tokens of an answer, roughly")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="append the results to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    table = Table(title=f"tokens per CPU second, {options.threads} threads, median of {options.rounds} rounds")
+    for column in ("model", "work", "weights", "transformers", "ztk", "ratio", "goal", "equal answers"):
+        table.add_column(column, justify="right")
+    for size in options.size:
+        model = make_model(size)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        generators = {
+            weights: Generator(model, policy=InferencePolicy(max_sequences=32, weights=weights))
+            for weights in options.weights
+        }
+        for work in make_works(vocabulary=SIZES[size][-1], answer=options.answer):
+            if options.work and work.name not in options.work:
+                continue
+            measured = measure(work, model=model, generators=generators, rounds=options.rounds)
+            for weights, result in measured.items():
+                goal = GOALS.get((size, work.name, weights))
+                table.add_row(
+                    f"{count / 1e6:.0f}M",
+                    work.name,
+                    weights,
+                    f"{result.theirs:.1f}",
+                    f"{result.own:.1f}",
+                    f"{result.ratio:.2f}",
+                    "" if goal is None else f"{goal}",
+                    f"{result.equal}/{len(work.prompts)}",
+                )
+                if options.json:
+                    line = {
+                        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                        "commit": _commit(),
+                        "torch": torch.__version__,
+                        "machine": f"{platform.machine()} {options.threads} threads",
+                        "parameters": count,
+                        "weights": weights,
+                        "work": work.name,
+                        "rounds": options.rounds,
+                        "transformers_tokens_per_cpu_second": result.theirs,
+                        "ztk_tokens_per_cpu_second": result.own,
+                        "ratio": result.ratio,
+                        "goal": goal,
+                        "equal_answers": result.equal,
+                        "answers": len(work.prompts),
+                    }
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+    Console().print(table)
+    return 0
+
+
+def _commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Weights of 8 and 4 bits: how far they are from the stored ones, exactness, and what they cost a trained model."""
+
+import pytest
+import torch
+
+from tests.inference.models import build, build_decoder
+from tests.inference.schedules import alone, run_schedule
+from tests.inference.trained import held_out, trained_decoder
+from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
+from ztk.inference.products import Affine, Product
+from ztk.inference.quantised import (
+    GROUP,
+    Int4Product,
+    Int8Product,
+    dequantise_int4,
+    quantise_int4,
+    quantise_int8,
+)
+
+FORMATS = ("int8", "int4")
+PRODUCTS = {"int8": Int8Product, "int4": Int4Product}
+BF16 = 2.0**-8  # rounding to bf16, relative
+
+
+def weights(*, out: int, columns: int) -> torch.Tensor:
+    """Some rows are far larger, one is constant, one is zero, one has an outlier."""
+    drawn = torch.randn(out, columns, generator=torch.Generator().manual_seed(out + columns))
+    drawn[::3] *= 100
+    drawn[1], drawn[2], drawn[4, 7] = 0.3, 0.0, 50.0
+    return drawn
+
+
+def test_an_int8_weight_is_within_half_a_step():
+    weight = weights(out=48, columns=320)
+    steps, scale = quantise_int8(weight)
+    assert steps.abs().max() <= 127 and (steps.abs().amax(1)[weight.abs().amax(1) > 0] >= 126).all()
+    error = (weight.double() - steps.double() * scale.double().unsqueeze(1)).abs()
+    # The product and quotient in fp32: 2^-22 of the weight beside the half step.
+    assert (error <= scale.double().unsqueeze(1) / 2 + 2.0**-22 * weight.abs()).all()
+
+
+def test_an_int4_weight_is_within_half_a_step_and_its_zeros_rounding():
+    weight = weights(out=48, columns=384)
+    steps, scales = quantise_int4(weight)
+    assert steps.min() >= 0 and steps.max() <= 15
+    scale, zero = (part.double().t().repeat_interleave(GROUP, dim=1) for part in scales.unbind(-1))
+    error = (weight.double() - dequantise_int4(steps, scales=scales).double()).abs()
+    assert (error <= scale / 2 + zero.abs() / 255 + 2.0**-22 * weight.abs()).all()
+
+
+@pytest.mark.parametrize("columns", [32, 128, 200, 768])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_product_is_that_of_the_rounded_weights(format, columns):
+    """bf16 rows, sums in fp32, results rounded to bf16: beside float64 over the same rounded weights."""
+    weight, bias = weights(out=40, columns=columns), torch.randn(40)
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
+    found = PRODUCTS[format](Affine(weight=weight, bias=bias))(x)
+    if format == "int8":
+        steps, scale = quantise_int8(weight)
+        stored = steps.double() * scale.double().unsqueeze(1)
+    else:
+        padded = torch.nn.functional.pad(weight, (0, -columns % GROUP))
+        steps, scales = quantise_int4(padded)
+        stored = dequantise_int4(steps, scales=scales).double()[:, :columns]
+    rows = x.bfloat16().double()
+    expected = rows @ stored.t()
+    size = rows.abs() @ stored.abs().t()
+    # One rounding of the result to bf16, and of columns + 8 sums to fp32.
+    bound = 1.01 * BF16 * expected.abs() + (columns + 8) * 2.0**-23 * size + 2.0**-22 * (bias.abs() + expected.abs())
+    assert ((found.double() - bias.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "name, format", [("native", "int8"), ("native", "int4"), ("mixtral", "int4"), ("gpt2", "int8")]
+)
+def test_random_schedules_change_no_bit(name, format):
+    model = build_decoder() if name == "native" else build(name)
+    expected = alone(model, weights=format)
+    assert expected != alone(model)
+    for seed in range(3):
+        assert run_schedule(model, seed=seed, weights=format)[0] == expected, seed
+
+
+def test_a_scale_that_follows_the_rows_is_noticed(monkeypatch):
+    """Planted: rows are rounded with a scale of all of them, as a quantiser of activations per tensor does."""
+    multiply = Int8Product.multiply
+    scaled = lambda self, x: multiply(self, (x / x.abs().max() * 127).round() * x.abs().max() / 127)  # noqa: E731
+    monkeypatch.setattr(Int8Product, "multiply", scaled)
+    with pytest.raises(ValueError, match="differ between"):
+        Generator(build_decoder(), policy=InferencePolicy(weights="int8"))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return trained_decoder()
+
+
+@pytest.mark.parametrize("format, most", [("int8", 0.01), ("int4", 0.10)])
+def test_a_trained_model_stays_near(trained, format, most):
+    """Of the greedy tokens after 8 prompts of held-out text, and its perplexity."""
+    tokens = held_out()
+    stored, chosen = Generator(trained), Generator(trained, policy=InferencePolicy(weights=format))
+    expected, found = perplexity(stored, tokens=tokens), perplexity(chosen, tokens=tokens)
+    assert expected < 30  # it has learned: a uniform guess has 256
+    assert found != expected and abs(found / expected - 1) < most
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    prompts = [tokens[start : start + 32] for start in range(0, 1600, 25)]
+    pairs = [
+        (one[0].tokens, other[0].tokens)
+        for one, other in zip(
+            stored.generate(prompts, sampling=sampling), chosen.generate(prompts, sampling=sampling), strict=True
+        )
+    ]
+    assert sum(one == other for one, other in pairs) >= {"int8": 62, "int4": 50}[format]  # of 64
+
+
+def test_memory_is_a_quarter_and_an_eighth():
+    """Of what the linear layers have in fp32: int8 with 2 bytes per row, int4 with 4 per group of 128 inputs."""
+    affine = Affine(weight=torch.randn(256, 1024))
+    stored = Product(affine).nbytes
+    assert Int8Product(affine).nbytes == stored // 4 + 2 * 256
+    assert Int4Product(affine).nbytes == stored // 8 + 4 * 256 * 8
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="inference.weights=int2: must be stored, int8 or int4"):
+        InferencePolicy(weights="int2")

@@ -1,0 +1,27 @@
+"""What quantised weights cost: perplexity on the same text."""
+
+import math
+
+from torch import nn
+
+from ztk.inference.engine import Generator
+
+
+def perplexity(generator: Generator, *, tokens: list[int]) -> float:
+    """exp of the mean of -log p(token | those before it in its piece), over pieces of at most the model's length.
+
+    Raises:
+        ValueError: fewer than two tokens, or one outside the vocabulary.
+        FloatingPointError: logits that are not finite.
+    """
+    if len(tokens) < 2:
+        raise ValueError(f"perplexity needs two tokens at least, not {len(tokens)}: use a longer text")
+    size = generator.max_len
+    pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    scores = generator.score([piece for piece in pieces if len(piece) > 1])
+    return math.exp(-sum(float(score.double().sum()) for score in scores) / sum(len(score) for score in scores))
+
+
+def perplexity_of_stored(model: nn.Module, *, tokens: list[int]) -> float:
+    """`perplexity` with the weights as they are stored; the engine is gone afterwards."""
+    return perplexity(Generator(model), tokens=tokens)

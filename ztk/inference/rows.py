@@ -1,0 +1,33 @@
+"""Operations on rows, without autograd and registration, which cost more than the operation itself when a step has few rows.
+
+The same formulas as the CPU implementations of `ztk.kernels`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32."""
+    rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * rstd).mul_(weight)
+
+
+def rope(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [M, heads, D] by cos and sin [M, R / 2]; the last D - R of each head stay."""
+    half = cos.shape[1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    out = torch.empty_like(x)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if x.shape[-1] > 2 * half:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def swiglu(gate: Tensor, *, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate).mul_(up)
