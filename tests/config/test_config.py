@@ -60,6 +60,8 @@ def test_every_option_composes(group, tmp_path):
             model = ("model=tiny_moe",)
         if group == "algorithm":
             model = (f"task={'ppo' if option == 'ppo' else 'grpo'}",)
+        if group == "hardware":
+            model = ("task=plan",)
         if option in ("generate", "serve") or group == "weights":
             model = (f"inference.model={tmp_path}",)
         if group == "weights":

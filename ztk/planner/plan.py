@@ -46,7 +46,7 @@ def plan(
 
     build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: one rank's micro-batch, the
     arguments of that forward: a tuple, or a dict of keywords; of its tensors only shapes and dtypes count. hardware: None: the plan has no
-    verdict and no seconds.
+    answer about memory and no seconds.
 
     Raises ValueError for policies that do not fit together or do not fit the model, for pipeline stages, experts on several ranks and
     inputs of recomputed blocks on the CPU, which a plan does not trace, and for a model that reads its tensors' values.

@@ -117,10 +117,10 @@ class Plan:
         if self.hardware is not None and self.time is not None:
             busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
             yield f"  a step takes {self.time.seconds:.3g} s or more, at the rates of data sheets; {self.time.limit} limits it ({busy})"
-            yield f"  {self.verdict}"
+            yield f"  {self.answer}"
 
     @property
-    def verdict(self) -> str:
+    def answer(self) -> str:
         """Whether it fits, in words; empty without hardware."""
         if self.hardware is None or self.margin_bytes is None:
             return ""
