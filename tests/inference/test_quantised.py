@@ -101,7 +101,7 @@ def test_a_trained_model_stays_near(trained, format, most):
     tokens = held_out()
     stored, chosen = Generator(trained), Generator(trained, policy=InferencePolicy(weights=format))
     expected, found = perplexity(stored, tokens=tokens), perplexity(chosen, tokens=tokens)
-    assert expected < 30  # it has learned: a uniform guess has 256
+    assert expected < 64  # it has learned: a uniform guess has 256
     assert found != expected and abs(found / expected - 1) < most
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     prompts = [tokens[start : start + 32] for start in range(0, 1600, 25)]
