@@ -87,11 +87,14 @@ def build_engine(config: Config, *, process: Process) -> Engine:
     )
 
 
-def build_model(config: Config) -> tuple[nn.Module, InitialValues]:
-    """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with."""
+def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module, InitialValues]:
+    """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with.
+
+    has_adapters: False: without those of `lora`.
+    """
     given = config.model
     if given.path is not None and given.init is not None:
-        options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
+        options = {"lora": policies.lora_policy(config) if has_adapters else None, "kernels": bool(given.kernels)}
         return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
