@@ -15,6 +15,7 @@ from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
+from ztk.config.scheduler_schema import SchedulerName
 from ztk.config.schema import (
     Config,
     DataName,
@@ -23,7 +24,6 @@ from ztk.config.schema import (
     LoggerMode,
     LossScaleConfig,
     OptimizerName,
-    SchedulerName,
     ZeroEngine,
 )
 from ztk.config.sweep_schema import SWEEP_RANGES
@@ -327,6 +327,12 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             "scheduler.warmup_shape=log needs two steps or more: use scheduler.warmup_steps=2, or "
             "scheduler.warmup_shape=linear"
+        )
+    if scheduler.name is SchedulerName.wsd:
+        warmup = config.train.steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps
+        yield from schedule.shape_faults(shape=scheduler.decay_shape, final=scheduler.final)
+        yield from schedule.room_faults(
+            warmup=warmup, decay=schedule.wsd_steps(scheduler.decay_steps, end=end), end=end
         )
     if scheduler.name is SchedulerName.one_cycle:
         yield from schedule.decay_faults(rate=scheduler.decay_rate, interval=scheduler.decay_interval)
