@@ -95,6 +95,7 @@ def build_model(config: Config) -> tuple[nn.Module, InitialValues]:
         return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
+    model.loss.z_loss = config.train.z_loss or 0.0
     return model, partial(initial_values, model, seed=config.train.seed)
 
 

@@ -198,6 +198,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
     record = record_of(config.output_dir) if config.checkpoint.resume == AUTO else None
     settle_batch(config, recorded=load(record) if record else None)
     _settle_paths(config)
+    config.train.z_loss = config.train.z_loss or None
     scheduler, steps = config.scheduler, config.train.steps
     if scheduler.name not in (SchedulerName.one_cycle, SchedulerName.range_test):
         scheduler.warmup_steps = steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps

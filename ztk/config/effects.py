@@ -285,6 +285,12 @@ EFFECTS = (
         only="data=stdlib, files, chat or preferences",
     ),
     Effect(
+        keys=("train.z_loss",),
+        when=lambda c, m: not is_hugging_face(c.model) and c.task.name in ("pretrain", "plan"),
+        only="task=pretrain with ztk's own decoder, such as model=tiny",
+        required=False,
+    ),
+    Effect(
         keys=("optimizer.betas",),
         when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion),
         only="optimizer=adamw, adam or lion",

@@ -108,6 +108,7 @@ RANGES = {
     "train.log_every": COUNT,
     "train.eval_every": COUNT_OR_ZERO,
     "train.eval_batches": COUNT,
+    "train.z_loss": NOT_NEGATIVE,
     "checkpoint.every": COUNT_OR_ZERO,
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT_OR_ZERO,

@@ -321,6 +321,10 @@ class TrainConfig:
         "steps between held-out evaluations, one more follows the last step; 0: that one alone", default=None
     )
     eval_batches: int | None = key("global batches of one evaluation", default=None)
+    z_loss: float | None = key(
+        "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)
