@@ -285,6 +285,15 @@ EFFECTS = (
         only="data=stdlib, files, chat or preferences",
     ),
     Effect(
+        keys=("train.max_seconds",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False
+    ),
+    Effect(
+        keys=("train.until_loss",),
+        when=lambda c, m: c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files),
+        only="task=pretrain with data=stdlib or data=files",
+        required=False,
+    ),
+    Effect(
         keys=("train.z_loss",),
         when=lambda c, m: not is_hugging_face(c.model) and c.task.name in ("pretrain", "plan"),
         only="task=pretrain with ztk's own decoder, such as model=tiny",

@@ -25,7 +25,14 @@ _NUMBERLESS_SECTIONS = (
 )
 _NUMBERLESS = {
     *_ASIDE,
-    *("train.steps", "train.log_every", "train.eval_every", "train.eval_batches"),
+    *(
+        "train.steps",
+        "train.max_seconds",
+        "train.until_loss",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_batches",
+    ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
 }
 _LOSSY = ("zero.quantized_weights", "zero.quantized_gradients")

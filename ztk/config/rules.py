@@ -108,6 +108,8 @@ RANGES = {
     "train.log_every": COUNT,
     "train.eval_every": COUNT_OR_ZERO,
     "train.eval_batches": COUNT,
+    "train.max_seconds": Range(low=0, high=31_536_000, above=True),  # a year
+    "train.until_loss": POSITIVE,
     "train.z_loss": NOT_NEGATIVE,
     "checkpoint.every": COUNT_OR_ZERO,
     "checkpoint.keep": COUNT,
@@ -271,6 +273,11 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
+        )
+    if train.until_loss is not None and not train.eval_every:
+        yield (
+            f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
+            f"use train.eval_every={max(1, train.steps // 10)}"
         )
     if checkpoint.keep_best and config.data.validation_fraction == 0:
         yield (

@@ -321,6 +321,13 @@ class TrainConfig:
         "steps between held-out evaluations, one more follows the last step; 0: that one alone", default=None
     )
     eval_batches: int | None = key("global batches of one evaluation", default=None)
+    max_seconds: float | None = key(
+        "seconds of training after which the run ends, from this start on, with the step under way; null: no limit",
+        default=None,
+    )
+    until_loss: float | None = key(
+        "held-out loss at which the run ends, compared at every evaluation; null: none", default=None
+    )
     z_loss: float | None = key(
         "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
         default=None,
