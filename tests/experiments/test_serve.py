@@ -41,12 +41,12 @@ def test_sigterm_lets_a_running_answer_end(serving):
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
     (model,) = client.models.list()
     options = {"model": model.id, "prompt": "ABC", "max_tokens": TOKENS, "temperature": 0}
-    whole = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0]
-    assert whole.finish_reason == "length"
+    full = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0]
+    assert full.finish_reason == "length"
     parts = []
     for part in client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}):
         if not parts:
             process.send_signal(signal.SIGTERM)
         parts.append(part.choices[0])
-    assert "".join(part.text for part in parts) == whole.text and parts[-1].finish_reason == "length"
+    assert "".join(part.text for part in parts) == full.text and parts[-1].finish_reason == "length"
     assert process.wait(timeout=60) == 0
