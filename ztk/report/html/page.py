@@ -49,7 +49,11 @@ def plotly_script() -> str:
 
 
 def render(data: dict[str, Any], *, plotly: str) -> str:
-    """The page as text. data: of `ztk.report.html.data.collect`; plotly: javascript that defines `Plotly`."""
+    """The page as text. data: of `ztk.report.html.data.collect`; plotly: javascript that defines `Plotly`.
+
+    Raises:
+        ValueError: a script would end its element.
+    """
     scripts = [plotly, "\n".join(_read(name) for name in _SCRIPTS)]
     for script in scripts:
         if "</script" in script.lower():
