@@ -282,6 +282,7 @@ class Browser:
         width, height = self.evaluate("[innerWidth, Math.min(4000, document.documentElement.scrollHeight)]")
         self._size(width=width, height=height)
         self.evaluate(LOADED)
+        self.evaluate("scrollTo(0, 0)")
         shot = self._call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -5,14 +5,14 @@ function layout(more) {
   const { xaxis, yaxis, ...others } = more;
   return { paper_bgcolor: themed("paper"), plot_bgcolor: themed("paper"), font: { color: themed("ink"), size: 12 }, height: 380,
     margin: { l: 56, r: 16, t: 12, b: 48 }, hoverlabel: { align: "left", namelength: 60 },
-    legend: { orientation: "h", y: -0.2 }, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...others };
+    legend: { orientation: "h", y: -0.2, traceorder: "normal" }, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...others };
 }
 
 function plot(panel, traces, more, note) {
   const box = document.querySelector(`#${panel} .plot`);
   document.querySelector(`#${panel} > .note`).textContent = note;
   if (!traces.length) { Plotly.purge(box); box.replaceChildren(); return; }
-  Plotly.react(box, traces, layout(more), { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+  Plotly.react(box, traces, layout(more), { responsive: true, displaylogo: false, displayModeBar: innerWidth < 600 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d"] });
 }
 
 const armsOf = (runs) => [...new Set(runs.map((run) => armOf[run]))];
@@ -37,7 +37,7 @@ listeners.push((runs) => {
   const every = Math.max(1, ...curves.map((curve) => curve.every));
   const repeats = curves.some((curve) => curve.low) ? "; lines are medians, bands span the smallest and the largest of an arm's repeats" : "";
   const thinned = every > 1 ? `; of long runs every ${every}th logged step or more is drawn` : "";
-  const note = curves.length ? `${curves.length} arms${repeats}${thinned}. Colours are those of the table.` : "No shown run has logged a step.";
+  const note = curves.length ? `${curves.length} arms${repeats}${thinned}. Colours are those of the table; equal curves cover each other.` : "No shown run has logged a step.";
   plot("panel-losses", traces, { xaxis: { title: { text: "step" } }, yaxis: { title: { text: quoted(chosen.curve || "") }, type: chosen.log ? "log" : "linear" } }, note);
 });
 

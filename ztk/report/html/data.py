@@ -63,7 +63,7 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
     names = _names(runs["arm"])
     return {
         "title": root.absolute().name,
-        "machine": {key: sorted(set(runs[key].dropna().map(str))) for key in _OF_THE_MACHINE if key in runs},
+        "machine": {key: _seen(runs[key], key=key) for key in _OF_THE_MACHINE if key in runs},
         "columns": columns,
         "runs": [[plain(row[column["key"]]) for column in columns] for row in runs.to_dict("records")],
         "arms": [_arm(arm, name=name, runs=runs, metrics=metrics) for arm, name in names.items()],
@@ -72,6 +72,12 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
         "failures": failures(runs, root=root),
         "predictions": predictions(found, plans=plans, settings=settings, root=root),
     }
+
+
+def _seen(values: pandas.Series, *, key: str) -> list[str]:
+    """The different values; of a commit its first 12 digits and the mark of a changed checkout."""
+    texts = sorted(set(values.dropna().map(str)))
+    return [text[:12] + "+" * text.endswith("+") for text in texts] if key == "commit" else texts
 
 
 def plain(value: Any) -> Any:
