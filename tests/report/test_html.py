@@ -162,7 +162,7 @@ def test_a_plan_is_beside_the_runs_of_its_configuration(tmp_path):
     plan.mkdir()
     (plan / "summary.json").write_text(json.dumps({"status": "done", "peak_memory.device_bytes": 5}))
     (plan / "config.yaml").write_text(
-        "task: {name: plan}\nzero: {stage: 3}\nmodel: {dim: 64}\noptimizer: {betas: [0.9, 0.95]}\n"
+        "task: {name: plan}\noffload: {pin_memory: true, nvme_path: /y}\nzero: {stage: 3}\nmodel: {dim: 64}\noptimizer: {betas: [0.9, 0.95]}\n"
     )
     (plan / "options.json").write_text(json.dumps({"zero": "stage3"}))
     numbers = {

@@ -17,7 +17,8 @@ PLAN = "plan.json"
 # What decides the bytes of a run: sections, and single keys of others.
 _SECTIONS = ("model.", "zero.", "offload.", "precision.", "recompute.", "topology.", "lora.")
 _KEYS = ("optimizer.name", "data.seq_len", "train.micro_batch_size", "train.accumulation_steps", "launch.ranks")
-_WITHOUT_EFFECT = ("offload.nvme_path", "offload.threads")
+# Where the bytes lie and how fast they move; a plan is that of a GPU, so its memory is pinned.
+_WITHOUT_EFFECT = ("offload.nvme_path", "offload.threads", "offload.pin_memory")
 
 
 def is_plan(folder: Path) -> bool:
