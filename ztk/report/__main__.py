@@ -2,6 +2,8 @@
 
 python -m ztk.report compare FOLDER [FOLDER ...] [--baseline WORDS] [--metrics NAME,..] [--format markdown|latex|csv]: arms of
 experiments beside a baseline.
+
+python -m ztk.report html FOLDER [--to FILE]: one HTML file with tables and plots of the runs.
 """
 
 import argparse
@@ -9,9 +11,10 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report of this machine, or a comparison of runs."""
+    """Prints the report of this machine or a comparison of runs, or writes their page."""
     words = sys.argv[1:] if arguments is None else arguments
-    return _compare(words[1:]) if words[:1] == ["compare"] else _machine(words)
+    commands = {"compare": _compare, "html": _html}
+    return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
 
 
 def _machine(words: list[str]) -> int:
@@ -45,6 +48,24 @@ def _compare(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     print(render(found, form=TableFormat(given.format)))
+    return 0
+
+
+def _html(words: list[str]) -> int:
+    from ztk.report.html.page import NAME, write_report
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ztk.report html", description="One HTML file about runs; it loads nothing from the network."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a run, a sweep, or a folder of runs")
+    parser.add_argument("--to", metavar="FILE", help=f"the file to write (default: {NAME} in the folder)")
+    given = parser.parse_args(words)
+    try:
+        written = write_report(given.folder, to=given.to)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 

@@ -1,0 +1,84 @@
+"""One HTML file from a folder of runs: data, style, plotly and the scripts are inside, and nothing is loaded."""
+
+import base64
+import hashlib
+import html
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ztk.report.html.data import collect
+
+NAME = "report.html"
+_SCRIPTS = ("state.js", "table.js", "charts.js", "parallel.js", "details.js")
+
+
+def write_report(folder: str | os.PathLike, *, to: str | os.PathLike | None = None) -> Path:
+    """Writes the report of every run at or below `folder` and returns its path: `to`, or `report.html` in the folder.
+
+    Texts of runs (overrides, errors, logs) are data in a JSON element, never markup. The page's Content-Security-Policy allows its own
+    scripts by their hashes and no connection.
+
+    Raises:
+        ValueError: there is no run; plotly is missing; the folder of `to` does not exist.
+    """
+    target = Path(folder, NAME) if to is None else Path(to)
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"--to={target}: the folder {target.parent} does not exist; make it, or choose another --to")
+    text = render(collect(folder), plotly=plotly_script())
+    staging = target.with_name(f".{target.name}.{os.getpid()}")
+    staging.write_text(text, encoding="utf-8")
+    os.replace(staging, target)
+    return target
+
+
+def plotly_script() -> str:
+    """The javascript of plotly, which its Python package brings.
+
+    Raises:
+        ValueError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ValueError('the HTML report needs plotly; install it by pip install "ztk[report]"') from error
+    return get_plotlyjs()
+
+
+def render(data: dict[str, Any], *, plotly: str) -> str:
+    """The page as text. data: of `ztk.report.html.data.collect`; plotly: javascript that defines `Plotly`.
+
+    Raises:
+        ValueError: a script would end its element.
+    """
+    scripts = [plotly, "\n".join(_read(name) for name in _SCRIPTS)]
+    for script in scripts:
+        if "</script" in script.lower():
+            raise ValueError("a script contains </script, which would end its element")
+    return Template(_read("page.html")).substitute(
+        policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+        title=html.escape(f"Runs of {data['title']}"),
+        style=_read("report.css"),
+        data=embedded(data),
+        plotly=scripts[0],
+        script=scripts[1],
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON that is safe inside an element: no character of it ends the element or opens a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _read(name: str) -> str:
+    return resources.files("ztk.report.html").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,81 @@
+"""What `task=plan` predicted beside what runs measured."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from ztk.report.folder import read_rows
+from ztk.report.history import Runs
+from ztk.report.status import Status
+
+PLAN = "plan.json"
+# What decides the bytes of a run: sections, and single keys of others.
+_SECTIONS = ("model.", "zero.", "offload.", "precision.", "recompute.", "topology.", "lora.")
+_KEYS = ("optimizer.name", "data.seq_len", "train.micro_batch_size", "train.accumulation_steps", "launch.ranks")
+# Where the bytes lie and how fast they move; a plan is that of a GPU, so its memory is pinned.
+_WITHOUT_EFFECT = ("offload.nvme_path", "offload.threads", "offload.pin_memory")
+
+
+def is_plan(folder: Path) -> bool:
+    """Whether the folder holds a plan alone: `plan.json`, and no logged step."""
+    return (folder / PLAN).exists() and next(read_rows(folder), None) is None
+
+
+def predictions(found: Runs, *, plans: Sequence[str], settings: Sequence[str], root: Path) -> list[dict[str, Any]]:
+    """run (its row among those that are no plans), plan (its folder), quantity, predicted and measured, of each finished run with a plan.
+
+    A run has the plan in its own folder, or that of a run of `task=plan` with the same model, layout, precision and batch. Quantities:
+    bytes of state between steps by tier and category; the peak of the device where the allocator measured it; bytes on the wire and the
+    disk in the median step; its seconds where the plan was made for some hardware.
+    """
+    deciding = [key for key in settings if key not in _WITHOUT_EFFECT and (key in _KEYS or key.startswith(_SECTIONS))]
+    rows = {row["run"]: row for row in found.runs.to_dict("records")}
+    known = {_identity(rows[plan], keys=deciding): plan for plan in plans}
+    result = []
+    for place, run in enumerate(name for name in rows if name not in plans):
+        plan = run if (root / run / PLAN).exists() else known.get(_identity(rows[run], keys=deciding))
+        if plan is None or rows[run]["status"] != Status.done.value:
+            continue
+        predicted = json.loads((root / plan / PLAN).read_text(encoding="utf-8"))
+        for quantity, expected, measured in _pairs(predicted, row=rows[run], folder=root / run):
+            result.append(
+                {"run": place, "plan": plan, "quantity": quantity, "predicted": expected, "measured": measured}
+            )
+    return result
+
+
+def _identity(row: dict[str, Any], *, keys: Sequence[str]) -> str:
+    return json.dumps([None if _missing(row[key]) else str(row[key]) for key in keys])
+
+
+def _pairs(predicted: dict[str, Any], *, row: dict[str, Any], folder: Path) -> Iterator[tuple[str, float, float]]:
+    measured = {key: value for key, value in row.items() if not _missing(value)}
+    for key, value in predicted.items():
+        if key.startswith("memory.") and value and key in measured:
+            yield key, value, float(measured[key])
+    if allocated := measured.get("peak_memory.allocator_bytes"):
+        yield "peak_memory.device_bytes", predicted["peak_memory.device_bytes"], float(allocated)
+    steps = list(read_rows(folder))
+    for key in [
+        key for key in (steps[-1] if steps else ()) if key.startswith(("comm.", "io.")) and key.endswith("_bytes")
+    ]:
+        per_step = statistics.median(step.get(key) or 0 for step in steps)
+        expected = _wire(predicted, kind=key.split(".")[1]) if key.startswith("comm.") else predicted.get(key, 0)
+        if expected or per_step:
+            yield f"{key} per step", expected, float(per_step)
+    if predicted.get("step_seconds") and measured.get("step_seconds_median"):
+        yield "step_seconds", predicted["step_seconds"], float(measured["step_seconds_median"])
+
+
+def _wire(predicted: dict[str, Any], *, kind: str) -> int:
+    """Bytes of one kind of collective over all axes."""
+    return sum(value for key, value in predicted.items() if key.startswith("comm.") and key.endswith(f".{kind}"))
+
+
+def _missing(value: Any) -> bool:
+    return value is None or value is pandas.NA or (isinstance(value, float) and math.isnan(value))
