@@ -28,7 +28,8 @@ from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
-ANSWERING = ("generate", "serve")  # tasks that answer prompts and train nothing
+DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
+ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
 _WARMED = (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine)
 _DECAYED = (SchedulerName.linear, SchedulerName.cosine)
 
@@ -128,8 +129,17 @@ def _rollout_effects() -> Iterator[Effect]:
 
 
 def _answers(config: Config, machine: Machine) -> bool:
-    """Whether the task answers prompts and trains nothing."""
+    """Whether the task computes a model and trains nothing."""
     return config.task.name in ANSWERING
+
+
+def _prompted(config: Config, machine: Machine) -> bool:
+    """Whether the task answers prompts."""
+    return config.task.name in DRAWING
+
+
+def _evaluates(config: Config, machine: Machine) -> bool:
+    return config.task.name == "eval"
 
 
 def _task(*names: str) -> Callable[[Config, Machine], bool]:
@@ -398,16 +408,24 @@ EFFECTS = (
         only="logger=offline or online",
     ),
     *_rollout_effects(),
-    Effect(keys=("inference.model",), when=_answers, only="task=generate or task=serve, and inference.model=FOLDER"),
     Effect(
-        keys=_section("inference", "max_sequences", "max_step_tokens", "lookup_tokens", "weights")
-        + _section("sampling", *(name for name in vars(SamplingConfig()) if name != "stop")),
+        keys=("inference.model",),
         when=_answers,
+        only="task=generate, task=serve or task=eval, and inference.model=FOLDER",
+    ),
+    Effect(
+        keys=_section("inference", "max_sequences", "max_step_tokens", "weights"),
+        when=_answers,
+        only="task=generate, task=serve or task=eval",
+    ),
+    Effect(
+        keys=("inference.lookup_tokens", *_section("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
+        when=_prompted,
         only="task=generate or task=serve",
     ),
     Effect(
         keys=("inference.max_model_len", "inference.held_out", "sampling.stop"),
-        when=_answers,
+        when=_prompted,
         only="task=generate or task=serve",
         required=False,
     ),
@@ -423,6 +441,14 @@ EFFECTS = (
     ),
     Effect(
         keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
+    ),
+    Effect(keys=("eval.record",), when=_evaluates, only="task=eval"),
+    Effect(keys=_section("eval", "path", "choices", "seq_len"), when=_evaluates, only="task=eval", required=False),
+    Effect(
+        keys=_section("eval", "field", "stride"),
+        when=lambda c, m: c.task.name == "eval" and c.eval.path is not None,
+        only="task=eval and eval.path=FILE",
+        required=False,
     ),
     *_alignment_effects(),
     Effect(
