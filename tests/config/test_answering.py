@@ -87,7 +87,10 @@ def test_files_to_score_are_lists(eval_words):
     "more, message",
     [
         ("zero=stage3", "zero has no effect with task=eval, which scores texts and trains nothing: leave it out"),
-        ("sampling.temperature=1", "sampling.temperature=1.0 has no effect here, only with task=generate or task=serve"),
+        (
+            "sampling.temperature=1",
+            "sampling.temperature=1.0 has no effect here, only with task=generate or task=serve",
+        ),
         ("inference.lookup_tokens=1", "inference.lookup_tokens=1 has no effect here, only with task=generate"),
         ("inference.held_out=x", "inference.held_out=x has no effect here, only with task=generate"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
