@@ -13,7 +13,7 @@ from experiments.evaluation_files import read_questions, read_texts
 from tests.inference.models import VOCABULARY, build
 from tests.inference.test_scoring import PER_TOKEN
 from ztk.config import Machine, compose
-from ztk.serve.models import open_model
+from ztk.serve.models import _first_of, open_model
 
 QUESTIONS = [
     {"question": "AB?", "choices": ["CD", "E", "FGH"], "answer": 1, "id": 7},
@@ -162,3 +162,17 @@ def test_a_text_file_is_one_document(tmp_path, monkeypatch):
     text = "a line\n" * 10
     (tmp_path / "t.txt").write_text(text)
     assert read_texts(str(tmp_path / "t.txt"), field="text") == [text]
+
+
+@pytest.mark.parametrize(
+    "words, first",
+    [
+        (("data=stdlib",), ord("\n")),
+        (("data=files", "data.path={folder}/t.jsonl"), 0),
+        (("task=sft", "data.stop=3"), 3),
+    ],
+)
+def test_before_a_text_of_bytes_is_what_the_model_has_learnt_there(words, first, tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
+    words = [word.format(folder=tmp_path) for word in words]
+    assert _first_of(compose(*words, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))) == first

@@ -30,6 +30,7 @@ from ztk.policies.tier import Tier
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
+_MODEL = "task=generate, task=serve or task=eval"
 _WARMED = (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine)
 _DECAYED = (SchedulerName.linear, SchedulerName.cosine)
 
@@ -138,8 +139,8 @@ def _prompted(config: Config, machine: Machine) -> bool:
     return config.task.name in DRAWING
 
 
-def _evaluates(config: Config, machine: Machine) -> bool:
-    return config.task.name == "eval"
+def _is(task: str) -> Callable[[Config, Machine], bool]:
+    return lambda c, m: c.task.name == task
 
 
 def _task(*names: str) -> Callable[[Config, Machine], bool]:
@@ -408,16 +409,8 @@ EFFECTS = (
         only="logger=offline or online",
     ),
     *_rollout_effects(),
-    Effect(
-        keys=("inference.model",),
-        when=_answers,
-        only="task=generate, task=serve or task=eval, and inference.model=FOLDER",
-    ),
-    Effect(
-        keys=_section("inference", "max_sequences", "max_step_tokens", "weights"),
-        when=_answers,
-        only="task=generate, task=serve or task=eval",
-    ),
+    Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
+    Effect(keys=_section("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
     Effect(
         keys=("inference.lookup_tokens", *_section("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
         when=_prompted,
@@ -429,21 +422,13 @@ EFFECTS = (
         only="task=generate or task=serve",
         required=False,
     ),
+    Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
     Effect(
-        keys=("inference.prompts",),
-        when=lambda c, m: c.task.name == "generate",
-        only="task=generate, and inference.prompts=FILE.jsonl",
+        keys=_section("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"
     ),
-    Effect(
-        keys=_section("serve", "host", "port", "max_waiting", "drain_seconds"),
-        when=lambda c, m: c.task.name == "serve",
-        only="task=serve",
-    ),
-    Effect(
-        keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
-    ),
-    Effect(keys=("eval.record",), when=_evaluates, only="task=eval"),
-    Effect(keys=_section("eval", "path", "choices", "seq_len"), when=_evaluates, only="task=eval", required=False),
+    Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),
+    Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),
+    Effect(keys=_section("eval", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False),
     Effect(
         keys=_section("eval", "field", "stride"),
         when=lambda c, m: c.task.name == "eval" and c.eval.path is not None,
