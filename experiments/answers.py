@@ -5,6 +5,7 @@ from torch import Tensor
 
 from experiments.examples import HELD_OUT
 from experiments.prompts import PAD, STOP, is_right, sorting
+from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.data import ByteTokenizer
 from ztk.engine import Engine
@@ -18,7 +19,7 @@ LONGEST = 8  # tokens of an answer
 class Answers:
     """Of the built-in task, whose rewards are exact. With records of a file there is nothing to measure."""
 
-    def __init__(self, config: Config, *, engine: Engine, reference: Engine | None) -> None:
+    def __init__(self, config: Config, *, engine: Engine, reference: Engine | BaseModel | None) -> None:
         """reference: the engine that the divergence is measured to; None: it is not measured."""
         self._config, self._engine, self._reference = config, engine, reference
         process, size = engine.process, config.train.micro_batch_size

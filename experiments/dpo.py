@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from experiments import policies
@@ -10,12 +11,20 @@ from experiments.answers import Answers
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.models import Values, build, warm_start
 from experiments.pretrain import build_reporter
-from experiments.reference import FrozenReference, NoReference, PrecomputedReference, Reference, pair_logprobs
+from experiments.reference import (
+    FrozenReference,
+    LoraOffReference,
+    NoReference,
+    PrecomputedReference,
+    Reference,
+    pair_logprobs,
+)
 from ztk import kernels
 from ztk.align import DpoPolicy, dpo_loss, dpo_losses
 from ztk.config import Config
 from ztk.engine import Engine
 from ztk.runtime import Process
+from ztk.runtime.seed import derive_seed
 
 
 def main(config: Config) -> None:
@@ -33,6 +42,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     first_values = None if continues else warm_start(config, process=process)
     engine = build(config, process=process, values=first_values, lr_table=policies.learning_rates(config))
     start_from(config, engine=engine)
+    torch.manual_seed(derive_seed(config.train.seed, "dropout", process.mesh.replica))
     reference = open_reference(config, engine=engine, stream=stream, first_values=first_values)
     past, loaded = resume(config, engine=engine, stream=stream)
     if loaded is None:
@@ -76,6 +86,8 @@ def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, fir
     """What `dpo.reference` names. engine: the policy, before its first step."""
     if config.dpo.reference == "frozen":
         return FrozenReference(config, process=engine.process, first_values=first_values)
+    if config.dpo.reference == "lora_off":
+        return LoraOffReference(engine)
     if config.dpo.reference == "precomputed":
         return PrecomputedReference(config, policy=engine, stream=stream)
     return NoReference()

@@ -1,14 +1,15 @@
-"""The models of `task=grpo` and `task=ppo`: each an engine of its own, with the run's strategy."""
+"""The models of `task=grpo`, `task=ppo`, `task=reward` and `task=dpo`: each an engine of its own, with the run's strategy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments import policies
+from experiments.pretrain import build_model
 from experiments.prompts import PAD, STOP, sorting, wrong_answer
 from ztk.config import Config
 from ztk.data import ByteTokenizer
@@ -17,6 +18,7 @@ from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear
 from ztk.parallel import parallelize
 from ztk.runtime import Process
+from ztk.runtime.part import InitialValues
 from ztk.runtime.seed import generator
 
 Values = dict[str, Tensor]  # name -> the full parameter, float32 on the CPU
@@ -31,18 +33,17 @@ def build(
     lr_table: Tensor | None = None,
     is_trained: bool = True,
     is_critic: bool = False,
+    has_adapters: bool = True,
     accumulation_steps: int | None = None,
 ) -> Engine:
-    """A decoder under the run's strategy. values: its first ones, where they differ from those of `train.seed`.
+    """The run's model under its strategy. values: its first ones, where they differ from those of `train.seed` or `model.path`.
 
-    lr: None: optimizer.lr. is_critic: the output layer gives one number per token, a value.
+    lr: None: optimizer.lr. is_critic: a decoder of ztk whose output layer gives one number per token, a value. has_adapters: False: without
+    those of `lora`.
     """
-    with torch.device("meta"):
-        shape = policies.decoder_config(config)
-        model = Decoder(replace(shape, tie_embeddings=False) if is_critic else shape)
-        if is_critic:
-            model.head = Linear(shape.dim, 1)
-    model.requires_grad_(is_trained)
+    model, first_values = _critic(config) if is_critic else build_model(config, has_adapters=has_adapters)
+    if not is_trained:
+        model.requires_grad_(False)
     optimizer = policies.optimizer_policy(config)
     lr = 0.0 if not is_trained else optimizer.lr if lr is None else lr
     return parallelize(
@@ -55,16 +56,22 @@ def build(
         offload=policies.offload_policy(config),
         recompute=policies.recompute_policy(config),
         accumulation_steps=accumulation_steps or config.train.accumulation_steps,
-        initial_values=_first_values(model, values=values, seed=config.train.seed),
+        initial_values=first_values if values is None else _replaced(first_values, values=values),
     )
 
 
-def _first_values(model: Decoder, *, values: Values | None, seed: int) -> Callable[..., Tensor]:
-    drawn = partial(initial_values, model, seed=seed)
+def _critic(config: Config) -> tuple[nn.Module, InitialValues]:
+    with torch.device("meta"):
+        shape = policies.decoder_config(config)
+        model = Decoder(replace(shape, tie_embeddings=False))
+        model.head = Linear(shape.dim, 1)
+    return model, partial(initial_values, model, seed=config.train.seed)
 
+
+def _replaced(first_values: InitialValues, *, values: Values) -> InitialValues:
     def value(*, name: str, start: int, stop: int) -> Tensor:
-        if values is None or name not in values:
-            return drawn(name=name, start=start, stop=stop)
+        if name not in values:
+            return first_values(name=name, start=start, stop=stop)
         return values[name].flatten()[start:stop].clone()
 
     return value

@@ -86,8 +86,11 @@ def recompute_policy(config: Config) -> RecomputePolicy:
     return RecomputePolicy(**_given(config.recompute))
 
 
-def report_policy(config: Config) -> ReportPolicy:
-    """wandb's group is the folder that a sweep's jobs share, its name what the command line says of the run."""
+def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPolicy:
+    """wandb's group is the folder that a sweep's jobs share, its name what the command line says of the run.
+
+    total_steps: where the run ends; None: `train.steps`.
+    """
     logger, folder = config.logger, Path(config.output_dir)
     tracker = TrackerPolicy(
         mode=logger.mode.value,
@@ -99,7 +102,7 @@ def report_policy(config: Config) -> ReportPolicy:
     )
     return ReportPolicy(
         folder=os.fspath(folder),
-        total_steps=config.train.steps,
+        total_steps=config.train.steps if total_steps is None else total_steps,
         every=config.train.log_every,
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,

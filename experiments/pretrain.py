@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import policies
+from experiments.limits import Limits
 from experiments.streams import Corpus, held_out_sequences, on_device, open_corpus, open_held_out, open_stream
 from ztk import checkpoint, kernels
 from ztk.config import Config
@@ -52,11 +53,20 @@ def run(config: Config, *, process: Process) -> None:
         derive_seed(config.train.seed, "dropout", process.mesh.replica)
     )  # ranks of one replica draw alike
     past = resume(config, engine=engine, stream=stream)
-    with build_reporter(config, engine=engine, past=past) as reporter:
+    limits = Limits(config.train, engine=engine)
+    first_loss = (
+        evaluate(engine, batches=held_out) if past and held_out and config.train.until_loss is not None else None
+    )
+    is_done = limits.is_reached(first_loss)  # by the run that is continued
+    steps = engine.global_steps if is_done else config.train.steps
+    with build_reporter(config, engine=engine, past=past, total_steps=steps) as reporter:
         if isinstance(corpus, TokenCorpus):
             reporter.say("\n".join(corpus.describe()))
-        train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter)
-        finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
+        if is_done:
+            ended_by = limits.reason(over=False, reached=True)
+        else:
+            ended_by = train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter, limits=limits)
+        finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
     engine.close()
 
 
@@ -87,14 +97,18 @@ def build_engine(config: Config, *, process: Process) -> Engine:
     )
 
 
-def build_model(config: Config) -> tuple[nn.Module, InitialValues]:
-    """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with."""
+def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module, InitialValues]:
+    """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with.
+
+    has_adapters: False: without those of `lora`.
+    """
     given = config.model
     if given.path is not None and given.init is not None:
-        options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
+        options = {"lora": policies.lora_policy(config) if has_adapters else None, "kernels": bool(given.kernels)}
         return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
+    model.loss.z_loss = config.train.z_loss or 0.0
     return model, partial(initial_values, model, seed=config.train.seed)
 
 
@@ -136,25 +150,32 @@ def train(
     stream: Stream,
     held_out: Sequence[Batch],
     reporter: Reporter,
-) -> None:
-    """Runs optimizer steps up to `train.steps`, with validation and checkpoints between them."""
-    train = config.train
+    limits: Limits,
+) -> str:
+    """Runs optimizer steps up to `train.steps`, with validation and checkpoints between them; returns what ended it.
+
+    A run that a limit ends has a checkpoint of its last step, if it has any.
+    """
+    train, over, reached = config.train, False, False
     tokens = stream.share.global_batch * config.data.seq_len
     with open_saver(config, engine=engine) as saver:
         for step in range(engine.global_steps + 1, train.steps + 1):
             loss = train_step(engine, stream=stream)
+            over = limits.is_over()
             measured = {} if saver is None else {"checkpoint.stall_seconds": saver.stall_seconds}
-            saves = saver is not None and step % config.checkpoint.every == 0
+            saves = saver is not None and (over or step % config.checkpoint.every == 0)
             is_due = train.eval_every and step % train.eval_every == 0 and step < train.steps
             if held_out and (is_due or (saves and config.checkpoint.keep_best)):
                 with reporter.aside():
                     measured["validation_loss"] = evaluate(engine, batches=held_out)
+            reached = limits.is_reached(measured.get("validation_loss"))
+            saves = saves or (saver is not None and reached)
             reporter.step(
                 loss=loss,
                 tokens=tokens,
                 metrics=engine.read_metrics,
                 module_metrics=engine.read_module_metrics,
-                row=saves,
+                row=saves or over,
                 **measured,
             )
             if saves:
@@ -166,6 +187,9 @@ def train(
                         extra=reporter.past(),
                         metric=measured["validation_loss"] if judged else None,
                     )
+            if over or reached:
+                break
+    return limits.reason(over=over, reached=reached)
 
 
 def train_step(engine: Engine, *, stream: Stream) -> Tensor:
@@ -192,13 +216,14 @@ def finish(
     corpus: Corpus | None,
     held_out: Sequence[Batch],
     reporter: Reporter,
+    ended_by: str,
 ) -> None:
     """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn."""
     if corpus is None:
-        reporter.finish()
+        reporter.finish(ended_by=ended_by)
         return
     if isinstance(corpus, TokenCorpus):
-        finish_tokens(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter)
+        finish_tokens(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
         return
     entropy = corpus.bigram_entropy()
     measured = {"validation_loss": evaluate(engine, batches=held_out)} if held_out else {}
@@ -213,7 +238,7 @@ def finish(
             seed=config.train.seed,
         )
     text = printable(text)
-    reporter.finish(**measured, bigram_entropy=entropy, sample=text)
+    reporter.finish(**measured, bigram_entropy=entropy, sample=text, ended_by=ended_by)
     reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
     if held_out:
         comparison = "below" if measured["validation_loss"] < entropy else "not below"
@@ -224,7 +249,13 @@ def finish(
 
 
 def finish_tokens(
-    config: Config, *, engine: Engine, corpus: TokenCorpus, held_out: Sequence[Batch], reporter: Reporter
+    config: Config,
+    *,
+    engine: Engine,
+    corpus: TokenCorpus,
+    held_out: Sequence[Batch],
+    reporter: Reporter,
+    ended_by: str,
 ) -> None:
     """As `finish`, for documents: bits per byte instead of the bytes' entropy, because the loss is per token."""
     measured: dict[str, float] = {"skipped_records": corpus.skipped}
@@ -244,7 +275,7 @@ def finish_tokens(
             seed=config.train.seed,
         )
     text = printable(corpus.tokenizer.decode(tokens))
-    reporter.finish(**measured, sample=text)
+    reporter.finish(**measured, sample=text, ended_by=ended_by)
     reporter.say(f"a sample, from {PROMPT_TOKENS} tokens on:\n{text}\n")
     if held_out:
         reporter.say(
@@ -279,11 +310,18 @@ def parameter_count(model: Any) -> int:
     return model.config.parameter_count() if isinstance(model, Decoder) else model.full_parameter_count
 
 
-def build_reporter(config: Config, *, engine: Engine, past: dict[str, Any], parameters: int | None = None) -> Reporter:
-    """parameters: those of the full model; None: of the engine's module."""
+def build_reporter(
+    config: Config,
+    *,
+    engine: Engine,
+    past: dict[str, Any],
+    parameters: int | None = None,
+    total_steps: int | None = None,
+) -> Reporter:
+    """parameters: those of the full model; None: of the engine's module. total_steps: None: `train.steps`."""
     process = engine.process
     return Reporter(
-        policies.report_policy(config),
+        policies.report_policy(config, total_steps=total_steps),
         rank=process.rank,
         world_size=process.world_size,
         gauges=Gauges(

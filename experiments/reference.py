@@ -1,6 +1,7 @@
 """The reference of `task=dpo`: the policy before its first step, as an engine of its own, as numbers computed in advance, or not at all."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,16 +14,36 @@ from ztk import checkpoint
 from ztk.align import PairLogprobs, token_logprobs
 from ztk.config import Config
 from ztk.engine import Engine
+from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
 from ztk.runtime import Process
 
 FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
 
 
+class BaseModel:
+    """The frozen model below an engine's adapters: as an engine that is evaluated, with the same memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.process = engine, engine.process
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, T] -> logits [B, T, V], without gradients. A collective call."""
+        with adapters_off(self._engine.module):
+            return self._engine(tokens)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As the engine's."""
+        with self._engine.evaluating():
+            yield
+
+
 class Reference(Protocol):
     """`of` gives a micro-batch's log-probabilities. engine: what computes them for any text; None: nothing does."""
 
-    engine: Engine | None
+    @property
+    def engine(self) -> Engine | BaseModel | None: ...
 
     def begin(self) -> None:
         """A new run: the policy has made no step. A collective call."""
@@ -40,7 +61,7 @@ class Reference(Protocol):
         """Ends what still runs."""
 
 
-def pair_logprobs(engine: Engine, *, step: Step, index: int) -> PairLogprobs:
+def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int) -> PairLogprobs:
     """The log-probabilities that `engine` gives the answers of micro-batch number `index`."""
     batch, device = step.micro_batches[index], engine.process.device
     sequences = batch.sequences.to(device)
@@ -67,12 +88,18 @@ class NoReference:
 
 
 class FrozenReference:
-    """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once."""
+    """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once.
+
+    New adapters add nothing, so the reference has none, and no checkpoint beside `model.path`; adapters of `warm_start.path` are part of it.
+    """
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
-        self.engine: Engine = build(config, process=process, values=first_values, is_trained=False)
+        self._is_base = config.lora.rank > 0 and config.warm_start.path is None
+        options = {"values": first_values, "is_trained": False, "has_adapters": not self._is_base}
+        self.engine: Engine = build(config, process=process, **options)
         start_from(config, engine=self.engine)
-        self._folder = RunFolder(config.output_dir).path / FOLDER if config.checkpoint.every else None
+        saves = config.checkpoint.every and not self._is_base
+        self._folder = RunFolder(config.output_dir).path / FOLDER if saves else None
 
     def begin(self) -> None:
         """Writes the checkpoint, if the run writes any."""
@@ -82,6 +109,8 @@ class FrozenReference:
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:
         """From the folder beside the policy's checkpoints."""
+        if self._is_base:
+            return
         source = loaded.path.parent.parent / FOLDER
         checkpoint.load(self.engine, path=source)
         if self._folder is not None and self._folder.resolve() != source.resolve():
@@ -96,6 +125,26 @@ class FrozenReference:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class LoraOffReference:
+    """dpo.reference=lora_off: the policy's own frozen base, in a second forward."""
+
+    def __init__(self, policy: Engine) -> None:
+        self.engine = BaseModel(policy)
+
+    def begin(self) -> None: ...
+
+    def resume(self, loaded: checkpoint.LoadReport) -> None: ...
+
+    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
+        with self.engine.evaluating():
+            return pair_logprobs(self.engine, step=step, index=index)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 class PrecomputedReference:

@@ -1,7 +1,9 @@
 """Answer requests over HTTP: the program of `python run.py task=serve`."""
 
 import os
+import signal
 import socket
+import sys
 
 import uvicorn
 
@@ -10,6 +12,8 @@ from ztk import kernels
 from ztk.config import Config
 from ztk.serve.app import ServePolicy, Server
 from ztk.serve.models import open_model
+
+_TERMINATED = 128 + signal.SIGTERM  # of a process that SIGTERM ends before it serves
 
 
 def main(config: Config) -> None:
@@ -36,9 +40,12 @@ def main(config: Config) -> None:
     options = uvicorn.Config(
         server.app, log_level="warning", timeout_graceful_shutdown=max(1, int(chosen.drain_seconds))
     )
+    http = uvicorn.Server(options)
+    before = signal.signal(signal.SIGTERM, lambda *_: None if http.started else sys.exit(_TERMINATED))
     try:
-        uvicorn.Server(options).run(sockets=[listening])
+        http.run(sockets=[listening])  # raises the signal that ended it once more, when it is done
     finally:
+        signal.signal(signal.SIGTERM, before)
         server.stop(drain_seconds=0)
 
 

@@ -1,5 +1,6 @@
 """Supervised fine-tuning, the answers of records with prompts masked: the program of every rank of `task=sft`."""
 
+import torch
 from torch import Tensor
 
 from experiments import policies
@@ -11,6 +12,7 @@ from ztk.config import Config
 from ztk.engine import Engine
 from ztk.pipeline import MicroBatch
 from ztk.runtime import Process
+from ztk.runtime.seed import derive_seed
 
 
 def main(config: Config) -> None:
@@ -26,6 +28,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     stream = open_stream(config, process=process)
     engine = build_engine(config, process=process)
     start_from(config, engine=engine)
+    torch.manual_seed(derive_seed(config.train.seed, "dropout", process.mesh.replica))
     past, _ = resume(config, engine=engine, stream=stream)
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(stream.examples))

@@ -80,11 +80,22 @@ def test_a_checkpoint_of_other_numbers_is_refused(where, tmp_path):
         ("topology=tp2", "train.global_batch_size=16"),
         ("logger=disabled", "checkpoint.every=4", "train.log_every=2"),
         ("recompute=full",),
+        ("train.max_seconds=60", "train.until_loss=2"),
     ],
 )
 def test_what_leaves_the_numbers_may_change(changed, tmp_path):
     folder = recorded(tmp_path)
     check_resumed(config_of(*changed, "checkpoint.resume=auto", folder=folder))
+
+
+def test_the_decay_of_wsd_follows_the_length_of_the_run_unless_it_is_given(tmp_path):
+    folder = recorded(tmp_path, "scheduler=wsd", "train.steps=200")
+    check_resumed(config_of("scheduler=wsd", "train.steps=400", "checkpoint.resume=auto", folder=folder))
+    changed = ("scheduler=wsd", "train.steps=400", "scheduler.decay_steps=25", "checkpoint.resume=auto")
+    with pytest.raises(
+        ConfigError, match=r"scheduler.decay_steps=25: the checkpoint's run has scheduler.decay_steps=20"
+    ):
+        check_resumed(config_of(*changed, folder=folder))
 
 
 def test_a_run_without_a_checkpoint_is_compared_with_nothing(tmp_path):

@@ -203,6 +203,9 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("data.path=/no/such/text",), "no such file"),
         (("data=files",), "use data.path=FOLDER"),
         (("train.steps=0",), "1 or more"),
+        (("train.z_loss=-1",), "0 or more"),
+        (("train.max_seconds=0",), "above 0"),
+        (("train.until_loss=2", "train.eval_every=0", "train.steps=40"), "use train.eval_every=4"),
         (("train.steps=20", "checkpoint.every=21"), "use checkpoint.every=20"),
         (("train.steps=20", "scheduler.warmup_steps=20"), "use scheduler.warmup_steps=2"),
         (("data.validation_fraction=0",), "use train.eval_every=0"),
@@ -217,6 +220,8 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("precision=fp16", "precision.loss_scale.floor=1e9"), "use precision.loss_scale.floor=65536"),
         (("train.log_every=4", "logger.every=6"), "use logger.every=8"),
         (("scheduler=one_cycle", "scheduler.decay_rate=1"), "set both or neither"),
+        (("scheduler=wsd", "scheduler.decay_shape=exponential", "scheduler.final=0"), "use scheduler.final=0.1"),
+        (("scheduler=wsd", "train.steps=20", "scheduler.decay_steps=20"), "use scheduler.decay_steps=19"),
     ],
 )
 def test_what_does_not_fit_together_names_the_fix(overrides, fix):
@@ -284,6 +289,10 @@ def test_threads_of_the_disk_are_limited():
         ("optimizer=sgd", "optimizer.betas=[0.9,0.9]"),
         ("scheduler=constant", "scheduler.final=0.1"),
         ("scheduler=one_cycle", "scheduler.warmup_steps=3"),
+        ("scheduler=linear", "scheduler.decay_steps=3"),
+        ("task=sft", "train.z_loss=1e-4"),
+        ("task=sft", "train.max_seconds=9"),
+        ("data=synthetic", "train.until_loss=2"),
         ("scheduler.warmup_steps=0", "scheduler.warmup_start=0.5"),
         ("data=stdlib", "data.path=/etc/hosts"),
         ("data=synthetic", "data.validation_fraction=0.1"),
@@ -346,6 +355,8 @@ def test_phases_of_the_learning_rate_follow_the_length_of_the_run():
     assert composed("train.steps=400").scheduler.warmup_steps == 20
     assert composed("train.steps=5").scheduler.warmup_steps == 0
     assert composed("scheduler=one_cycle", "train.steps=10").scheduler.rise_steps == 5
+    assert composed("scheduler=wsd", "train.steps=50").scheduler.decay_steps == 5
+    assert composed("scheduler=wsd", "train.steps=50", "scheduler.total_steps=30").scheduler.decay_steps == 3
     assert composed("scheduler=range_test", "train.steps=50").scheduler.step_size == 5
 
 

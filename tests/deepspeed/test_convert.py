@@ -85,6 +85,7 @@ def run(tmp_path_factory) -> dict:
         ("train", {"global_batch_size": 3}, "use 8, or another"),
         ("topology", {"pipeline": 2}, "PipelineModule"),
         ("topology", {"sequence": 2}, "topology.sequence=1"),
+        ("scheduler", {"name": "wsd"}, "use scheduler=linear"),
     ],
 )
 def test_what_a_ds_config_cannot_say_is_refused(run, section, changed, fix):

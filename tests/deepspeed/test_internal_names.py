@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ztk.deepspeed as deepspeed
+from tests.deepspeed import scripts
 from ztk.deepspeed import timers
 from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.version import git_hash
@@ -197,3 +198,49 @@ def test_a_loader_of_each_ranks_part():
         next(loader_of(rank=0))
     with pytest.raises(ValueError, match="curriculum_learning"):
         loader_of(rank=0, deepspeed_dataloader_config={"curriculum_learning": True})
+
+
+def kinds(process, *, stage: int, dtype: str) -> list[str]:
+    """Which of DeepSpeed's classes the optimizer is an instance of."""
+    config = scripts.config(stage=stage) | ({dtype: {"enabled": True}} if dtype else {})
+    engine, optimizer, *_ = deepspeed.initialize(model=scripts.build(), config=config)
+    found = [name for name, place in OPTIMIZERS.items() if isinstance(optimizer, getattr(module_of(place), name))]
+    engine.destroy()
+    return found
+
+
+OPTIMIZERS = {
+    "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
+    "ZeROOptimizer": "deepspeed.runtime.base_optimizer",
+    "DeepSpeedZeroOptimizer": "deepspeed.runtime.zero.stage_1_and_2",
+    "DeepSpeedZeroOptimizer_Stage3": "deepspeed.runtime.zero.stage3",
+    "BF16_Optimizer": "deepspeed.runtime.bf16_optimizer",
+    "FP16_Optimizer": "deepspeed.runtime.fp16.fused_optimizer",
+    "FP16_UnfusedOptimizer": "deepspeed.runtime.fp16.unfused_optimizer",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "own"),
+    [
+        (0, "bf16", ["BF16_Optimizer"]),
+        (0, "fp16", ["FP16_Optimizer"]),
+        (2, "bf16", ["ZeROOptimizer", "DeepSpeedZeroOptimizer"]),
+        (3, "", ["ZeROOptimizer", "DeepSpeedZeroOptimizer_Stage3"]),
+    ],
+)
+def test_an_optimizer_is_what_deepspeed_calls_it(ranks, stage, dtype, own):
+    assert ranks(1).run(kinds, stage=stage, dtype=dtype) == [["DeepSpeedOptimizer", *own]]
+    plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    assert not any(isinstance(plain, getattr(module_of(place), name)) for name, place in OPTIMIZERS.items())
+
+
+def test_attributes_by_dotted_names():
+    """As DeepSpeed-Chat's LoRA replaces layers."""
+    helper = module_of("deepspeed.compression.helper")
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ReLU())
+    new = torch.nn.Linear(2, 3)
+    assert helper.recursive_getattr(model, "0.0") is model[0][0]
+    helper.recursive_setattr(model, "0.0", new)
+    helper.recursive_setattr(model, "1", new)
+    assert model[0][0] is new and model[1] is new

@@ -5,12 +5,10 @@ import subprocess
 import sys
 
 import pytest
-import tokenizers
 import torch
-import transformers
 
 from tests.experiments.test_faults import CHECKOUT, folder_of, run
-from tests.inference.models import VOCABULARY, build
+from tests.inference.models import VOCABULARY, save_llama
 from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
 from ztk.serve.models import open_model
 
@@ -99,14 +97,7 @@ def test_a_line_that_is_no_prompt_is_named(line, message, tmp_path):
 
 
 def test_a_folder_of_transformers_opens_with_its_tokenizer(tmp_path):
-    model = build("llama", tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    letters = {chr(33 + number): number for number in range(VOCABULARY - 3)} | {"<s>": 93, "</s>": 94, "<unk>": 95}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(tmp_path)
+    model = save_llama(tmp_path)
     opened = open_model(str(tmp_path))
     assert opened.tokenizer.encode("AB") == [32, 33] and set(opened.ends) >= {94} and opened.vocabulary == VOCABULARY
     sampling = SamplingParams(max_tokens=8, temperature=0)

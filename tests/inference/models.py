@@ -1,5 +1,8 @@
 """Tiny random models of every family that the inference engine computes."""
 
+from pathlib import Path
+
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -83,3 +86,16 @@ def greedy(model: nn.Module, *, prompt: list[int], count: int) -> list[int]:
         pad_token_id=0,
     )
     return found[0, len(prompt) :].tolist()
+
+
+def save_llama(folder: Path) -> nn.Module:
+    """A Llama of transformers in `folder`, with a tokenizer whose tokens are letters."""
+    model = build("llama", tie_word_embeddings=True)
+    model.save_pretrained(folder)
+    letters = {chr(33 + number): number for number in range(VOCABULARY - 3)} | {"<s>": 93, "</s>": 94, "<unk>": 95}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return model

@@ -124,6 +124,29 @@ def test_an_old_error_does_not_fail_a_new_run(tmp_path):
     run("pass", output_dir=tmp_path)
 
 
+@pytest.mark.parametrize(("drain", "code"), [(10.0, 0), (0.0, 143)])
+def test_what_serves_may_end_its_work_after_sigterm(drain, code, tmp_path):
+    """It takes 4 seconds, and ranks that do not serve have 3."""
+    program = """
+    def end(*_):
+        time.sleep(4)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+    open(os.path.join(sys.argv[1], 'ready'), 'w').close()
+    time.sleep(60)
+    """
+    parent_program = f"""
+    from ztk.launch import run_ranks
+    run_ranks({command(program, output_dir=tmp_path)!r}, ranks=1, threads=1, output_dir={str(tmp_path)!r}, drain_seconds={drain})
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent_program)], cwd=CHECKOUT)
+    while not (tmp_path / "ready").is_file():
+        assert parent.poll() is None
+        time.sleep(0.02)
+    parent.terminate()
+    assert parent.wait(timeout=30) == code
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_parent_leaves_no_process(number, code, tmp_path):
     program = "open(os.path.join(sys.argv[1], f'pid{rank}'), 'w').write(str(os.getpid())); time.sleep(60)"

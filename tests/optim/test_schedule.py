@@ -55,6 +55,32 @@ def test_decay_ends_with_the_run_by_default():
     assert table(9, name="cosine")[-1] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("shape", "fall"),
+    [
+        ("linear", lambda p: 1 - 0.8 * p),
+        ("cosine", lambda p: 0.2 + 0.4 * (1 + math.cos(math.pi * p))),
+        ("sqrt", lambda p: 1 - 0.8 * math.sqrt(p)),
+        ("exponential", lambda p: 0.2**p),
+    ],
+)
+def test_warmup_stable_decay(shape, fall):
+    values = table(12, name="wsd", warmup_steps=3, warmup_start=0.0, decay_steps=4, decay_shape=shape, final=0.2)
+    assert same(values, [t / 3 for t in range(3)] + [1.0] * 5 + [fall(p / 4) for p in range(1, 5)])
+    assert same(values[-1:], [0.2])
+
+
+def test_a_stable_phase_does_not_depend_on_the_length_of_the_run():
+    """A run of any length may go on from a checkpoint of it."""
+    short, long = (table(steps, name="wsd", warmup_steps=4, final=0.1) for steps in (20, 200))
+    assert short[:18] == long[:18] and same(short[18:], [0.55, 0.1]) and long[179] == 1.0 > long[180]
+
+
+def test_a_decay_may_end_before_the_run():
+    values = table(9, name="wsd", decay_steps=2, total_steps=6, final=0.5)
+    assert same(values, [1.0] * 4 + [0.75] + [0.5] * 4)
+
+
 def test_one_cycle_of_deepspeed():
     """Up, down, then min / (1 + rate * intervals)"""
     low, up, down, rate, interval = 0.25, 4, 8, 0.5, 2
@@ -88,10 +114,10 @@ def test_a_run_shorter_than_its_warmup_ends_within_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "cos"}, "scheduler.name=cos: must be one of constant, linear, cosine, one_cycle, range_test"),
+        ({"name": "cos"}, "scheduler.name=cos: must be one of constant, linear, cosine, wsd, one_cycle, range_test"),
         (
             {"name": "constant", "final": 0.1},
-            "scheduler.final=0.1 has no effect with scheduler=constant.*linear or cosine",
+            "scheduler.final=0.1 has no effect with scheduler=constant.*linear or cosine or wsd",
         ),
         ({"name": "one_cycle", "warmup_steps": 5}, "scheduler.warmup_steps=5 has no effect with scheduler=one_cycle"),
         ({"warmup_steps": -1}, "scheduler.warmup_steps=-1"),
@@ -100,6 +126,10 @@ def test_a_run_shorter_than_its_warmup_ends_within_it():
         ({"warmup_start": 0.5}, "scheduler.warmup_start=0.5 has no effect without scheduler.warmup_steps"),
         ({"warmup_steps": 4, "warmup_start": 1.5}, "scheduler.warmup_start=1.5: must be 0 or more and at most 1"),
         ({"name": "linear", "total_steps": 0}, "scheduler.total_steps=0: must be 1 or more"),
+        ({"decay_steps": 5}, "scheduler.decay_steps=5 has no effect with scheduler=constant.*wsd"),
+        ({"name": "wsd", "decay_shape": "cubic"}, "scheduler.decay_shape=cubic: must be one of linear, cosine, sqrt"),
+        ({"name": "wsd", "decay_shape": "exponential"}, "use scheduler.final=0.1"),
+        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 7, "total_steps": 10}, "use scheduler.decay_steps=6"),
         ({"name": "one_cycle", "decay_rate": 0.5}, "one has no effect without the other"),
         ({"name": "one_cycle", "rise_stairs": -1}, "scheduler.rise_stairs=-1"),
         ({"name": "range_test", "step_rate": 0.0}, "scheduler.step_rate=0.0"),

@@ -38,6 +38,7 @@ class Strategy:
     dtype: str = "fp32"
     loss_scale: float = 2.0**17  # of fp16, at first: so large that some steps are skipped
     seed: int = 3  # of the first weights
+    z_loss: float = 0.0  # the loss's; the one value here that changes numbers
     zero: dict = field(default_factory=dict)  # of `ZeroPolicy`
     options: dict = field(default_factory=dict)  # of `parallelize`
 
@@ -85,6 +86,7 @@ def arranged(process: Process, *, topology: Topology) -> Process:
 def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig = CONFIG):
     with torch.device("meta"):
         model = Decoder(config)
+    model.loss.z_loss = strategy.z_loss
     parameters = strategy.offload if strategy.stage == 3 else "none"
     return parallelize(
         model,

@@ -27,7 +27,14 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
         launch = config.launch
         try:
             started = 1 if config.task.name == "plan" else launch.ranks
-            run_ranks(command, ranks=started, threads=launch.threads, output_dir=folder, places=places[:started])
+            run_ranks(
+                command,
+                ranks=started,
+                threads=launch.threads,
+                output_dir=folder,
+                places=places[:started],
+                drain_seconds=config.serve.drain_seconds or 0.0,  # only task=serve has any
+            )
             break
         except RankError as error:
             elastic = launch.elastic and error.failure.killed

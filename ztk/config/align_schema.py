@@ -14,6 +14,7 @@ class DpoLossName(StrEnum):
 
 class DpoReferenceName(StrEnum):
     frozen = "frozen"
+    lora_off = "lora_off"
     precomputed = "precomputed"
     none = "none"
 
@@ -48,7 +49,8 @@ class DpoConfig:
         "factor of the chosen answers' mean negative log-probability per token, added to the loss", default=None
     )
     reference: DpoReferenceName | None = key(
-        "the model before the first step. frozen: an engine of its own, with the run's strategy; precomputed: its log-probabilities of all "
+        "the model before the first step. frozen: an engine of its own, with the run's strategy; lora_off: with "
+        "lora=adapter, the policy without its adapters, no second model; precomputed: its log-probabilities of all "
         "pairs are computed before the first step, then its memory is free; none: there is none, its log-probabilities count as 0",
         default=None,
     )

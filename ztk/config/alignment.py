@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ztk.config.align_schema import DpoLossName, RewardLossName
+from ztk.config.align_schema import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
@@ -74,8 +74,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if name == "sft":
         return
-    if is_hugging_face(config.model):
-        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft with model=hf"
+    if name == "reward" and is_hugging_face(config.model):
+        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft or dpo with model=hf"
     for degree in DEGREES:
         value = getattr(config.topology, degree)
         if value > 1:
@@ -91,9 +91,32 @@ def _loss_faults(config: Config) -> Iterator[str]:
         if dpo.label_smoothing and dpo.loss is not DpoLossName.sigmoid:
             yield f"dpo.label_smoothing={dpo.label_smoothing:g}: only dpo.loss=sigmoid has it; use dpo.label_smoothing=0"
         if config.model.vocab_size > 256 and config.data.path is None:
-            yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use model.vocab_size=256"
+            fix = "data.path=PAIRS.jsonl" if is_hugging_face(config.model) else "model.vocab_size=256"
+            yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use {fix}"
+        yield from _adapter_faults(config)
     if config.task.name == "reward" and reward.loss is RewardLossName.per_token and reward.margin:
         yield f"reward.margin={reward.margin:g}: reward.loss=per_token has none; use reward.margin=0"
+
+
+def _adapter_faults(config: Config) -> Iterator[str]:
+    """Of `task=dpo` with or without `lora=adapter`."""
+    warm, leaves_out = config.warm_start, config.dpo.reference is DpoReferenceName.lora_off
+    if not config.lora.rank:
+        if leaves_out:
+            yield (
+                "dpo.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or dpo.reference=frozen"
+            )
+        return
+    if warm.steps:
+        yield (
+            f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
+            "warm_start.path=RUN for adapters that task=sft has trained"
+        )
+    elif leaves_out and warm.path is not None:
+        yield (
+            f"dpo.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
+            "dpo.reference=frozen or precomputed"
+        )
 
 
 def _warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:

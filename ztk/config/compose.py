@@ -24,10 +24,12 @@ from ztk.config.planning import PLAN
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
-from ztk.config.schema import Config, DataName, SchedulerName
+from ztk.config.scheduler_schema import SchedulerName
+from ztk.config.schema import Config, DataName
 from ztk.config.text import BYTES, TRAIN
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
+from ztk.policies.schedule import wsd_steps
 
 _OVERLAYS = (
     "algorithm.",
@@ -198,9 +200,12 @@ def _settle(config: Config, *, machine: Machine) -> None:
     record = record_of(config.output_dir) if config.checkpoint.resume == AUTO else None
     settle_batch(config, recorded=load(record) if record else None)
     _settle_paths(config)
+    config.train.z_loss = config.train.z_loss or None
     scheduler, steps = config.scheduler, config.train.steps
-    if scheduler.name in (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine):
+    if scheduler.name not in (SchedulerName.one_cycle, SchedulerName.range_test):
         scheduler.warmup_steps = steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps
+    if scheduler.name is SchedulerName.wsd:
+        scheduler.decay_steps = wsd_steps(scheduler.decay_steps, end=scheduler.total_steps or steps)
     if scheduler.name is SchedulerName.one_cycle:
         scheduler.rise_steps = scheduler.rise_steps or max(1, steps // 2)
     if scheduler.name is SchedulerName.range_test:

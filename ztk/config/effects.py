@@ -5,14 +5,15 @@ configuration shows what took part. A key that has an effect needs a value.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from ztk.config.effect import Effect, keys_of
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
+from ztk.config.scheduler_effects import SCHEDULER_EFFECTS
 from ztk.config.schema import (
     Config,
     DataName,
@@ -21,7 +22,6 @@ from ztk.config.schema import (
     OptimizerName,
     ParameterTier,
     PipelineSchedule,
-    SchedulerName,
     ZeroEngine,
 )
 from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
@@ -31,23 +31,6 @@ from ztk.policies.tier import Tier
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
 _MODEL = "task=generate, task=serve or task=eval"
-_WARMED = (SchedulerName.constant, SchedulerName.linear, SchedulerName.cosine)
-_DECAYED = (SchedulerName.linear, SchedulerName.cosine)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effect:
-    """`keys` have an effect if `when` is true; `only` is that condition in the words of the command line. `required`: they then need a
-    value."""
-
-    keys: tuple[str, ...]
-    when: Callable[[Config, Machine], bool]
-    only: str
-    required: bool = True
-
-
-def _section(section: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names)
 
 
 def offloads(config: Config, tier: Tier) -> bool:
@@ -66,10 +49,6 @@ def device_of(config: Config, machine: Machine) -> str:
 
 def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
     return lambda config, machine: config.optimizer.name in names
-
-
-def _uses_scheduler(*names: SchedulerName) -> Callable[[Config, Machine], bool]:
-    return lambda config, machine: config.scheduler.name in names
 
 
 def _draws(config: Config, machine: Machine) -> bool:
@@ -92,7 +71,7 @@ def _rollout_effects() -> Iterator[Effect]:
         "reward": "timeout_seconds",
     }
     for section, names in required.items():
-        yield Effect(keys=_section(section, *names.split()), when=_draws, only=only)
+        yield Effect(keys=keys_of(section, *names.split()), when=_draws, only=only)
     yield Effect(keys=("warm_start.steps",), when=_warms, only="task=grpo, task=ppo or task=dpo")
     optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function")
     yield Effect(keys=optional, when=_draws, only=only, required=False)
@@ -113,7 +92,7 @@ def _rollout_effects() -> Iterator[Effect]:
         only=f"{only} and kl.coef above 0",
     )
     yield Effect(
-        keys=_section("warm_start", "correct", "lr", "batch_size"),
+        keys=keys_of("warm_start", "correct", "lr", "batch_size"),
         when=lambda c, m: _warms(c, m) and bool(c.warm_start.steps),
         only="task=grpo, task=ppo or task=dpo with warm_start.steps above 0",
     )
@@ -153,9 +132,9 @@ def _reads_records(config: Config, machine: Machine) -> bool:
 
 def _alignment_effects() -> Iterator[Effect]:
     yield Effect(keys=("sft.mask_prompts",), when=_task("sft"), only="task=sft")
-    yield Effect(keys=_section("reward", "loss", "margin", "centring"), when=_task("reward"), only="task=reward")
+    yield Effect(keys=keys_of("reward", "loss", "margin", "centring"), when=_task("reward"), only="task=reward")
     yield Effect(
-        keys=_section("dpo", "loss", "beta", "label_smoothing", "length_normalised", "sft_weight", "reference"),
+        keys=keys_of("dpo", "loss", "beta", "label_smoothing", "length_normalised", "sft_weight", "reference"),
         when=_task("dpo"),
         only="task=dpo",
     )
@@ -176,7 +155,7 @@ EFFECTS = (
     Effect(keys=("zero.stage",), when=lambda c, m: c.zero.engine is ZeroEngine.ztk, only="zero=stage0 to stage3"),
     Effect(keys=("zero.bucket_size",), when=lambda c, m: c.zero.engine is ZeroEngine.ztk, only="zero=stage0 to stage3"),
     Effect(
-        keys=_section(
+        keys=keys_of(
             "zero",
             "max_live_parameters",
             "max_reuse_distance",
@@ -191,7 +170,7 @@ EFFECTS = (
         keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
     ),
     Effect(
-        keys=_section("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
+        keys=keys_of("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
         when=lambda c, m: offloads(c, Tier.nvme),
         only="offload=nvme",
     ),
@@ -208,7 +187,7 @@ EFFECTS = (
         required=False,
     ),
     Effect(
-        keys=_section(
+        keys=keys_of(
             "model",
             *("experts_per_token", "experts_every", "expert_hidden_dim", "shared_hidden_dim"),
             *("balance_loss_weight", "router_z_loss_weight"),
@@ -217,17 +196,17 @@ EFFECTS = (
         only="model=tiny_moe and others with model.experts",
     ),
     Effect(
-        keys=_section("model", "hidden_dim", "rope_theta", "norm_eps", "tie_embeddings"),
+        keys=keys_of("model", "hidden_dim", "rope_theta", "norm_eps", "tie_embeddings"),
         when=lambda c, m: not is_hugging_face(c.model),
         only="ztk's own decoder, such as model=tiny",
     ),
     Effect(
-        keys=_section("lora", "alpha", "targets", "dropout"),
+        keys=keys_of("lora", "alpha", "targets", "dropout"),
         when=lambda c, m: c.lora.rank > 0,
         only="lora=adapter, or lora.rank above 0",
     ),
     Effect(
-        keys=_section("model", "path", "init", "kernels"), when=lambda c, m: is_hugging_face(c.model), only="model=hf"
+        keys=keys_of("model", "path", "init", "kernels"), when=lambda c, m: is_hugging_face(c.model), only="model=hf"
     ),
     Effect(
         keys=("zero.quantized_gradients",),
@@ -240,7 +219,7 @@ EFFECTS = (
         only="topology=tp2 and others with topology.tensor above 1",
     ),
     Effect(
-        keys=_section("topology", "schedule", "partition"),
+        keys=keys_of("topology", "schedule", "partition"),
         when=lambda c, m: c.topology.pipeline > 1,
         only="topology=pp2 and others with topology.pipeline above 1",
     ),
@@ -255,17 +234,17 @@ EFFECTS = (
         only="zero=stage2 or stage3 and topology.pipeline above 1",
     ),
     Effect(
-        keys=_section("precision.loss_scale", "dynamic", "initial"),
+        keys=keys_of("precision.loss_scale", "dynamic", "initial"),
         when=lambda c, m: c.precision.dtype is DType.fp16,
         only="precision=fp16",
     ),
     Effect(
-        keys=_section("precision.loss_scale", "window", "hysteresis", "floor"),
+        keys=keys_of("precision.loss_scale", "window", "hysteresis", "floor"),
         when=lambda c, m: c.precision.dtype is DType.fp16 and c.precision.loss_scale.dynamic is not False,
         only="precision=fp16 with precision.loss_scale.dynamic=true",
     ),
     Effect(
-        keys=_section("recompute", "every", "inputs_on_cpu", "contiguous"),
+        keys=keys_of("recompute", "every", "inputs_on_cpu", "contiguous"),
         when=lambda c, m: c.recompute.mode is not RecomputeMode.none,
         only="recompute=full, selective or every2",
     ),
@@ -317,6 +296,21 @@ EFFECTS = (
         only="data=stdlib, files, chat or preferences",
     ),
     Effect(
+        keys=("train.max_seconds",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False
+    ),
+    Effect(
+        keys=("train.until_loss",),
+        when=lambda c, m: c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files),
+        only="task=pretrain with data=stdlib or data=files",
+        required=False,
+    ),
+    Effect(
+        keys=("train.z_loss",),
+        when=lambda c, m: not is_hugging_face(c.model) and c.task.name in ("pretrain", "plan"),
+        only="task=pretrain with ztk's own decoder, such as model=tiny",
+        required=False,
+    ),
+    Effect(
         keys=("optimizer.betas",),
         when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion),
         only="optimizer=adamw, adam or lion",
@@ -327,58 +321,13 @@ EFFECTS = (
         only="optimizer=adamw or adam",
     ),
     Effect(
-        keys=_section("optimizer", "momentum", "nesterov"),
+        keys=keys_of("optimizer", "momentum", "nesterov"),
         when=_uses_optimizer(OptimizerName.sgd),
         only="optimizer=sgd",
     ),
+    *SCHEDULER_EFFECTS,
     Effect(
-        keys=("scheduler.warmup_steps",),
-        when=_uses_scheduler(*_WARMED),
-        only="scheduler=constant, linear or cosine",
-        required=False,
-    ),
-    Effect(
-        keys=("scheduler.warmup_shape",),
-        when=lambda c, m: c.scheduler.name in _WARMED and c.scheduler.warmup_steps != 0,
-        only="scheduler=constant, linear or cosine with scheduler.warmup_steps above 0",
-    ),
-    Effect(
-        keys=("scheduler.warmup_start",),
-        when=lambda c, m: c.scheduler.name in _WARMED and c.scheduler.warmup_steps != 0,
-        only="scheduler=constant, linear or cosine with scheduler.warmup_steps above 0",
-        required=False,
-    ),
-    Effect(keys=("scheduler.final",), when=_uses_scheduler(*_DECAYED), only="scheduler=linear or cosine"),
-    Effect(
-        keys=("scheduler.total_steps",),
-        when=_uses_scheduler(*_DECAYED),
-        only="scheduler=linear or cosine",
-        required=False,
-    ),
-    Effect(
-        keys=_section("scheduler", "start", "rise_stairs", "decay_rate", "decay_interval"),
-        when=_uses_scheduler(SchedulerName.one_cycle),
-        only="scheduler=one_cycle",
-    ),
-    Effect(
-        keys=_section("scheduler", "rise_steps", "fall_steps", "fall_stairs"),
-        when=_uses_scheduler(SchedulerName.one_cycle),
-        only="scheduler=one_cycle",
-        required=False,
-    ),
-    Effect(
-        keys=("scheduler.step_size",),
-        when=_uses_scheduler(SchedulerName.range_test),
-        only="scheduler=range_test",
-        required=False,
-    ),
-    Effect(
-        keys=_section("scheduler", "step_rate", "staircase"),
-        when=_uses_scheduler(SchedulerName.range_test),
-        only="scheduler=range_test",
-    ),
-    Effect(
-        keys=_section("checkpoint", "keep", "keep_every", "asynchronous"),
+        keys=keys_of("checkpoint", "keep", "keep_every", "asynchronous"),
         when=lambda c, m: c.checkpoint.every != 0,
         only="checkpoint.every above 0",
     ),
@@ -404,15 +353,15 @@ EFFECTS = (
         only="launch.elastic=true",
     ),
     Effect(
-        keys=_section("logger", "project", "every"),
+        keys=keys_of("logger", "project", "every"),
         when=lambda c, m: c.logger.mode is not LoggerMode.disabled,
         only="logger=offline or online",
     ),
     *_rollout_effects(),
     Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
-    Effect(keys=_section("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
+    Effect(keys=keys_of("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
     Effect(
-        keys=("inference.lookup_tokens", *_section("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
+        keys=("inference.lookup_tokens", *keys_of("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
         when=_prompted,
         only="task=generate or task=serve",
     ),
@@ -423,21 +372,19 @@ EFFECTS = (
         required=False,
     ),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
-    Effect(
-        keys=_section("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"
-    ),
+    Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
     Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),
     Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),
-    Effect(keys=_section("eval", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False),
+    Effect(keys=keys_of("eval", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False),
     Effect(
-        keys=_section("eval", "field", "stride"),
+        keys=keys_of("eval", "field", "stride"),
         when=lambda c, m: c.task.name == "eval" and c.eval.path is not None,
         only="task=eval and eval.path=FILE",
         required=False,
     ),
     *_alignment_effects(),
     Effect(
-        keys=_section("hardware", *vars(HardwareConfig())),
+        keys=keys_of("hardware", *vars(HardwareConfig())),
         when=lambda c, m: c.task.name == "plan",
         only="task=plan and hardware=NAME",
         required=False,

@@ -12,6 +12,7 @@ from ztk.config.compose import load
 from ztk.config.keys import flatten, written
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
+from ztk.policies.schedule import wsd_steps
 
 HASH_LETTERS = 12
 # Where things are, who is told, what starts the ranks and where they go on: no part of the experiment.
@@ -36,7 +37,14 @@ _NUMBERLESS_SECTIONS = (
 )
 _NUMBERLESS = {
     *_ASIDE,
-    *("train.steps", "train.log_every", "train.eval_every", "train.eval_batches"),
+    *(
+        "train.steps",
+        "train.max_seconds",
+        "train.until_loss",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_batches",
+    ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
 }
 _LOSSY = ("zero.quantized_weights", "zero.quantized_gradients")
@@ -74,6 +82,8 @@ def check_resumed(config: Config) -> None:
     before, after = dict(_values(old)), dict(_values(new))
     if _warmup_follows_steps(old) and _warmup_follows_steps(new):
         before["scheduler.warmup_steps"] = after["scheduler.warmup_steps"]
+    if _decay_follows_steps(old) and _decay_follows_steps(new):
+        before["scheduler.decay_steps"] = after["scheduler.decay_steps"]
     if _has_tokenizer_of(record.parent, config=new):
         before |= {key: after[key] for key in ("data.tokenizer", "data.vocab_size")}
     faults = [
@@ -132,3 +142,8 @@ def _has_tokenizer_of(run: Path, *, config: Config) -> bool:
 def _warmup_follows_steps(config: Config) -> bool:
     """Whether `scheduler.warmup_steps` is what a run that does not set it has."""
     return config.scheduler.warmup_steps == config.train.steps // 20
+
+
+def _decay_follows_steps(config: Config) -> bool:
+    """Likewise for `scheduler.decay_steps`."""
+    return config.scheduler.decay_steps == wsd_steps(None, end=config.scheduler.total_steps or config.train.steps)

@@ -15,6 +15,7 @@ from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
+from ztk.config.scheduler_schema import SchedulerName
 from ztk.config.schema import (
     Config,
     DataName,
@@ -23,7 +24,6 @@ from ztk.config.schema import (
     LoggerMode,
     LossScaleConfig,
     OptimizerName,
-    SchedulerName,
     ZeroEngine,
 )
 from ztk.config.sweep_schema import SWEEP_RANGES
@@ -108,6 +108,9 @@ RANGES = {
     "train.log_every": COUNT,
     "train.eval_every": COUNT_OR_ZERO,
     "train.eval_batches": COUNT,
+    "train.max_seconds": Range(low=0, high=31_536_000, above=True),  # a year
+    "train.until_loss": POSITIVE,
+    "train.z_loss": NOT_NEGATIVE,
     "checkpoint.every": COUNT_OR_ZERO,
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT_OR_ZERO,
@@ -272,6 +275,11 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
         )
+    if train.until_loss is not None and not train.eval_every:
+        yield (
+            f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
+            f"use train.eval_every={max(1, train.steps // 10)}"
+        )
     if checkpoint.keep_best and config.data.validation_fraction == 0:
         yield (
             "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "
@@ -328,6 +336,12 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             "scheduler.warmup_shape=log needs two steps or more: use scheduler.warmup_steps=2, or "
             "scheduler.warmup_shape=linear"
+        )
+    if scheduler.name is SchedulerName.wsd:
+        warmup = config.train.steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps
+        yield from schedule.shape_faults(shape=scheduler.decay_shape, final=scheduler.final)
+        yield from schedule.room_faults(
+            warmup=warmup, decay=schedule.wsd_steps(scheduler.decay_steps, end=end), end=end
         )
     if scheduler.name is SchedulerName.one_cycle:
         yield from schedule.decay_faults(rate=scheduler.decay_rate, interval=scheduler.decay_interval)

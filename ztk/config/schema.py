@@ -24,6 +24,7 @@ from ztk.config.rollout_schema import (
     RolloutConfig,
     WarmStartConfig,
 )
+from ztk.config.scheduler_schema import SchedulerConfig
 from ztk.policies.pipeline import ScheduleName
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
@@ -76,19 +77,6 @@ class OptimizerName(StrEnum):
     adam = "adam"
     sgd = "sgd"
     lion = "lion"
-
-
-class SchedulerName(StrEnum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    one_cycle = "one_cycle"
-    range_test = "range_test"
-
-
-class WarmupShape(StrEnum):
-    linear = "linear"
-    log = "log"
 
 
 class KernelBackend(StrEnum):
@@ -334,6 +322,17 @@ class TrainConfig:
         "steps between held-out evaluations, one more follows the last step; 0: that one alone", default=None
     )
     eval_batches: int | None = key("global batches of one evaluation", default=None)
+    max_seconds: float | None = key(
+        "seconds of training after which the run ends, from this start on, with the step under way; null: no limit",
+        default=None,
+    )
+    until_loss: float | None = key(
+        "held-out loss at which the run ends, compared at every evaluation; null: none", default=None
+    )
+    z_loss: float | None = key(
+        "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)
@@ -348,34 +347,6 @@ class OptimizerConfig:
     momentum: float | None = key("momentum of SGD", default=None)
     nesterov: bool | None = key("Nesterov's momentum", default=None)
     clip_grad_norm: float = key("largest global gradient norm; 0: no clipping")
-
-
-@dataclass(kw_only=True)
-class SchedulerConfig:
-    """The learning rate over the optimizer steps, as multiples of optimizer.lr."""
-
-    name: SchedulerName = key("the schedule")
-    warmup_steps: int | None = key(
-        "steps in which the learning rate rises; null: a twentieth of train.steps", default=None
-    )
-    warmup_shape: WarmupShape | None = key("how it rises", default=None)
-    warmup_start: float | None = key("first multiplier; null: 1 / warmup_steps", default=None)
-    final: float | None = key("multiplier at the end", default=None)
-    total_steps: int | None = key("step at which the decay ends; null: train.steps", default=None)
-    start: float | None = key("lowest multiplier", default=None)
-    rise_steps: int | None = key("steps up; null: half of train.steps", default=None)
-    fall_steps: int | None = key("steps down; null: as rise_steps", default=None)
-    rise_stairs: int | None = key("stairs on the way up; 0: a slope", default=None)
-    fall_stairs: int | None = key("stairs on the way down; null: as rise_stairs", default=None)
-    decay_rate: float | None = key(
-        "after the cycle the rate is divided by 1 + decay_rate per decay_interval steps; 0: it is not", default=None
-    )
-    decay_interval: int | None = key("steps of that decay; 0: there is none", default=None)
-    step_size: int | None = key(
-        "steps in which the multiplier grows by step_rate; null: a tenth of train.steps", default=None
-    )
-    step_rate: float | None = key("growth of the multiplier in step_size steps", default=None)
-    staircase: bool | None = key("grow in jumps of step_size", default=None)
 
 
 @dataclass(kw_only=True)

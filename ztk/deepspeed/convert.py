@@ -328,6 +328,8 @@ def _ds_precision(precision: Mapping) -> dict:
 
 def _ds_schedule(scheduler: Mapping, *, steps: int, lr: float) -> dict:
     name = scheduler["name"]
+    if name == "wsd":
+        raise ValueError("scheduler=wsd: DeepSpeed has no such schedule; use scheduler=linear, or another of its own")
     if name == "range_test":
         params = {
             "lr_range_test_min_lr": lr,

@@ -25,6 +25,17 @@ def ensure_directory_exists(filename: str) -> None:
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The object at a dotted name."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Sets the object at a dotted name."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
 def move_to_device(item: Any, device: object, criterion_func: Callable[[object], bool] | None = None) -> Any:
     """Tensors in lists, tuples and dicts to a device. What criterion_func is true for keeps being the same tensor object."""
     if criterion_func is not None and criterion_func(item):

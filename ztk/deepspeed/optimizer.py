@@ -69,6 +69,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             forget_gradients(self._engine)
 
     @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self._engine.zero.policy.stage
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the model's parameters."""
+        return self._engine.zero.dtype
+
+    @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite. On a GPU this waits for the device."""
         return self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])

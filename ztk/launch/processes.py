@@ -40,11 +40,15 @@ def _silent(rank: int) -> None:
 
 
 def run_children(
-    children: Sequence[Child], *, failure_of: Callable[[int], RankFailure | None] = _silent
+    children: Sequence[Child],
+    *,
+    failure_of: Callable[[int], RankFailure | None] = _silent,
+    drain_seconds: float = 0.0,
 ) -> list[RankFailure]:
     """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
 
-    failure_of: returns the failure that a rank has written about itself, or None.
+    failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: after a signal, children that serve have so
+    long to end by themselves; if SIGTERM ends them well, that is no failure.
     Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
     """
     processes: list[subprocess.Popen] = []
@@ -55,8 +59,9 @@ def run_children(
                 processes.append(_start(child, log=log))
             failures = _watch(processes, children=children, received=received, failure_of=failure_of)
         finally:
-            _stop(processes, received=received)
-    if received:
+            _stop(processes, received=received, grace_seconds=_GRACE_SECONDS + (drain_seconds if received else 0.0))
+    drained = bool(drain_seconds) and all(process.returncode == 0 for process in processes)
+    if received and not (received[0] == signal.SIGTERM and drained):
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return failures
 
@@ -126,11 +131,11 @@ def _watch(
     return failures
 
 
-def _stop(processes: list[subprocess.Popen], *, received: list[int]) -> None:
+def _stop(processes: list[subprocess.Popen], *, received: list[int], grace_seconds: float) -> None:
     """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace."""
     if all(process.poll() == 0 for process in processes):
         return
-    for kind, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 1.0)):
+    for kind, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 1.0)):
         for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, kind)  # also what an ended child has left in its group

@@ -18,10 +18,11 @@ def run_ranks(
     threads: int,
     output_dir: str | os.PathLike,
     places: Sequence[int] | None = None,
+    drain_seconds: float = 0.0,
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number.
+    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds: see `run_children`.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
     `OMP_NUM_THREADS`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
@@ -49,7 +50,9 @@ def run_ranks(
             )
             for rank in range(ranks)
         ]
-        failures = run_children(children, failure_of=lambda rank: read_failure(output_dir, rank=rank))
+        failures = run_children(
+            children, failure_of=lambda rank: read_failure(output_dir, rank=rank), drain_seconds=drain_seconds
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if failures:

@@ -4,9 +4,10 @@ A target keeps its module, name and weight. It gets two children, `lora_A.defaul
 and adds scale * B A dropout(x) to its output.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,9 @@ def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
         inputs, outputs, is_turned = _sizes(module)
         turned.add(is_turned)
         module.lora_A, module.lora_B = _Named(inputs, policy.rank), _Named(policy.rank, outputs)
-        module.forward = functools.partial(_adapted, module, module.forward, policy.scale, policy.dropout)
-        module.adapter = functools.partial(delta, module, scale=policy.scale, dropout=policy.dropout)
+        module.adapter = functools.partial(_added, module, scale=policy.scale, dropout=policy.dropout)
+        module.adapter_is_off = False
+        module.forward = functools.partial(_adapted, module, module.forward)
     if len(turned) > 1:
         raise ValueError(
             "lora.targets: peft cannot describe one adapter for weights stored as [in, out] and as [out, in]; name one kind"
@@ -87,6 +89,26 @@ def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
         "bias": "none",
     }
     model.peft_config = {"default": PeftDescription(values=described)}
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is its frozen base, without gradients: its adapters are not computed.
+
+    Raises ValueError for a model without adapters.
+    """
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_is_off")]
+    if not adapted:
+        raise ValueError("the model has no adapters to leave out; use lora=adapter")
+    before = [module.adapter_is_off for module in adapted]
+    for module in adapted:
+        module.adapter_is_off = True
+    try:
+        with torch.no_grad():  # a block that is recomputed in a backward would see the adapters again
+            yield
+    finally:
+        for module, was in zip(adapted, before, strict=True):
+            module.adapter_is_off = was
 
 
 def targets_of(model: nn.Module, *, targets: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -139,15 +161,17 @@ def merge_adapters(model: nn.Module, *, state: Mapping[str, Tensor], scale: floa
     return model
 
 
-def delta(module: Any, x: Tensor, *, scale: float, dropout: float) -> Tensor:
-    """What the adapter of `module` adds: x [..., in] -> [..., out]."""
+def _added(module: Any, out: Tensor, *, x: Tensor, scale: float, dropout: float) -> Tensor:
+    """out [..., out], the layer's, and what its adapter makes of x [..., in]."""
+    if module.adapter_is_off:
+        return out
     if dropout and module.training:
         x = F.dropout(x, p=dropout)
-    return module.lora_B.default(module.lora_A.default(x)) * scale
+    return out + module.lora_B.default(module.lora_A.default(x)) * scale
 
 
-def _adapted(module: nn.Module, original: Any, scale: float, dropout: float, x: Tensor) -> Tensor:
-    return original(x) + delta(module, x, scale=scale, dropout=dropout)
+def _adapted(module: Any, original: Any, x: Tensor) -> Tensor:
+    return module.adapter(original(x), x=x)
 
 
 def _ends(name: str, *, end: str) -> bool:

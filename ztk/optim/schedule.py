@@ -7,6 +7,9 @@ T = `total_steps`, s = `warmup_start`, f = `final`:
 * constant (WarmupLR), t >= W: 1
 * linear (WarmupDecayLR), t >= W: f + (1 - f) max(0, (T - t) / max(1, T - W))
 * cosine (WarmupCosineLR), t >= W: f + (1 - f) (1 + cos(pi p)) / 2, p = min(1, (t - W + 1) / max(1, T - W))
+* wsd (warm-up, stable, decay; Hu et al. 2024, https://arxiv.org/abs/2404.06395; not DeepSpeed's), D = `decay_steps`: 1 until
+  t = T - D, then with p = min(1, (t - (T - D) + 1) / D), by `decay_shape`: linear: 1 - (1 - f) p; cosine: f + (1 - f) (1 + cos(pi p)) / 2;
+  sqrt: 1 - (1 - f) sqrt(p) (Haegele et al. 2024, https://arxiv.org/abs/2405.18392); exponential: f^p (Hu's). The last update has f
 * one_cycle (OneCycle): from `start` up to 1 in `rise_steps`, back in `fall_steps`, then start / (1 + decay_rate n), n
   in units of `decay_interval`; Smith 2018, https://arxiv.org/abs/1803.09820
 * range_test (LRRangeTest): 1 + step_rate t / step_size, floored with `staircase`
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ztk.policies.ranges import COUNT
-from ztk.policies.schedule import SchedulePolicy
+from ztk.policies.schedule import SchedulePolicy, wsd_steps
 
 
 def lr_table(policy: SchedulePolicy, *, steps: int) -> Tensor:
@@ -47,12 +50,27 @@ def _warm_then_decay(policy: SchedulePolicy, *, t: int, steps: int) -> float:
         gamma = t / warmup if policy.warmup_shape == "linear" else math.log(t + 1) / math.log(warmup)
         return start + (1 - start) * gamma
     total = steps if policy.total_steps is None else policy.total_steps
+    if policy.name == "wsd":
+        return _stable_then_decay(policy, t=t, total=total)
     decaying = max(1, total - warmup)
     if policy.name == "linear":
         return final + (1 - final) * max(0.0, (total - t) / decaying)
     if policy.name == "cosine":
         return final + (1 - final) * (1 + math.cos(math.pi * min(1.0, (t - warmup + 1) / decaying))) / 2
     return 1.0
+
+
+def _stable_then_decay(policy: SchedulePolicy, *, t: int, total: int) -> float:
+    steps = wsd_steps(policy.decay_steps, end=total)
+    stable = total - steps
+    if t < stable:
+        return 1.0
+    final, p = policy.final, min(1.0, (t - stable + 1) / steps)
+    if policy.decay_shape == "exponential":
+        return final**p
+    if policy.decay_shape == "cosine":
+        return final + (1 - final) * (1 + math.cos(math.pi * p)) / 2
+    return 1 - (1 - final) * (math.sqrt(p) if policy.decay_shape == "sqrt" else p)
 
 
 def _one_cycle(policy: SchedulePolicy, *, t: int, steps: int) -> float:

@@ -7,12 +7,15 @@ from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, PO
 
 _WARMUP = ("warmup_steps", "warmup_shape", "warmup_start")
 _DECAY = (*_WARMUP, "final", "total_steps")
+_WSD = (*_DECAY, "decay_steps", "decay_shape")
 _CYCLE = ("start", "rise_steps", "fall_steps", "rise_stairs", "fall_stairs", "decay_rate", "decay_interval")
+DECAY_SHAPES = ("linear", "cosine", "sqrt", "exponential")
 # Schedule -> the options it has.
 SCHEDULES = {
     "constant": _WARMUP,
     "linear": _DECAY,
     "cosine": _DECAY,
+    "wsd": _WSD,
     "one_cycle": _CYCLE,
     "range_test": ("step_size", "step_rate", "staircase"),
 }
@@ -21,6 +24,7 @@ RANGES = {
     "warmup_start": FRACTION,
     "final": FRACTION,
     "total_steps": COUNT,
+    "decay_steps": COUNT,
     "start": FRACTION,
     "rise_steps": COUNT,
     "fall_steps": COUNT_OR_ZERO,
@@ -41,7 +45,9 @@ class SchedulePolicy:
     warmup_steps: 0 for none; one_cycle and range_test warm up by themselves.
     warmup_shape: linear, or log (needs two steps).
     warmup_start: the first multiplier; None means 1 / warmup_steps, so that no update is made with rate 0.
-    final: what linear and cosine end at. total_steps: where they end; None means with the run.
+    final: what linear, cosine and wsd end at. total_steps: where they end; None means with the run.
+    decay_steps: the last steps of wsd, in which the rate falls; None means a tenth, one at least. decay_shape: linear, cosine, sqrt
+        (1 - square root) or exponential, which needs a `final` above 0.
     start, rise_steps, fall_steps: one_cycle's lowest multiplier and half cycles; fall_steps None means rise_steps, 0
         ends the cycle at the lowest multiplier where its peak would be.
     rise_stairs, fall_stairs: steps of a staircase per half cycle, 0 for a slope; fall_stairs None means rise_stairs.
@@ -57,6 +63,8 @@ class SchedulePolicy:
     warmup_start: float | None = None
     final: float = 0.0
     total_steps: int | None = None
+    decay_steps: int | None = None
+    decay_shape: str = "linear"
     start: float = 0.1
     rise_steps: int = 2000
     fall_steps: int | None = None
@@ -82,6 +90,7 @@ class SchedulePolicy:
         refuse(range_faults(self, section="scheduler", ranges=RANGES))
         self._check_warmup()
         refuse(decay_faults(rate=self.decay_rate, interval=self.decay_interval))
+        self._check_decay()
 
     def _check_warmup(self) -> None:
         if self.warmup_shape not in ("linear", "log"):
@@ -92,6 +101,34 @@ class SchedulePolicy:
             )
         if self.warmup_start is not None and self.warmup_steps == 0:
             raise ValueError(f"scheduler.warmup_start={self.warmup_start} has no effect without scheduler.warmup_steps")
+
+    def _check_decay(self) -> None:
+        if self.decay_shape not in DECAY_SHAPES:
+            raise ValueError(f"scheduler.decay_shape={self.decay_shape}: must be one of {', '.join(DECAY_SHAPES)}")
+        refuse(shape_faults(shape=self.decay_shape, final=self.final))
+        if self.total_steps is not None:
+            steps = wsd_steps(self.decay_steps, end=self.total_steps) if self.name == "wsd" else 0
+            refuse(room_faults(warmup=self.warmup_steps, decay=steps, end=self.total_steps))
+
+
+def wsd_steps(given: int | None, *, end: int) -> int:
+    """Steps of wsd's decay in a schedule that ends after `end` steps."""
+    return max(1, end // 10) if given is None else given
+
+
+def shape_faults(*, shape: str | None, final: float | None) -> Iterator[str]:
+    """An exponential never reaches zero."""
+    if shape == "exponential" and final == 0:
+        yield "scheduler.decay_shape=exponential never reaches scheduler.final=0: use scheduler.final=0.1, or scheduler.decay_shape=linear"
+
+
+def room_faults(*, warmup: int, decay: int, end: int) -> Iterator[str]:
+    """wsd's warm-up and decay lie one after the other. decay: 0 for a schedule without."""
+    if decay and warmup + decay > end > warmup:
+        yield (
+            f"scheduler.decay_steps={decay} and scheduler.warmup_steps={warmup} are more than the {end} steps of the schedule: use "
+            f"scheduler.decay_steps={end - warmup}"
+        )
 
 
 def decay_faults(*, rate: float | None, interval: int | None) -> Iterator[str]:

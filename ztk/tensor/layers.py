@@ -106,7 +106,7 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
             return axis.leave(original(x, *args, **kwargs), label=name)
         local = plain(x)
         if adapter is not None:
-            local = local + adapter(x)
+            local = adapter(local, x=x)
         return axis.leave(local, label=name) + module.bias
 
     module.forward = forward

@@ -235,7 +235,9 @@ def _dropout(model: nn.Module) -> str:
 
 def _replace_loss(model: nn.Module, *, name: str, comm: Comm, sizes: tuple[int, ...]) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, VocabularyParallelLoss(comm, sizes=sizes))
+    original = model.get_submodule(name)
+    made = VocabularyParallelLoss(comm, sizes=sizes, z_loss=getattr(original, "z_loss", 0.0))
+    setattr(model.get_submodule(owner), leaf, made.train(original.training))
 
 
 def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:

@@ -57,6 +57,8 @@ MODULES: dict[str, Row] = {
     "deepspeed.checkpoint.utils": {"ztk.deepspeed.checkpoints": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.comm",
+    "deepspeed.compression": {},
+    "deepspeed.compression.helper": {"ztk.deepspeed.helpers": "recursive_getattr recursive_setattr"},
     "deepspeed.constants": "ztk.deepspeed.constants",
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
     "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
@@ -101,12 +103,16 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "DeepSpeedDataLoader RepeatingLoader"},
+    "deepspeed.runtime.base_optimizer": {"ztk.deepspeed.optimizer_types": "DeepSpeedOptimizer ZeROOptimizer"},
+    "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizer_types": "BF16_Optimizer"},
     "deepspeed.runtime.config": {
         "ztk.deepspeed.config": "DeepSpeedConfigError",
         "ztk.deepspeed.parsed": "DeepSpeedConfig",
     },
     "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_Optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.fp16.loss_scaler": {
         "ztk.deepspeed.loss_scaler": (
             "CONSECUTIVE_HYSTERESIS DELAYED_SHIFT INITIAL_LOSS_SCALE MIN_LOSS_SCALE SCALE_WINDOW DynamicLossScaler LossScaler "
@@ -140,11 +146,13 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.runtime.zero.partition_parameters": "ztk.deepspeed.zero.partition_parameters",
     "deepspeed.runtime.zero.stage3": {
+        "ztk.deepspeed.optimizer_types": "DeepSpeedZeroOptimizer_Stage3",
         "ztk.deepspeed.zero": (
             "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
         ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
+        "ztk.deepspeed.optimizer_types": "DeepSpeedZeroOptimizer",
         "ztk.deepspeed.zero": (
             "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
         ),

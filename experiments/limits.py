@@ -1,0 +1,38 @@
+"""Ends of a run before `train.steps`: a time limit and a held-out loss, seen alike by all ranks."""
+
+import time
+
+import torch
+
+from ztk.config.schema import TrainConfig
+from ztk.engine import Engine
+
+
+class Limits:
+    """`train.max_seconds` and `train.until_loss`. All ranks call the methods alike and get the same answers.
+
+    The time runs from here on; rank 0's clock counts.
+    """
+
+    def __init__(self, train: TrainConfig, *, engine: Engine) -> None:
+        self._train, self._engine, self._started = train, engine, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether `train.max_seconds` have passed; waits for the step's end on a GPU. Without the key nothing is sent."""
+        limit = self._train.max_seconds
+        if limit is None:
+            return False
+        elapsed = torch.tensor(
+            [time.monotonic() - self._started], dtype=torch.float64, device=self._engine.process.device
+        )
+        return self._engine.comm.gather_scalars(elapsed, label="time limit")[0, 0].item() >= limit
+
+    def is_reached(self, loss: float | None) -> bool:
+        """Whether a held-out loss, the same number on every rank, is at most `train.until_loss`; None: nothing was evaluated."""
+        limit = self._train.until_loss
+        return limit is not None and loss is not None and loss <= limit
+
+    def reason(self, *, over: bool, reached: bool) -> str:
+        """What ended the run, as a key and its value."""
+        key = "until_loss" if reached else "max_seconds" if over else "steps"
+        return f"train.{key}={getattr(self._train, key):g}" if key != "steps" else f"train.steps={self._train.steps}"
