@@ -1,4 +1,4 @@
-"""What `task=generate` and `task=serve` share: the engine and the usual sampling of a configuration."""
+"""What `task=generate`, `task=serve` and `task=eval` share: the engine and the usual sampling of a configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ def release_module(opened: Opened) -> None:
 
 def _format(config: Config) -> str:
     weights = config.inference.weights
-    assert weights is not None, "task=generate and task=serve set it"
+    assert weights is not None, "each of the tasks sets it"
     return weights.value
 
 
@@ -62,7 +62,7 @@ def _policy(config: Config) -> InferencePolicy:
         max_sequences=chosen.max_sequences,
         max_step_tokens=chosen.max_step_tokens,
         max_model_len=chosen.max_model_len,
-        lookup_tokens=chosen.lookup_tokens,
+        lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
         weights=_format(config),
     )
 

@@ -1,4 +1,4 @@
-"""`task=generate` and `task=serve` train nothing: what has no effect there is refused with the fix."""
+"""`task=generate`, `task=serve` and `task=eval` train nothing: what has no effect there is refused with the fix."""
 
 import pytest
 
@@ -63,6 +63,59 @@ def test_weights_have_a_format(words):
 
 def test_weights_of_a_model_that_trains_are_refused():
     assert any(
-        "weights=int8 has no effect with task=pretrain: use task=generate or task=serve" in fault
+        "weights=int8 has no effect with task=pretrain: use task=generate, task=serve or task=eval" in fault
         for fault in faults("weights=int8")
     )
+
+
+EVAL = ("task=eval", "inference.model={folder}", "eval.path={file}", "eval.choices=[{file},{file}]")
+
+
+@pytest.fixture
+def eval_words(tmp_path):
+    return [word.format(folder=tmp_path, file=__file__) for word in EVAL]
+
+
+def test_files_to_score_are_lists(eval_words):
+    config = composed(*eval_words, "eval.seq_len=128", "weights=int8")
+    assert config.eval.path == [__file__] and config.eval.choices == [__file__, __file__]
+    assert (config.launch.ranks, config.launch.device, config.inference.weights) == (1, "cpu", "int8")
+    assert config.sampling.temperature is None and config.inference.lookup_tokens is None
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("zero=stage3", "zero has no effect with task=eval, which scores texts and trains nothing: leave it out"),
+        (
+            "sampling.temperature=1",
+            "sampling.temperature=1.0 has no effect here, only with task=generate or task=serve",
+        ),
+        ("inference.lookup_tokens=1", "inference.lookup_tokens=1 has no effect here, only with task=generate"),
+        ("inference.held_out=x", "inference.held_out=x has no effect here, only with task=generate"),
+        ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
+        ("eval.path=/nowhere", "eval.path=/nowhere: is no file; name a text, jsonl or parquet file"),
+        ("eval.choices=[/nowhere]", "eval.choices=/nowhere: is no file; name a jsonl file"),
+        ("eval.choices=[]", "eval.choices=[]: names no file"),
+        ("eval.seq_len=1", "eval.seq_len=1: must be 2 or more"),
+        ("eval.stride=0", "eval.stride=0: must be 1 or more"),
+        ("launch.ranks=2", "launch.ranks=2: task=eval runs on one rank"),
+    ],
+)
+def test_what_cannot_act_on_a_score_is_refused(eval_words, more, message):
+    assert any(message in fault for fault in faults(*eval_words, more))
+
+
+def test_a_stride_leaves_something_before_a_token(eval_words):
+    found = faults(*eval_words, "eval.seq_len=64", "eval.stride=64")
+    assert any("eval.stride=64: must be below eval.seq_len=64" in fault for fault in found)
+
+
+def test_something_is_scored(tmp_path):
+    assert any("nothing is to be scored" in fault for fault in faults("task=eval", f"inference.model={tmp_path}"))
+    found = faults("task=eval", f"inference.model={tmp_path}", f"eval.choices={__file__}", "eval.stride=8")
+    assert any("eval.stride=8 has no effect here, only with task=eval and eval.path=FILE" in fault for fault in found)
+
+
+def test_other_tasks_refuse_files_to_score():
+    assert any("has no effect here, only with task=eval" in fault for fault in faults(f"eval.path={__file__}"))

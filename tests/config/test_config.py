@@ -62,12 +62,14 @@ def test_every_option_composes(group, tmp_path):
             model = (f"task={'ppo' if option == 'ppo' else 'grpo'}",)
         if group == "hardware":
             model = ("task=plan",)
-        if option in ("generate", "serve") or group == "weights":
+        if option in ("generate", "serve", "eval") or group == "weights":
             model = (f"inference.model={tmp_path}",)
         if group == "weights":
             model += ("task=serve",)
         if option == "generate":
             model += (f"inference.prompts={__file__}",)
+        if option == "eval":
+            model += (f"eval.path={__file__}",)
         config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=CPU)
         assert from_yaml(to_yaml(config)) == config
 

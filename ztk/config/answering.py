@@ -1,15 +1,18 @@
-"""What `task=generate` and `task=serve` accept: they answer prompts on one rank and train nothing."""
+"""What `task=generate`, `task=serve` and `task=eval` accept: they compute on one rank and train nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.effects import ANSWERING
+from ztk.config.effects import ANSWERING, DRAWING
 from ztk.config.inference_schema import WeightFormat
-from ztk.config.keys import read, written
+from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
 
-_SECTIONS = ("task", "inference", "sampling", "serve", "weights", "kernels", "launch", "experiment", "sweep", "hydra")
+_SECTIONS = (
+    *("task", "inference", "sampling", "serve", "eval", "weights"),
+    *("kernels", "launch", "experiment", "sweep", "hydra"),
+)
 
 
 def answering_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
@@ -17,18 +20,22 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
     if config.task.name not in ANSWERING:
         return
     task = f"task={config.task.name}"
+    does = "scores texts" if config.task.name == "eval" else "answers prompts"
     for key in sorted(given):
         section = key.partition(".")[0]
         if section not in _SECTIONS:
             value = f"={written(read(config, key=key))}" if "." in key else ""
-            yield f"{key}{value} has no effect with {task}, which answers prompts and trains nothing: leave it out"
+            yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"
     if (machine.started_ranks or config.launch.ranks or 1) != 1:
         ranks = machine.started_ranks or config.launch.ranks
         yield f"launch.ranks={ranks}: {task} runs on one rank; leave it out, or start one process"
     if config.launch.device is DeviceName.cuda:
         yield f"launch.device=cuda: {task} computes on the CPU; use launch.device=cpu, or leave it out"
     yield from _file_faults(config, task=task)
-    yield from _held_out_faults(config)
+    if config.task.name in DRAWING:
+        yield from _held_out_faults(config)
+    else:
+        yield from _eval_faults(config)
 
 
 def _held_out_faults(config: Config) -> Iterator[str]:
@@ -39,6 +46,21 @@ def _held_out_faults(config: Config) -> Iterator[str]:
         yield f"inference.held_out={text}: is no file; name a text file, or leave it out"
     if weights is WeightFormat.stored:
         yield f"inference.held_out={text} has no effect with weights as stored: add weights=int8 or weights=int4, or leave it out"
+
+
+def _eval_faults(config: Config) -> Iterator[str]:
+    chosen = config.eval
+    if chosen.path is None and chosen.choices is None:
+        yield "task=eval: nothing is to be scored; name held-out text with eval.path=FILE, or questions with eval.choices=FILE.jsonl"
+    for name, what in (("path", "a text, jsonl or parquet file"), ("choices", "a jsonl file with questions")):
+        value = getattr(chosen, name)
+        for path in [] if value is None else as_paths(value):
+            if not Path(path).expanduser().is_file():
+                yield f"eval.{name}={path}: is no file; name {what}, or a list of them"
+        if value == []:
+            yield f"eval.{name}=[]: names no file; name {what}, or leave it out"
+    if chosen.seq_len is not None and chosen.stride is not None and chosen.stride >= chosen.seq_len:
+        yield f"eval.stride={chosen.stride}: must be below eval.seq_len={chosen.seq_len}, or tokens have nothing before them"
 
 
 def _file_faults(config: Config, *, task: str) -> Iterator[str]:

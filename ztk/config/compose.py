@@ -18,7 +18,7 @@ from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import SWEEP, data_paths, flatten, leaf_types
+from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
 from ztk.config.planning import PLAN
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
@@ -116,7 +116,9 @@ def to_config(
         raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: use task=plan"])
     if (weights := options.get("weights")) and config.task.name not in ANSWERING:
         raise ConfigError(
-            [f"weights={weights} has no effect with task={config.task.name}: use task=generate or task=serve"]
+            [
+                f"weights={weights} has no effect with task={config.task.name}: use task=generate, task=serve or task=eval"
+            ]
         )
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
@@ -235,6 +237,10 @@ def _settle_paths(config: Config) -> None:
         config.inference.prompts = _absolute(config.inference.prompts)
     if config.inference.held_out is not None:
         config.inference.held_out = _absolute(config.inference.held_out)
+    if config.eval.path is not None:
+        config.eval.path = [_absolute(path) for path in as_paths(config.eval.path)]
+    if config.eval.choices is not None:
+        config.eval.choices = [_absolute(path) for path in as_paths(config.eval.choices)]
     if config.data.path is not None:
         config.data.path = [_absolute(path) for path in data_paths(config)]
     if config.data.tokenizer not in (None, BYTES, TRAIN):

@@ -28,7 +28,9 @@ from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
-ANSWERING = ("generate", "serve")  # tasks that answer prompts and train nothing
+DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
+ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
+_MODEL = "task=generate, task=serve or task=eval"
 
 
 def offloads(config: Config, tier: Tier) -> bool:
@@ -107,8 +109,17 @@ def _rollout_effects() -> Iterator[Effect]:
 
 
 def _answers(config: Config, machine: Machine) -> bool:
-    """Whether the task answers prompts and trains nothing."""
+    """Whether the task computes a model and trains nothing."""
     return config.task.name in ANSWERING
+
+
+def _prompted(config: Config, machine: Machine) -> bool:
+    """Whether the task answers prompts."""
+    return config.task.name in DRAWING
+
+
+def _is(task: str) -> Callable[[Config, Machine], bool]:
+    return lambda c, m: c.task.name == task
 
 
 def _task(*names: str) -> Callable[[Config, Machine], bool]:
@@ -347,31 +358,29 @@ EFFECTS = (
         only="logger=offline or online",
     ),
     *_rollout_effects(),
-    Effect(keys=("inference.model",), when=_answers, only="task=generate or task=serve, and inference.model=FOLDER"),
+    Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
+    Effect(keys=keys_of("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
     Effect(
-        keys=keys_of("inference", "max_sequences", "max_step_tokens", "lookup_tokens", "weights")
-        + keys_of("sampling", *(name for name in vars(SamplingConfig()) if name != "stop")),
-        when=_answers,
+        keys=("inference.lookup_tokens", *keys_of("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
+        when=_prompted,
         only="task=generate or task=serve",
     ),
     Effect(
         keys=("inference.max_model_len", "inference.held_out", "sampling.stop"),
-        when=_answers,
+        when=_prompted,
         only="task=generate or task=serve",
         required=False,
     ),
+    Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
+    Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
+    Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),
+    Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),
+    Effect(keys=keys_of("eval", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False),
     Effect(
-        keys=("inference.prompts",),
-        when=lambda c, m: c.task.name == "generate",
-        only="task=generate, and inference.prompts=FILE.jsonl",
-    ),
-    Effect(
-        keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"),
-        when=lambda c, m: c.task.name == "serve",
-        only="task=serve",
-    ),
-    Effect(
-        keys=("serve.api_key_variable",), when=lambda c, m: c.task.name == "serve", only="task=serve", required=False
+        keys=keys_of("eval", "field", "stride"),
+        when=lambda c, m: c.task.name == "eval" and c.eval.path is not None,
+        only="task=eval and eval.path=FILE",
+        required=False,
     ),
     *_alignment_effects(),
     Effect(

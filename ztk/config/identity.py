@@ -21,7 +21,19 @@ _ASIDE_SECTIONS = ("logger", "launch")
 # Sections and keys that leave losses as they are, within rounding: where state is stored, how work is divided, what is measured and saved.
 _NUMBERLESS_SECTIONS = (
     *_ASIDE_SECTIONS,
-    *("zero", "offload", "recompute", "topology", "kernels", "checkpoint", "inference", "sampling", "serve", "task"),
+    *(
+        "zero",
+        "offload",
+        "recompute",
+        "topology",
+        "kernels",
+        "checkpoint",
+        "inference",
+        "sampling",
+        "serve",
+        "eval",
+        "task",
+    ),
 )
 _NUMBERLESS = {
     *_ASIDE,

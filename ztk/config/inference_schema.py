@@ -1,4 +1,4 @@
-"""The keys of `task=generate` and `task=serve`."""
+"""The keys of `task=generate` and `task=serve`, and of the model of `task=eval`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +17,7 @@ class InferenceConfig:
     """Which model answers, and how sequences share it."""
 
     model: str | None = key(
-        "a run folder, a checkpoint, or a folder that transformers reads; with task=generate and task=serve it must be given",
+        "a run folder, a checkpoint, or a folder that transformers reads; with task=generate, serve and eval it must be given",
         default=None,
     )
     prompts: str | None = key(

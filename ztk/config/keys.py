@@ -104,5 +104,9 @@ def holds_int(hint: Any) -> bool:
 
 def data_paths(config: Config) -> list[str]:
     """`data.path` as a list."""
-    path = config.data.path
-    return [str(entry) for entry in path] if isinstance(path, list) else [str(path)]
+    return as_paths(config.data.path)
+
+
+def as_paths(value: object) -> list[str]:
+    """A path, or a list of them, as a list."""
+    return [str(entry) for entry in value] if isinstance(value, list) else [str(value)]

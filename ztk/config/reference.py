@@ -19,7 +19,7 @@ from ztk.config.suggest import did_you_mean, near_keys
 _SETS = {
     "algorithm": "The keys of a policy gradient by the name of its paper; task=grpo and task=ppo choose one.",
     "experiment": "A named set of options and values; none is chosen unless the command line does.",
-    "weights": "The format of the weights of a model that answers; task=generate and task=serve.",
+    "weights": "The format of the weights of a model that answers; task=generate, task=serve and task=eval.",
     "sweep": "A named grid of runs; none is chosen unless the command line does.",
 }
 

@@ -122,6 +122,7 @@ RANGES = {
     **_of("inference", ranges=inference.RANGES),
     **_of("sampling", ranges=inference.SAMPLING_RANGES),
     **_of("serve", ranges=inference.SERVE_RANGES),
+    **_of("eval", ranges=inference.EVAL_RANGES),
     **align.RANGES,
     **_of("hardware", ranges=hardware.RANGES),
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from ztk.config.align_schema import DpoConfig, SftConfig
+from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
@@ -438,6 +439,7 @@ class Config:
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -4,6 +4,9 @@ generator = ztk.Generator(model)
 [[completion]] = generator.generate([prompt], sampling=SamplingParams(max_tokens=64, temperature=0.7))
 """
 
+from ztk.inference.choices import EncodedChoices as EncodedChoices
+from ztk.inference.choices import encode_choices as encode_choices
+from ztk.inference.choices import score_choices as score_choices
 from ztk.inference.engine import Generator as Generator
 from ztk.inference.engine import Request as Request
 from ztk.inference.perplexity import perplexity as perplexity
@@ -13,3 +16,5 @@ from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output
 from ztk.inference.policy import PromptLogprob as PromptLogprob
 from ztk.inference.policy import SamplingParams as SamplingParams
+from ztk.inference.windows import log_likelihoods as log_likelihoods
+from ztk.inference.windows import windows as windows

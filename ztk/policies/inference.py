@@ -1,6 +1,6 @@
 """What a user chooses about answers: how sequences share the engine, and how one is drawn. Ranges of both, once."""
 
-from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, Range
+from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT32_MAX, INT64_MAX, Range
 
 WEIGHTS = ("stored", "int8", "int4")
 RANGES = {"max_sequences": COUNT, "max_step_tokens": COUNT, "max_model_len": COUNT, "lookup_tokens": COUNT_OR_ZERO}
@@ -17,4 +17,5 @@ SAMPLING_RANGES = {
     "seed": Range(low=0, high=INT64_MAX),
     "logprobs": COUNT_OR_ZERO,
 }
+EVAL_RANGES = {"seq_len": Range(low=2, high=INT32_MAX), "stride": COUNT}
 SERVE_RANGES = {"port": Range(low=0, high=65_535), "max_waiting": COUNT, "drain_seconds": Range(low=0, high=86_400)}

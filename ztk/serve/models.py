@@ -12,6 +12,7 @@ from ztk.align import ANSWER_END, chat_prompt
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.schema import DataName
+from ztk.config.text import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.serve.trained import trained_model
 
@@ -22,7 +23,11 @@ class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`."""
+        """The tokens of `text`, with those that the tokenizer puts around a text."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of `text` alone."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
@@ -40,13 +45,21 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A model with its tokenizer. ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others have no text."""
+    """A model with its tokenizer.
+
+    ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others have no text. begin: tokens that the tokenizer puts
+    before a text. first: the token before a text that has nothing else before it; None: the tokenizer has none. unknown: the token of what
+    the tokenizer cannot write; None: it writes everything.
+    """
 
     name: str
     module: nn.Module
     tokenizer: Tokenizer
     ends: tuple[int, ...]
     vocabulary: int
+    begin: tuple[int, ...] = ()
+    first: int | None = None
+    unknown: int | None = None
 
 
 def open_model(path: str) -> Opened:
@@ -82,7 +95,21 @@ def _open_checkpoint(folder: Path) -> Opened:
         else _Subword(tokenizer, has_chats=has_chats),
         ends=() if end is None else (end,),
         vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
+        first=_first_of(config) if tokenizer is None else tokenizer.end,
+        unknown=None if tokenizer is None else _unknown_of(tokenizer),
     )
+
+
+def _first_of(config: Config) -> int:
+    """What was before a text when a model of bytes learnt it: the end of another document or answer, or of a line."""
+    if config.data.name in CHATS:
+        return config.data.stop
+    return ByteTokenizer.end if reads_documents(config) else ord("\n")
+
+
+def _unknown_of(tokenizer: SubwordTokenizer) -> int | None:
+    named = getattr(tokenizer.inner.model, "unk_token", None)
+    return None if named is None else tokenizer.inner.token_to_id(named)
 
 
 def _stop_of(config: Config) -> int | None:
@@ -121,7 +148,17 @@ def _open_transformers(folder: Path) -> Opened:
         tokenizer=_Pretrained(tokenizer),
         ends=tuple(dict.fromkeys(ends)),
         vocabulary=min(model.config.vocab_size, len(tokenizer)),
+        begin=_begin_of(tokenizer),
+        first=tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
+        unknown=tokenizer.unk_token_id,
     )
+
+
+def _begin_of(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that a tokenizer of transformers puts before a text."""
+    plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    count = next(place for place in range(len(full) + 1) if full[place : place + len(plain)] == plain)
+    return tuple(full[:count])
 
 
 class _Bytes:
@@ -133,6 +170,8 @@ class _Bytes:
 
     def encode(self, text: str) -> list[int]:
         return self._bytes.encode(text).tolist()
+
+    encode_text = encode
 
     def decode(self, tokens: list[int]) -> str:
         return b"".join(bytes([token]) if token < 256 else "\ufffd".encode() for token in tokens).decode(
@@ -157,6 +196,8 @@ class _Subword:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).tolist()
 
+    encode_text = encode
+
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
 
@@ -176,6 +217,9 @@ class _Pretrained:
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,245 @@
+"""How well a model predicts held-out text and answers questions: the program of `python run.py task=eval`.
+
+`eval.json` in the run folder has the numbers of the table, and with eval.record `examples.jsonl` a line per document and question.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.answering import build_generator, release_module
+from experiments.evaluation_files import Question, read_questions, read_texts
+from ztk import kernels
+from ztk.config import Config
+from ztk.inference import EncodedChoices, Generator, encode_choices, log_likelihoods, score_choices
+from ztk.report import RunFolder
+from ztk.report.folder import write_json
+from ztk.serve.models import Opened, open_model
+
+USUAL_SEQ_LEN = 2048
+_QUESTIONS_AT_ONCE = 16
+_SECONDS_BETWEEN = 10.0  # lines of progress
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """What is judged. seq_len: tokens that it is given at most."""
+
+    opened: Opened
+    generator: Generator
+    seq_len: int
+
+
+def main(config: Config) -> None:
+    """Scores all files, prints the table and writes it.
+
+    Raises:
+        ValueError: a line that is no document or question, by file and line; or a model that cannot be computed.
+        FloatingPointError: logits that are not finite.
+    """
+    kernels.set_backend(config.kernels.backend)
+    chosen = config.eval
+    texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
+    questions = {path: read_questions(path) for path in chosen.choices or []}
+    opened = open_model(config.inference.model)
+    generator = build_generator(config, opened=opened)
+    release_module(opened)
+    subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))
+    started = time.perf_counter()
+    lines: list[dict[str, Any]] = []
+    found = [
+        score_texts(
+            subject, path=path, texts=own, stride=settled_stride(chosen.stride, seq_len=subject.seq_len), lines=lines
+        )
+        for path, own in texts.items()
+    ]
+    found += [score_questions(subject, path=path, questions=own, lines=lines) for path, own in questions.items()]
+    folder = RunFolder(config.output_dir)
+    write_json(folder.path / "eval.json", values={"files": found})
+    if chosen.record:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder.path / "examples.jsonl").write_text(text, encoding="utf-8")
+    summary = totals(found) | {"seq_len": subject.seq_len, "seconds": time.perf_counter() - started}
+    folder.write_summary({"status": "done", "error": None, "steps": 0} | summary)
+    print("\n".join(table(found)))
+
+
+def settled_seq_len(given: int | None, *, generator: Generator) -> int:
+    """Tokens of a window. Raises ValueError for more than the model takes."""
+    if given is not None and given > generator.max_len:
+        raise ValueError(
+            f"eval.seq_len={given}: the model takes {generator.max_len} tokens; use eval.seq_len={generator.max_len}"
+        )
+    return given or min(USUAL_SEQ_LEN, generator.max_len)
+
+
+def settled_stride(given: int | None, *, seq_len: int) -> int:
+    """Tokens by which windows move. Raises ValueError for windows that do not overlap."""
+    if given is not None and given >= seq_len:
+        raise ValueError(
+            f"eval.stride={given}: must be below the {seq_len} tokens of a window; use eval.stride={seq_len // 2}"
+        )
+    return given or seq_len // 2
+
+
+def score_texts(
+    subject: Subject, *, path: str, texts: list[str], stride: int, lines: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Bits per byte of a file's documents. lines: gets one per document.
+
+    Raises:
+        ValueError: no token is before a text.
+        FloatingPointError: logits that are not finite.
+    """
+    opened = subject.opened
+    before = list(opened.begin) or [opened.first]
+    if before == [None]:
+        raise ValueError(
+            f"inference.model={opened.name}: the first token of a text needs one before it, and the tokenizer has neither a bos_token "
+            "nor an eos_token; name one in its tokenizer_config.json"
+        )
+    tokens = [opened.tokenizer.encode_text(text) for text in texts]
+    total = sum(map(len, tokens))
+    sums = log_likelihoods(
+        subject.generator,
+        sequences=[[*before, *own] for own in tokens],
+        context=len(before),
+        seq_len=subject.seq_len,
+        stride=stride,
+        on_scored=Progress(total=total, what=f"tokens of {path}").add,
+    )
+    sizes = [len(text.encode()) for text in texts]
+    lines += [
+        {"path": path, "document": number, "bytes": size, "tokens": len(own), "bits": -value / math.log(2)}
+        for number, (size, own, value) in enumerate(zip(sizes, tokens, sums, strict=True))
+    ]
+    return {
+        "kind": "text",
+        "path": path,
+        "documents": len(texts),
+        "bytes": sum(sizes),
+        "tokens": total,
+        "unknown_tokens": sum(own.count(opened.unknown) for own in tokens) if opened.unknown is not None else 0,
+        "bits": -sum(sums) / math.log(2),
+        "bits_per_byte": -sum(sums) / math.log(2) / sum(sizes),
+        "stride": stride,
+    }
+
+
+def score_questions(
+    subject: Subject, *, path: str, questions: list[Question], lines: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Accuracies of a file's questions. lines: gets one per question.
+
+    Raises:
+        ValueError: a choice that the model does not take, by file and line.
+        FloatingPointError: logits that are not finite.
+    """
+    pairs = [(question, encode_question(question, subject=subject, path=path)) for question in questions]
+    progress = Progress(total=len(questions), what=f"questions of {path}")
+    right = right_per_byte = 0
+    for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
+        several = pairs[start : start + _QUESTIONS_AT_ONCE]
+        scores = score_choices(subject.generator, examples=[example for _, example in several])
+        for (question, _), values in zip(several, scores, strict=True):
+            best = max(range(len(values)), key=values.__getitem__)
+            per_byte = [value / size for value, size in zip(values, question.sizes, strict=True)]
+            best_per_byte = max(range(len(values)), key=per_byte.__getitem__)
+            right += best == question.answer
+            right_per_byte += best_per_byte == question.answer
+            lines.append(
+                {
+                    "path": path,
+                    "line": question.line,
+                    "answer": question.answer,
+                    "chosen": best,
+                    "chosen_per_byte": best_per_byte,
+                    "log_likelihoods": values,
+                }
+            )
+        progress.add(len(several))
+    count = len(questions)
+    return {
+        "kind": "choices",
+        "path": path,
+        "questions": count,
+        "chance": sum(1 / len(question.choices) for question in questions) / count,
+        "cut_prompts": sum(example.is_cut for _, example in pairs),
+        **_rate("accuracy", right=right, count=count),
+        **_rate("accuracy_per_byte", right=right_per_byte, count=count),
+    }
+
+
+def encode_question(question: Question, *, subject: Subject, path: str) -> EncodedChoices:
+    """The tokens of a question, its beginning cut where it is too long. Raises ValueError with file and line if a choice is."""
+    opened = subject.opened
+    try:
+        return encode_choices(
+            question.prompt,
+            choices=question.choices,
+            encode=opened.tokenizer.encode_text,
+            begin=opened.begin,
+            first=opened.first,
+        ).cut_to(subject.seq_len)
+    except ValueError as error:
+        raise ValueError(f"eval.choices={path}, line {question.line}: {error}") from None
+
+
+def totals(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all files of a kind give together, each byte and each question with the same weight."""
+    texts = [one for one in found if one["kind"] == "text"]
+    choices = [one for one in found if one["kind"] == "choices"]
+    values: dict[str, Any] = {}
+    if texts:
+        values |= {name: sum(one[name] for one in texts) for name in ("documents", "bytes", "tokens", "unknown_tokens")}
+        values["bits_per_byte"] = sum(one["bits"] for one in texts) / values["bytes"]
+    if choices:
+        count = sum(one["questions"] for one in choices)
+        values |= {"questions": count, "cut_prompts": sum(one["cut_prompts"] for one in choices)}
+        for name in ("accuracy", "accuracy_per_byte"):
+            values |= _rate(name, right=round(sum(one[name] * one["questions"] for one in choices)), count=count)
+    return values
+
+
+def table(found: list[dict[str, Any]]) -> Iterator[str]:
+    """The lines of the table on the terminal."""
+    if texts := [one for one in found if one["kind"] == "text"]:
+        yield f"{'bits per byte':>13} {'bytes':>12} {'tokens':>11} {'documents':>9}  held-out text"
+        for one in texts:
+            yield f"{one['bits_per_byte']:>13.4f} {one['bytes']:>12,} {one['tokens']:>11,} {one['documents']:>9,}  {one['path']}"
+            if one["unknown_tokens"]:
+                yield f"  {one['unknown_tokens']:,} of the tokens are unknown to the tokenizer: the bits leave out which bytes they were"
+    if choices := [one for one in found if one["kind"] == "choices"]:
+        yield f"{'accuracy':>17} {'per byte':>17} {'chance':>7} {'questions':>9}  file"
+        for one in choices:
+            rates = [f"{one[name]:.4f} +- {one[f'{name}_stderr']:.4f}" for name in ("accuracy", "accuracy_per_byte")]
+            yield f"{rates[0]:>17} {rates[1]:>17} {one['chance']:>7.4f} {one['questions']:>9,}  {one['path']}"
+            if one["cut_prompts"]:
+                yield f"  {one['cut_prompts']:,} of the prompts are longer than the model takes: their beginning was left out"
+
+
+def _rate(name: str, *, right: int, count: int) -> dict[str, float]:
+    """A rate with its binomial standard error, sqrt(p (1 - p) / n)."""
+    rate = right / count
+    return {name: rate, f"{name}_stderr": math.sqrt(rate * (1 - rate) / count)}
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Lines on standard error, at most one in ten seconds."""
+
+    total: int
+    what: str
+    done: int = 0
+    shown: float = field(default_factory=time.monotonic)
+
+    def add(self, count: int) -> None:
+        """`count` more are done."""
+        self.done += count
+        if time.monotonic() - self.shown >= _SECONDS_BETWEEN:
+            self.shown = time.monotonic()
+            print(f"{self.done:,} of {self.total:,} {self.what}", file=sys.stderr, flush=True)
