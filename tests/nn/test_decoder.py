@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.plain_decoder import plain_decoder
 from tests.nn.plain import plain_logits, plain_loss
@@ -165,6 +166,25 @@ def test_built_on_meta_holds_no_memory_and_names_are_stable():
     model.materialise_buffers("cpu")
     assert model.rope_cos.device.type == "cpu"
     assert model.rope_cos.shape == model.rope_sin.shape == (160, 4)
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_built_on_meta_computes_nothing():
+    """torch's Python forms of normal_, arange and others import its compiler, which takes every rank seconds."""
+    with torch.device("meta"), Called() as called:
+        Decoder(dataclasses.replace(SMALL, tie_embeddings=True))
+    assert called.names == {"empty", "ones", "uniform_"}
 
 
 def test_built_in_memory_is_ready_to_use():

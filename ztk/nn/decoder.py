@@ -20,16 +20,18 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        weight = torch.empty(config.vocab_size, config.dim)
+        # On the meta device neither numbers are drawn nor tables computed: torch would import its compiler for it, seconds on every rank.
+        self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=weight if weight.is_meta else None)
         self.blocks = nn.ModuleList(Block(config, number=number) for number in range(config.layers))
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.loss = LanguageLoss()
-        nn.init.normal_(
-            self.embedding.weight, std=config.dim**-0.5
-        )  # torch's default of 1.0 is too large for a tied head
+        if not weight.is_meta:
+            # torch's default of 1.0 is too large for a tied head
+            nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
         cos, sin = _rotary_tables(config)
         self.register_buffer("rope_cos", cos, persistent=False)  # [max_seq_len, D / 2]
         self.register_buffer("rope_sin", sin, persistent=False)
@@ -76,7 +78,10 @@ class Decoder(nn.Module):
 
 
 def _rotary_tables(config: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, float32 [max_seq_len, D / 2] each."""
+    """Cosine and sine of position times frequency, float32 [max_seq_len, D / 2] each; no values on the meta device."""
+    if torch.get_default_device().type == "meta":
+        shape = (config.max_seq_len, config.head_dim // 2)
+        return torch.empty(shape), torch.empty(shape)
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float64), config.rope_theta**-exponents)
     return angles.cos().float(), angles.sin().float()
