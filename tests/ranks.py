@@ -58,7 +58,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "ztk.parallel"])
         self._folder = tempfile.TemporaryDirectory(prefix="ztk-ranks-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
