@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
+from tests import workers
 from tests.quick import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_teardown  # noqa: F401 hooks
 from tests.ranks import RankPool
 
@@ -23,6 +24,10 @@ torch.set_num_threads(1)
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="ztk-")
 Finalize(None, shutil.rmtree, args=(tempfile.tempdir,), kwargs={"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(workers)
 
 
 @pytest.fixture(scope="session")

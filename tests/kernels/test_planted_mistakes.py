@@ -111,7 +111,12 @@ def test_mistake_in_a_part_is_caught(op, file, old, new, where, tmp_path, poison
             try:
                 # tests/kernels/test_ops.py holds the source to its reaches: the unchanged copy needs a small shape only.
                 if isinstance(where, dict) or not caught:
-                    check_against_reference(spec, spec.small_shapes[1], where if isinstance(where, dict) else spec.variants[0], torch.float32)
+                    check_against_reference(
+                        spec,
+                        spec.small_shapes[1],
+                        where if isinstance(where, dict) else spec.variants[0],
+                        torch.float32,
+                    )
                 for reach in spec.reach if caught else ():
                     if reach.shape == where:
                         check_reach(spec, reach, assume=machine.assume)

@@ -1,0 +1,58 @@
+"""`pytest -n 2` shares the tests between two workers by files: the quick ones first, then the files that take longest.
+
+A file stays on one worker, which makes its fixtures and warms its ranks once; a file of which a part is quick counts as two. pytest-xdist
+itself would order files by their number of tests, and a long file that begins last would leave the other worker without work.
+"""
+
+import pytest
+
+from tests.quick import is_quick
+
+# From about 30 seconds on, longest first.
+LONGEST = (
+    "tests/kernels/test_aot.py",
+    "tests/cli/test_sweep.py",
+    "tests/experiments/test_elastic.py",
+    "tests/experiments/test_alignment.py",
+    "tests/experiments/test_faults.py",
+    "tests/kernels/test_ops.py",
+    "tests/experiments/test_text.py",
+    "tests/cli/test_run.py",
+    "tests/experiments/test_limits.py",
+    "tests/cli/test_wheel.py",
+    "tests/experiments/test_generate.py",
+    "tests/experiments/test_keeping.py",
+    "tests/kernels/test_planted_mistakes.py",
+)
+
+
+def unit_of(nodeid: str) -> str:
+    """What is given to a worker at once: the file, and whether the test is a quick one."""
+    return nodeid.partition("::")[0] + (" quick" if is_quick(nodeid) else "")
+
+
+def place(nodeid: str) -> int:
+    """Tests are sorted by it, those of equal places stay in the order in which they were collected."""
+    file = nodeid.partition("::")[0]
+    if is_quick(nodeid):
+        return -1
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: place(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which the tests run, too
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    if config.getvalue("dist") != "load":  # what -n alone chooses
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByFiles(config, log)
