@@ -12,6 +12,7 @@ from tests.quick import is_quick
 LONGEST = (
     "tests/kernels/test_aot.py",
     "tests/cli/test_sweep.py",
+    "tests/test_examples.py",
     "tests/zero/test_bit_identity.py",
     "tests/topology/test_matrix.py",
     "tests/experiments/test_elastic.py",
