@@ -143,17 +143,17 @@ def around_a_layer(process: Process, *, tokens_first: bool, folded: bool, kv_hea
     inputs = [torch.randn(BATCH, TOKENS, heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads)]
     d_out = torch.randn(BATCH, TOKENS, 4, 8, generator=draw)
     layout = (lambda x: x.transpose(0, 1).contiguous()) if tokens_first else (lambda x: x)
-    whole = [layout(x).requires_grad_() for x in inputs]
-    out = attention(*whole, tokens_first=tokens_first, folded=folded)
+    entire = [layout(x).requires_grad_() for x in inputs]
+    out = attention(*entire, tokens_first=tokens_first, folded=folded)
     out.backward(layout(d_out).reshape(out.shape))
     dim = 0 if tokens_first else 1
     cut = lambda x: x.detach().chunk(RANKS, dim=dim)[process.rank]  # noqa: E731
-    own = [cut(x).requires_grad_() for x in whole]
+    own = [cut(x).requires_grad_() for x in entire]
     got = layer(*own, int(tokens_first), tokens_first=tokens_first, folded=folded)
     got.backward(cut(layout(d_out)).reshape(got.shape))
     errors = [
         (got - cut(out)).abs().max(),
-        *((a.grad - cut(b.grad)).abs().max() for a, b in zip(own, whole, strict=True)),
+        *((a.grad - cut(b.grad)).abs().max() for a, b in zip(own, entire, strict=True)),
     ]
     return {"errors": [float(error) for error in errors], "shape": tuple(got.shape)}
 

@@ -4,21 +4,22 @@ ztk's configuration does not use it; importing this module needs pydantic.
 """
 
 import functools
+import importlib
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict
 
 from ztk.deepspeed.log import logger
 
+pydantic: Any = importlib.import_module("pydantic")
 
-class DeepSpeedConfigModel(BaseModel):
+
+class DeepSpeedConfigModel(pydantic.BaseModel):
     """Unknown keys and values of a wrong type raise pydantic.ValidationError. A value "auto" counts as not given, unless `strict`.
 
     A field made by `Field(default, json_schema_extra={"deprecated": True, "new_param": "other.name", "deprecated_msg": "..."})` warns when
     it is given, and hands its value (through `new_param_fn`) to the new field, unless `set_new_param` is False.
     """
 
-    model_config = ConfigDict(
+    model_config = pydantic.ConfigDict(
         validate_default=True,
         validate_assignment=True,
         use_enum_values=True,

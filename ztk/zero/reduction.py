@@ -236,6 +236,7 @@ class GradientReduction:
             self._before_last()
         bucket.gradient.fill_missing(acquire=functools.partial(self._acquire, bucket))
         full, local, label = bucket.gradient.full, None, bucket.traits.name
+        assert full is not None, "fill_missing has seen to it"
         if self.prescale != 1.0:
             full.mul_(self.prescale)
         if self._policy.stage == 0:

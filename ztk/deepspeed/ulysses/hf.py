@@ -4,6 +4,7 @@ Each rank has consecutive tokens of every sequence; around the model's own atten
 Bekman et al. 2025, https://arxiv.org/abs/2506.13996
 """
 
+import importlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -125,12 +126,11 @@ class UlyssesSPAttentionHF(nn.Module):
             return None
         if not seq_length_is_variable and (seq_length or max_length) is None:
             raise ValueError("seq_length is missing: give it, or seq_length_is_variable=True")
-        from transformers import AutoConfig
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        config = getattr(model_name_or_path, "config", None) or AutoConfig.from_pretrained(model_name_or_path)
+        library: Any = importlib.import_module("transformers")
+        functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        config = getattr(model_name_or_path, "config", None) or library.AutoConfig.from_pretrained(model_name_or_path)
         own = getattr(config, "_attn_implementation", None)
-        known = [name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "eager" not in name]
+        known = [name for name in functions.valid_keys() if "eager" not in name]
         if core_attn_implementation not in known:
             raise ValueError(
                 f"core_attn_implementation={core_attn_implementation!r}: must be one of {', '.join(known)} (eager attention needs a mask "
@@ -141,7 +141,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 f"core_attn_implementation={core_attn_implementation!r}: the model has attn_implementation={own!r}; let both say the same"
             )
         state.initialize_sequence_parallel(sequence_parallel_size)
-        text, core = config.get_text_config(), ALL_ATTENTION_FUNCTIONS[core_attn_implementation]
+        text, core = config.get_text_config(), functions[core_attn_implementation]
         core = getattr(core, "core", core)  # of an earlier registration
         ulysses = cls(
             attn=core,
@@ -161,7 +161,7 @@ class UlyssesSPAttentionHF(nn.Module):
 
         # pyrefly: ignore[missing-attribute]  # what a second registration, and a test, find the original by
         attention.core = core
-        ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = attention
+        functions[core_attn_implementation] = attention
         return state
 
 
@@ -176,7 +176,7 @@ class UlyssesSPDataLoaderAdapter:
     def __init__(
         self, dl: DataLoader, sp_rank: int, sp_group: dist.ProcessGroup, sp_world_size: int, device: object
     ) -> None:
-        del device  # batches travel in main memory
+        del device  # batches stay in main memory
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
         self.iter, self.micro_batches = iter(dl), deque()
 

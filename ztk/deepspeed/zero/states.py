@@ -21,15 +21,16 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient that the coming step will use, before clipping: averaged, without loss scale.
 
-    Between the backward at a boundary and `step()`. Before, where backwards under `no_sync`, or at stages 0 and 1 earlier micro-batches, have
-    left gradients that are not reduced: this rank's own sum so far, divided by the accumulation steps alone, as `param.grad` is in DeepSpeed.
+    Between the backward at a boundary and `step()`. Inside `no_sync`: this rank's own sum so far, divided by the accumulation steps alone.
     None at other times and for a parameter of no engine.
     """
     owner = owner_of(param)
     if owner is None or not owner.bucket.traits.trainable:
         return None
     gradient = owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=GRADIENT)
-    return local_gradient(owner) if gradient is None else gradient / divisor_of(owner)
+    if gradient is not None:
+        return gradient / divisor_of(owner)
+    return None if owner.engine.synchronises else local_gradient(owner)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
