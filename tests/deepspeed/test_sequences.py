@@ -111,7 +111,7 @@ def full(*, kv_heads: int) -> tuple[list[float], dict[str, torch.Tensor]]:
             shift_labels = F.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
             loss = loss_of(model(**batch).logits, shift_labels)
             (loss / RANKS).backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: value.detach() for name, value in model.named_parameters()}
