@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ztk.deepspeed import owners
 from ztk.deepspeed.build import Builder
 from ztk.deepspeed.config.batch import BatchSizes
+from ztk.deepspeed.config.watching import ThroughputPolicy
 from ztk.deepspeed.getters import Getters
 from ztk.deepspeed.gradients import take_changes
 from ztk.deepspeed.loader import loader_of
@@ -20,6 +21,7 @@ from ztk.deepspeed.log import logger
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.saving import Saving
+from ztk.deepspeed.timers import ThroughputTimer
 from ztk.deepspeed.watch.watcher import Watcher
 from ztk.engine import Engine
 from ztk.kernels import State
@@ -64,6 +66,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._compiled = False
         self._closed = self._warned_of_drop = False
         self._watcher = Watcher(self)
+        self.tput_timer = ThroughputTimer(
+            ThroughputPolicy(enabled=self.settings.watching.throughput.enabled, synchronized=False),
+            batch_size=self.settings.batch.train,
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,6 +88,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._states.need(StateKind.lp_params, what="forward")
         if self.settings.casts_inputs:
             args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
+        if torch.is_grad_enabled() and not self.tput_timer.started:
+            self.tput_timer.start()
         with self._watcher.forward():
             output = self.engine(*args, **kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
@@ -123,6 +131,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         with self._watcher.step():
             if is_boundary:
                 self._take_model_step(lr_kwargs or {})
+        self.tput_timer.stop(global_step=is_boundary)
         self.micro_steps += 1
         self._since_step = 0 if is_boundary else self._since_step + 1
         if is_boundary:

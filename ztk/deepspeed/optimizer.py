@@ -29,6 +29,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # what the device has
+        self.skip_step = False  # a script's: the coming step drops its gradients, because another model's overflowed
+        self._was_skipped = False
         if engine.zero.policy.shards_parameters:
             self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
@@ -38,6 +40,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not of_engine:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
         assert closure is None
+        self._was_skipped, self.skip_step = self.skip_step, False
+        if self._was_skipped:
+            self._engine.skip_step()
+            forget_gradients(self._engine)
+            return
         client = self.optimizer if self.optimizer is not self else None
         for hook in _hooks(client, kind="pre"):
             if hook(client, (), {}) is not None:
@@ -80,8 +87,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite. On a GPU this waits for the device."""
-        return self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])
+        """Whether the last step was skipped because a gradient was not finite, or by `skip_step`. On a GPU this waits for the device."""
+        return (
+            self._was_skipped
+            or self._engine.control.scaling.dynamic
+            and bool(self._engine.control.state[State.found_inf])
+        )
+
+    def check_overflow(self, external: bool = False) -> bool:
+        """Whether a gradient of the coming step is not finite, on any rank: between the backward and the step, which decides for itself.
+
+        external: accepted. Every rank calls it; on a GPU it waits for the device. Raises RuntimeError without a reduced backward.
+        """
+        del external
+        return not bool(self._engine.zero.is_gradient_finite())
 
     @property
     def cur_scale(self) -> float:

@@ -136,6 +136,16 @@ class Zero:
         partial = torch.cat(counted or [torch.zeros(1, dtype=torch.float64, device=self._comm.device)]).sum().view(1)
         return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
 
+    def is_gradient_finite(self) -> Tensor:
+        """bool [1], on the device: of all ranks' gradients that are reduced, before the step. It changes nothing.
+
+        Raises RuntimeError if no backward was reduced since the last step. A collective call.
+        """
+        self.reduction.finish_step()
+        squares = [bucket.gradient.squares for bucket in self._trained]
+        own = torch.cat(squares or [torch.zeros(1, dtype=torch.float64, device=self._comm.device)]).sum().view(1)
+        return self._comm.gather_scalars(own, label="overflow").sum().view(1).isfinite()
+
     def update(self, control: Tensor) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. Raises RuntimeError if parameters are pinned."""
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered

@@ -35,7 +35,7 @@ def _steps(value: object) -> int | None:
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
     *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline"),
-    *("tensor_parallel", "expert_parallel", "moe"),
+    *("tensor_parallel", "expert_parallel", "moe", "hybrid_engine"),
     *absent.SECTIONS,
     *watching.SECTIONS,
 )

@@ -31,6 +31,7 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.config": "DeepSpeedConfigError",
     "ztk.deepspeed.engine": "DeepSpeedEngine",
     "ztk.deepspeed.helpers": "OnDevice",
+    "ztk.deepspeed.hybrid": "DeepSpeedHybridEngine",
     "ztk.deepspeed.parsed": "DeepSpeedConfig",
     "ztk.deepspeed.entry": "initialize",
     "ztk.deepspeed.log": "log_dist logger",
@@ -119,6 +120,7 @@ MODULES: dict[str, Row] = {
             "LossScalerBase"
         ),
     },
+    "deepspeed.runtime.hybrid_engine": {"ztk.deepspeed.hybrid": "DeepSpeedHybridEngine"},
     "deepspeed.runtime.lr_schedules": {
         "ztk.deepspeed.schedule_names": "*",
         "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
