@@ -88,10 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite, or by `skip_step`. On a GPU this waits for the device."""
-        return (
-            self._was_skipped
-            or self._engine.control.scaling.dynamic
-            and bool(self._engine.control.state[State.found_inf])
+        return self._was_skipped or (
+            self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])
         )
 
     def check_overflow(self, external: bool = False) -> bool:

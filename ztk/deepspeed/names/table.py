@@ -71,6 +71,8 @@ MODULES: dict[str, Row] = {
     "deepspeed.inference.engine": {"ztk.deepspeed.serving.engine": "InferenceEngine"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {"ztk.deepspeed.runner.remote": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "deepspeed.module_inject": {},
+    "deepspeed.module_inject.layers": {"ztk.deepspeed.replaced": "GatherReplacedLayerParams"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
