@@ -1,6 +1,7 @@
 """Low-rank adapters as DeepSpeed-Chat's scripts write them, merged into the weights that they belong to for a while."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class FusedAdapters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._bases: dict[nn.Module, Tensor] = {}
+        self._bases: dict[Any, Tensor] = {}  # by layer
 
     @property
     def is_fused(self) -> bool:

@@ -34,21 +34,20 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """
         settings = self.settings.hybrid
         assert settings is not None
-        self._check_length(inputs, options)
+        self._check_length(inputs, options, limit=settings.max_out_tokens)
         with self._times.generating(), self._merged(wanted=settings.weights is RolloutWeights.full):
             tokens = generate(self, *inputs, weights=settings.weights, **options)
         if settings.releases:
             self.empty_partition_cache()
         return tokens
 
-    def _check_length(self, inputs: tuple, options: dict) -> None:
+    def _check_length(self, inputs: tuple, options: dict, *, limit: int) -> None:
         prompt = inputs[0] if inputs else options.get("inputs", options.get("input_ids"))
         given = options.get("generation_config") or getattr(self.module, "generation_config", None)
         more = options.get("max_new_tokens", getattr(given, "max_new_tokens", None))
         total = options.get("max_length", getattr(given, "max_length", None))
         if more is not None:
             total = more + (prompt.shape[1] if isinstance(prompt, Tensor) else 0)
-        limit = self.settings.hybrid.max_out_tokens
         if total is not None and total > limit:
             raise ValueError(
                 f"generate: prompt and answer may have {total} tokens, and hybrid_engine.max_out_tokens is {limit}: raise it, or use "
