@@ -33,7 +33,10 @@ assert deepspeed.runtime.zero.stage3 is stage3
 assert deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME == DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
 stage3.patched = 1  # scripts replace names of DeepSpeed's modules
 assert deepspeed.runtime.zero.stage3.patched == 1
-for wrong in ("deepspeed.nebula", "deepspeed.runtime.amp"):
+import deepspeed_chat
+from deepspeed_chat import reward_model
+assert "RewardModel" in dir(reward_model) and "ppo_trainer" in dir(deepspeed_chat)
+for wrong in ("deepspeed.nebula", "deepspeed.runtime.amp", "deepspeed_chat.rlhf_engine"):
     try:
         __import__(wrong)
     except ModuleNotFoundError as error:

@@ -98,6 +98,42 @@ def test_decoders_without_a_tp_plan(ranks, family):
         assert count < 0.6 * full
 
 
+def read_full(process: Process, *, stage: int) -> dict:
+    """As OpenRLHF saves a model: every parameter on its own, in both contexts."""
+    from tests.deepspeed.hybrid import tiny
+    from ztk.deepspeed.zero.replaced import GatherReplacedLayerParams
+
+    model = tiny()
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    config = {
+        "train_batch_size": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"autotp_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    same, cut, back = [], 0, []
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            part = parameter.detach().clone()
+            with GatherReplacedLayerParams([parameter], model, enabled=True):
+                same.append(bool(torch.equal(parameter.data, expected[name])))
+            back.append(bool(torch.equal(parameter, part)))
+            with GatherReplacedLayerParams(parameter, model, enabled=False):
+                cut += parameter.shape != expected[name].shape
+    batch = torch.arange(2, 14).repeat(2, 1)
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    engine.step()
+    engine.destroy()
+    return {"same": all(same), "back": all(back), "cut": cut}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_cut_layers_are_read_in_full(ranks, stage):
+    for found in ranks(2).run(read_full, stage=stage):
+        assert found["same"] and found["back"] and found["cut"] > 10
+
+
 @pytest.mark.parametrize("section", [{}, {"tensor_parallel": {"autotp_size": 2}}], ids=["alone", "and the section"])
 def test_tp_model_init_says_how_many_ranks_share_layers(ranks, section):
     expected, full = ranks(2).run(train, section={})[0]

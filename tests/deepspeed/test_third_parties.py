@@ -181,7 +181,7 @@ def deepspeed_chat(*, stage: int, offload: bool, dtype: str, trains: bool) -> di
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_deepspeed_chat(stage, dtype):
-    """Steps 1 and 2, and the frozen models of step 3, whose hybrid engine is another matter."""
+    """Steps 1 and 2, and the frozen models of step 3, whose hybrid engine `test_hybrid` has."""
     for offload, trains in itertools.product((False, True), repeat=2):
         made = parse(deepspeed_chat(stage=stage, offload=offload, dtype=dtype, trains=trains))
         assert (made.zero.stage, made.batch.accumulation) == (stage, 2) and made.precision.dtype.itemsize == 2

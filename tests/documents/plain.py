@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 class PlainEngine(nn.Module):
     """fp32 master weights, a model in the configuration's dtype, and in fp16 a dynamic loss scale that skips steps."""
 
-    def __init__(self, model: nn.Module, *, config: dict, parameters: list[nn.Parameter] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        config: dict,
+        parameters: list[nn.Parameter] | None,
+        schedule: Callable | None = None,
+    ) -> None:
         super().__init__()
         half = [
             dtype
@@ -46,6 +53,7 @@ class PlainEngine(nn.Module):
             weight_decay=section.get("weight_decay", 0.0),
         )
         self._rate = rates(config.get("scheduler"))
+        self.lr_scheduler = schedule and schedule(self.optimizer)
         self._micro, self._skipped = 0, 0
 
     def forward(self, *args, **kwargs):
@@ -75,6 +83,8 @@ class PlainEngine(nn.Module):
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(self.global_steps - 1 - self._skipped)
         self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
 
@@ -140,18 +150,32 @@ def rates(section: dict | None) -> Callable[[int], float] | None:
 
 
 def initialize(
-    args=None, model=None, optimizer=None, model_parameters=None, training_data=None, config=None, **_
+    args=None,
+    model=None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    config=None,
+    **_,
 ) -> tuple:
-    """(engine, optimizer, dataloader, None)."""
+    """(engine, optimizer, dataloader, lr_scheduler)."""
     config = config if config is not None else args.deepspeed_config
     if isinstance(config, str):
         with open(config) as file:
             config = json.loads(re.sub(r"//.*", "", file.read()))
-    engine = PlainEngine(model, config=config, parameters=None if model_parameters is None else list(model_parameters))
+    parameters = None if model_parameters is None else list(model_parameters)
+    engine = PlainEngine(model, config=config, parameters=parameters, schedule=lr_scheduler)
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, batch_size=batch_sizes(config)[0], sampler=DistributedSampler(training_data))
-    return engine, engine.optimizer, loader, None
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def add_config_arguments(parser):
+    """--deepspeed, which has no meaning here."""
+    parser.add_argument("--deepspeed", action="store_true")
+    return parser
 
 
 def modules() -> dict[str, types.ModuleType]:
@@ -164,6 +188,8 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name)
         for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.activation_checkpointing")
     }
-    made["deepspeed"].__dict__.update(initialize=initialize, zero=nothing, init_distributed=lambda: None)
+    made["deepspeed"].__dict__.update(
+        initialize=initialize, zero=nothing, init_distributed=lambda: None, add_config_arguments=add_config_arguments
+    )
     made["deepspeed.runtime.activation_checkpointing"].checkpointing = checkpointing
     return made

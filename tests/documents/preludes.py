@@ -1,6 +1,7 @@
 """The names that a document's block takes for granted: models, data, arguments."""
 
 import argparse
+import copy
 
 import torch
 from torch import nn
@@ -160,6 +161,59 @@ def llama_and_texts(*, process: Process) -> dict:
         _save_llama_and_texts()
     process.comm.barrier()
     return {}
+
+
+def _tiny_llama(process: Process) -> tuple:
+    """The Llama of section 12.1 and its tokenizer, padded by the token that ends a text, as in the document."""
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    llama_and_texts(process=process)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("llama")
+    tokenizer.pad_token = tokenizer.eos_token
+    return LlamaForCausalLM.from_pretrained("llama"), tokenizer
+
+
+def preferences(*, process: Process, pairs: int) -> dict:
+    """Section 11.3: `sft_model`, `tokenizer`; pairs of which the chosen one counts upwards, padded behind."""
+    sft_model, tokenizer = _tiny_llama(process)
+    starts = torch.arange(pairs) * 3 % 30 + 7
+    chosen = starts[:, None] + torch.arange(8)
+    rejected = torch.where(torch.arange(8) < 3, chosen, chosen.flip(1))
+    for row, length in enumerate(torch.arange(pairs) % 4 + 5):
+        chosen[row, length:], rejected[row, length - 1 :] = tokenizer.pad_token_id, tokenizer.pad_token_id
+    mine = slice(process.rank, None, process.world_size)
+    return {
+        "torch": torch,
+        "sft_model": sft_model,
+        "tokenizer": tokenizer,
+        "chosen": chosen[mine],
+        "rejected": rejected[mine],
+    }
+
+
+def four_models(*, process: Process, configs: dict[str, dict], epochs: int) -> dict:
+    """Section 11.4: `rlhf_engine` of four engines with a configuration each, `args`, `prompt_dataloader`; prompts are padded in front."""
+    import deepspeed
+    from deepspeed_chat.reward_model import RewardModel
+
+    first, tokenizer = _tiny_llama(process)
+    models = {}
+    for name in ("ref", "reward", "critic", "actor"):
+        torch.manual_seed(1)
+        model = copy.deepcopy(first)
+        models[name] = model if name in ("ref", "actor") else RewardModel(model, tokenizer)
+        if name == "reward":
+            models[name].v_head.weight.data.mul_(20)  # so that rewards differ
+    engines = {name: deepspeed.initialize(model=model, config=configs[name])[0] for name, model in models.items()}
+    prompts = torch.arange(8)[:, None] * 3 % 20 + 7 + torch.arange(4)
+    prompts[1::2, :2] = tokenizer.pad_token_id
+    rows = [{"input_ids": row} for row in prompts[process.rank :: process.world_size]]
+    torch.manual_seed(process.rank)
+    return {
+        "rlhf_engine": argparse.Namespace(**engines, tokenizer=tokenizer),
+        "args": argparse.Namespace(num_train_epochs=epochs, max_answer_seq_len=6),
+        "prompt_dataloader": torch.utils.data.DataLoader(rows, batch_size=2),
+    }
 
 
 def inference(*, process: Process, loads: bool = True) -> dict:

@@ -1,6 +1,7 @@
 """A released parameter can be read, and nothing can be written into it."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.zero.models import Layout, make_engine
+from ztk.zero.released import is_released, placeholder, release
 
 
 def _index(p):
@@ -114,3 +116,31 @@ def test_writing_a_parameter_that_was_built_sharded_is_an_error(ranks):
     for said in ranks(2).run(written_under_init):
         for name in WRITES:
             assert "GatheredParameters" in said.get(name, "nothing"), name
+
+
+def released_layer() -> nn.Linear:
+    """Its weight is released; its bias is not."""
+    layer = nn.Linear(4, 3)
+    release(layer.weight, value=placeholder((3, 4), dtype=torch.float32, device=torch.device("cpu")))
+    return layer
+
+
+def test_a_module_is_moved_to_where_it_is():
+    """As adapters are made around a sharded layer: `Adapter(layer.weight).to(device).to(dtype)`."""
+    layer = released_layer()
+    assert layer.to(layer.weight.device).to(layer.weight.dtype) is layer and is_released(layer.weight)
+    with pytest.raises(RuntimeError, match="a released parameter of shape"):
+        layer.to(torch.bfloat16)
+
+
+def test_a_saved_state_dict_has_nan_and_says_so():
+    """Scripts save the module on rank 0 at every stage, and write the full one after it."""
+    layer, file = released_layer(), io.BytesIO()
+    with pytest.warns(UserWarning, match=r"shape \(3, 4\) was saved.*save_16bit_model"):
+        torch.save(layer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["weight"].shape == (3, 4) and loaded["weight"].isnan().all()
+    assert torch.equal(loaded["bias"], layer.bias)
+    loaded["weight"] = loaded["weight"] * 1  # a plain tensor
+    assert type(loaded["weight"]) is torch.Tensor and is_released(layer.weight)

@@ -15,6 +15,7 @@ from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
+from ztk.deepspeed.hybrid import DeepSpeedHybridEngine
 from ztk.deepspeed.log import logger, show_messages
 from ztk.deepspeed.mpu import arranged, in_sequences, parts_of
 from ztk.deepspeed.optimizer import ShardedOptimizer
@@ -74,6 +75,7 @@ def initialize(
     check_asked_dtype(model, settings=settings)
     if is_pipeline and not settings.managed_accumulation:
         raise ValueError("managed_gradient_accumulation=false: a pipeline's train_batch() is one step; leave it out")
+    _check_hybrid(model, settings=settings)
     show_messages(settings.log_level)
     if model_parameters is not None:
         # An empty list, of a script that only evaluates, is as good as none; an iterator that was used before is a mistake.
@@ -107,7 +109,7 @@ def initialize(
         parts=None if mpu is None or is_pipeline else parts_of(model, process=process),
     )
     engine, sharded = builder.build(trained)
-    made = (pipes.PipelineEngine if is_pipeline else DeepSpeedEngine)(
+    made = _class_of_engine(settings, is_pipeline=is_pipeline)(
         engine,
         builder=builder,
         optimizer=sharded,
@@ -121,6 +123,20 @@ def initialize(
 
         checkpointing.configure_from(settings.activation_checkpointing, comm=engine.process.mesh.comm("tp"))
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def _class_of_engine(settings: Settings, *, is_pipeline: bool) -> type[DeepSpeedEngine]:
+    if settings.hybrid is None:
+        return pipes.PipelineEngine if is_pipeline else DeepSpeedEngine
+    return DeepSpeedHybridEngine
+
+
+def _check_hybrid(model: nn.Module, *, settings: Settings) -> None:
+    """Refuses before the model is touched."""
+    if settings.hybrid is not None and not hasattr(type(model), "generate"):
+        raise ValueError(
+            f"hybrid_engine.enabled: {type(model).__name__} has no generate(); leave the section out for a model that does not write texts"
+        )
 
 
 def _check_free(model: nn.Module) -> None:

@@ -41,6 +41,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # what the device has
+        self.skip_step = False  # a script's: the coming step drops its gradients, because another model's overflowed
+        self._was_skipped = False
         if engine.zero.policy.shards_parameters:
             self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
@@ -50,6 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not of_engine:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
         assert closure is None
+        self._was_skipped, self.skip_step = self.skip_step, False
+        if self._was_skipped:
+            self._engine.skip_step()
+            forget_gradients(self._engine)
+            return
         client = self.optimizer if self.optimizer is not self else None
         for hook in _hooks(client, kind="pre"):
             if hook(client, (), {}) is not None:
@@ -92,8 +99,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite. On a GPU this waits for the device."""
-        return self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])
+        """Whether the last step was skipped because a gradient was not finite, or by `skip_step`. On a GPU this waits for the device."""
+        return self._was_skipped or (
+            self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])
+        )
 
     @property
     def cur_scale(self) -> float:
@@ -136,18 +145,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         found = self._engine.comm.gather_scalars(torch.cat(own).sum().view(1), label="overflow")
         return not bool(found.isfinite().all())
-
-    @property
-    def skip_step(self) -> bool:
-        """False: a step is skipped where its own gradients overflow."""
-        return False
-
-    @skip_step.setter
-    def skip_step(self, value: bool) -> None:
-        if value:
-            raise RuntimeError(
-                "optimizer.skip_step=True: not offered, an engine skips the steps whose own gradients overflow; leave align_overflow out"
-            )
 
     def state_dict(self) -> dict:
         """As torch.optim's: full states, fp32, in main memory of every rank, and the groups with numbers for parameters. A collective call.

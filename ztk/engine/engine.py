@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ztk.engine.batches import eval_batch, train_batch
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.overflow import OverflowGuard
+from ztk.kernels import State
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import Zero
@@ -120,6 +121,16 @@ class Engine:
             self.zero.update(self.control.control)
         self.global_steps += 1
         return True
+
+    def skip_step(self) -> None:
+        """Ends a step without an update: gradients are dropped, counters rise as for an overflow, and the loss scale stays as it is.
+
+        Every rank must call it.
+        """
+        self.discard_gradients()
+        self.control.state[State.skipped_steps] += 1
+        self.micro_steps += 1
+        self.global_steps += 1
 
     def read_metrics(self) -> StepMetrics:
         """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""

@@ -5,6 +5,7 @@ writes, and while it is released its class turns that refusal into an error that
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,18 @@ class _Guard:
 class _View(_Guard, Tensor):
     """A view of a released parameter."""
 
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """A file has one element of it, and whoever loads it NaN in this shape."""
+        warnings.warn(
+            f"a released parameter of shape {tuple(self.shape)} was saved: its values are not on this rank (zero stage 3), so the file has "
+            "NaN for it. Save inside deepspeed.zero.GatheredParameters, or by engine.save_16bit_model",
+            stacklevel=2,
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+            element = torch.full((), value, dtype=self.dtype, device=self.device)
+            return element.expand(self.shape).__reduce_ex__(protocol)
+
 
 class _Released(_Guard):
     """Mixed into the class of a parameter while it is released."""
@@ -107,6 +120,8 @@ def _replaces(function: Any, args: tuple) -> bool:
     if not args or not isinstance(args[0], _Guard):
         return False
     name = function.__name__
+    if name == "__set__" and args[1] is args[0]:
+        return False  # `module.to(...)` where it is already
     return name in _REPLACE or (name == "__set__" and function.__self__.__name__ == "data")
 
 

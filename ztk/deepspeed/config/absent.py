@@ -9,10 +9,6 @@ from ztk.policies.suggest import did_you_mean
 # Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
 SECTIONS = {
     "data_efficiency": ("enabled", "seed", "data_sampling", "data_routing"),
-    "hybrid_engine": (
-        *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
-        *("tp_gather_partition_size", "enable_cuda_graph"),
-    ),
     "weight_quantization": (
         *("enabled", "num_bits", "q_type", "q_groups", "quantized_initialization", "post_init_quant"),
     ),

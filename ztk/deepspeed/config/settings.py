@@ -10,6 +10,7 @@ from ztk.deepspeed.config.averaging import Averaging, read_averaging
 from ztk.deepspeed.config.batch import BatchSizes, solve_batch
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.experts import ExpertParallel, read_expert_parallel
+from ztk.deepspeed.config.hybrid import Hybrid, read_hybrid
 from ztk.deepspeed.config.keys import Findings, read_section
 from ztk.deepspeed.config.leaf import LeafModules
 from ztk.deepspeed.config.moe import LayerOptions, join_sizes, read_moe
@@ -33,7 +34,7 @@ from ztk.zero import ZeroPolicy
 class Settings:
     """What a configuration says, as the engine takes it.
 
-    optimizer, schedule, activation_checkpointing: None if the configuration has no such section.
+    optimizer, schedule, activation_checkpointing, hybrid: None if the configuration has no such section.
     managed_accumulation: micro-batches are counted; otherwise every `step()` steps. autocast: the dtype of torch.autocast around the forward.
     static_loss_scale: 0 for dynamic. notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
     """
@@ -58,6 +59,7 @@ class Settings:
     pipeline_recompute_interval: int
     experts: ExpertParallel
     moe_layers: LayerOptions
+    hybrid: Hybrid | None
     gradient_clipping: float
     communication_data_type: str | None
     steps_per_print: int | None
@@ -96,6 +98,13 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         ranks=world_size // tensor.degree,
         findings=findings,
     )
+    hybrid = read_hybrid(
+        given.get("hybrid_engine"),
+        stage=zero.stage,
+        world_size=world_size,
+        tensor_degree=tensor.degree,
+        findings=findings,
+    )
     watching = read_watching(given, findings=findings)
     tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
     check_absent(given, findings=findings)
@@ -122,6 +131,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         pipeline_recompute_interval=pipeline_recompute_interval,
         experts=experts,
         moe_layers=moe_layers,
+        hybrid=hybrid,
         gradient_clipping=clip,
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),

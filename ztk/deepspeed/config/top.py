@@ -41,7 +41,7 @@ def _positive(value: object) -> float:
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
     *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline"),
-    *("tensor_parallel", "expert_parallel", "moe"),
+    *("tensor_parallel", "expert_parallel", "moe", "hybrid_engine"),
     *absent.SECTIONS,
     *watching.SECTIONS,
 )

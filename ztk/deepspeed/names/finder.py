@@ -1,4 +1,5 @@
-"""`install`: from then on `import deepspeed` in this process is ztk, and libraries that look for it find it.
+"""`install`: from then on `import deepspeed` in this process is ztk, and libraries that look for it find it; `deepspeed_chat` likewise, where
+the script has no package of that name.
 
 Hugging Face asks three things of a package: `importlib.util.find_spec`, `importlib.metadata.version`, and the import itself. One object on
 `sys.meta_path` answers all three; an entry in `sys.modules` alone would not.
@@ -7,7 +8,7 @@ Hugging Face asks three things of a package: `importlib.util.find_spec`, `import
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
@@ -42,11 +43,12 @@ class Finder(DistributionFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """None for a module of another name. Raises ModuleNotFoundError for one of DeepSpeed's that ztk does not have."""
-        if fullname.partition(".")[0] != "deepspeed":
+        root = fullname.partition(".")[0]
+        if root not in ("deepspeed", "deepspeed_chat") or (root == "deepspeed_chat" and _is_the_scripts(root)):
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: ztk answers for deepspeed here and does not offer it; docs/deepspeed.md says what it "
+                f"No module named {fullname!r}: ztk answers for {root} here and does not offer it; docs/deepspeed.md says what it "
                 "offers",
                 name=fullname,
             )
@@ -68,6 +70,12 @@ class Finder(DistributionFinder, Loader):
         name = getattr(context, "name", None)
         if name is None or name.lower() == "deepspeed":
             yield Distribution.at(SHIM / f"deepspeed-{version}.dist-info")
+
+
+def _is_the_scripts(name: str) -> bool:
+    """There is a package or module of that name that is not ztk's: a folder beside the script, or an installed one."""
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != SHIM]
+    return PathFinder.find_spec(name, elsewhere) is not None
 
 
 def _refuse_another(module: ModuleType | None) -> None:

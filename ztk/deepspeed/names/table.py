@@ -1,4 +1,4 @@
-"""Which module of ztk answers for which module of DeepSpeed.
+"""Which module of ztk answers for which module of DeepSpeed, and of `deepspeed_chat`.
 
 A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names
 (`"*"`: all that `ztk.y` offers). A module above others needs a row of its own and is never ztk's module itself, which would not know
@@ -31,6 +31,7 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     "ztk.deepspeed.config": "DeepSpeedConfigError",
     "ztk.deepspeed.engine": "DeepSpeedEngine",
     "ztk.deepspeed.helpers": "OnDevice",
+    "ztk.deepspeed.hybrid": "DeepSpeedHybridEngine",
     "ztk.deepspeed.parsed": "DeepSpeedConfig",
     "ztk.deepspeed.entry": "initialize",
     "ztk.deepspeed.log": "log_dist logger",
@@ -150,6 +151,7 @@ MODULES: dict[str, Row] = {
             "LossScalerBase"
         ),
     },
+    "deepspeed.runtime.hybrid_engine": {"ztk.deepspeed.hybrid": "DeepSpeedHybridEngine"},
     "deepspeed.runtime.lr_schedules": {
         "ztk.deepspeed.schedule_names": "*",
         "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
@@ -221,4 +223,8 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": "ztk.deepspeed.zero_to_fp32",
+    # beside deepspeed
+    "deepspeed_chat": {"ztk.deepspeed.chat": "*"},
+    "deepspeed_chat.ppo_trainer": {"ztk.deepspeed.chat.ppo_trainer": "DeepSpeedPPOTrainer"},
+    "deepspeed_chat.reward_model": {"ztk.deepspeed.chat.reward_model": "RewardModel compute_reward_loss"},
 }

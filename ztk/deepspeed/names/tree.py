@@ -1,4 +1,4 @@
-"""Modules of the name `deepspeed`, made from the table when they are first asked for."""
+"""Modules of the names `deepspeed` and `deepspeed_chat`, made from the table when they are first asked for."""
 
 import functools
 import importlib

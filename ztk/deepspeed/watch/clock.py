@@ -52,13 +52,13 @@ class WallClock:
 class Throughput:
     """Samples per second, from the first forward of a step to its end; the first two steps are not counted.
 
-    Scripts see it as `engine.tput_timer`. epoch_count: rises when a script says so.
+    Scripts see it as `engine.tput_timer`. global_step_count: steps that it timed. epoch_count: rises when a script says so.
     """
 
     def __init__(self, policy: ThroughputPolicy, *, device: torch.device) -> None:
         self._policy, self._device = policy, device
         self._started: float | None = None
-        self._steps = self._samples = 0
+        self.global_step_count = self._samples = 0
         self._seconds = self._last = 0.0
         self.epoch_count = 0
 
@@ -80,8 +80,8 @@ class Throughput:
         if self._started is None:
             return
         seconds, self._started = self._now() - self._started, None
-        self._steps += 1
-        if self._steps > _WARM_UP:
+        self.global_step_count += 1
+        if self.global_step_count > _WARM_UP:
             self._seconds += seconds
             self._samples += samples
             self._last = samples / seconds

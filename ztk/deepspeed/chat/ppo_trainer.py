@@ -1,0 +1,193 @@
+"""`deepspeed_chat.ppo_trainer`: proximal policy optimisation over four engines, as DeepSpeed-Chat's step 3 calls it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.deepspeed.generation import evaluating, generate
+from ztk.rollout.equality import token_logprobs
+from ztk.rollout.objective import PolicyLoss, divergence, generalised_advantages, policy_loss, value_loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """What was drawn. tokens: prompts and answers, int64 [B, T]. attention, answer: bool [B, T]. last: of each row, int64 [B]."""
+
+    tokens: Tensor
+    attention: Tensor
+    answer: Tensor
+    last: Tensor
+
+
+class DeepSpeedPPOTrainer:
+    """`generate_experience(prompts)` draws answers and scores them, `train_rlhf(experience)` updates actor and critic once with them.
+
+    rlhf_engine: holds `actor` and `ref`, engines over a causal model of transformers, `critic` and `reward`, engines over a
+    `RewardModel`, and `tokenizer`. Actor and critic have optimizers; each engine has a configuration of its own.
+    args: `max_answer_seq_len`, the most tokens of an answer; may hold `compute_fp32_loss` (always so here) and `align_overflow`.
+
+    These may be changed, and are DeepSpeed-Chat's: kl_ctl (factor of the divergence from `ref`, in the reward), clip_reward_value,
+    cliprange, cliprange_value, gamma, lam. `generation`: further options of transformers' generate; by default tokens are drawn from
+    the policy as it is (temperature 1), because a policy gradient needs draws.
+
+    Raises:
+        ValueError: args without max_answer_seq_len, a missing model, or a tokenizer without a padding token.
+    """
+
+    def __init__(self, rlhf_engine: Any, args: Any) -> None:
+        missing = [name for name in ("actor", "ref", "critic", "reward", "tokenizer") if not hasattr(rlhf_engine, name)]
+        if missing:
+            raise ValueError(
+                f"rlhf_engine lacks {', '.join(missing)}: it must hold actor, ref, critic, reward and tokenizer"
+            )
+        if getattr(args, "max_answer_seq_len", 0) < 1:
+            raise ValueError("args.max_answer_seq_len: must be 1 or more, the most tokens of an answer")
+        self.rlhf_engine, self.args = rlhf_engine, args
+        self.actor_model, self.critic_model = rlhf_engine.actor, rlhf_engine.critic
+        self.ref_model, self.reward_model = rlhf_engine.ref, rlhf_engine.reward
+        self.tokenizer, self.max_answer_seq_len = rlhf_engine.tokenizer, args.max_answer_seq_len
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError("tokenizer.pad_token_id is None: set tokenizer.pad_token = tokenizer.eos_token")
+        self.kl_ctl, self.clip_reward_value = 0.1, 5.0
+        self.cliprange, self.cliprange_value = 0.2, 0.2
+        self.gamma, self.lam = 1.0, 0.95
+        self.generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+    # Experience
+
+    def generate_experience(
+        self, prompts: Tensor, mask: Tensor | None = None, step: int | None = None
+    ) -> dict[str, Tensor]:
+        """Answers to prompts [B, P], which are padded on the left, with what the update needs; every rank calls it.
+
+        mask: the prompts' tokens that count, [B, P]; None: all but the padding in front. step: accepted, nothing depends on it.
+        Returns prompts, input_ids, attention_mask, answer_mask [B, T], rewards [B], and logprobs, ref_logprobs, value [B, T - 1], where
+        column t belongs to token t + 1. Everything is computed in eval mode; the models keep the modes that they had.
+        """
+        del step
+        answers = self._draw(prompts, mask=mask)
+        tokens, attention = answers.tokens, answers.attention.long()
+        found = {}
+        for name, model in (("logprobs", self.actor_model), ("ref_logprobs", self.ref_model)):
+            with evaluating(model):
+                found[name] = _logprobs(model, tokens=tokens, attention=attention)
+        for name, model in (("value", self.critic_model), ("scores", self.reward_model)):
+            with evaluating(model):
+                found[name] = model(tokens, attention_mask=attention, return_value_only=True).float()
+        return {
+            "prompts": prompts,
+            "input_ids": tokens,
+            "attention_mask": attention,
+            "answer_mask": answers.answer,
+            "logprobs": found["logprobs"],
+            "ref_logprobs": found["ref_logprobs"],
+            "value": found["value"][:, :-1],
+            "rewards": found["scores"].gather(1, answers.last.unsqueeze(1)).squeeze(1),
+        }
+
+    def _draw(self, prompts: Tensor, *, mask: Tensor | None) -> Answers:
+        pad = self.tokenizer.pad_token_id
+        given = (prompts != pad).cumsum(1) > 0 if mask is None else mask.bool()
+        tokens = generate(
+            self.actor_model,
+            prompts,
+            attention_mask=given.long(),
+            max_new_tokens=self.max_answer_seq_len,
+            pad_token_id=pad,
+            **self.generation,
+        )
+        drawn = tokens[:, prompts.shape[1] :]
+        stop = torch.isin(drawn, torch.tensor(self._stops(), dtype=drawn.dtype, device=drawn.device))
+        answer = stop.cumsum(1) - stop.long() == 0  # up to the first token that ends it, which counts
+        attention = torch.cat([given, answer], dim=1)
+        return Answers(
+            tokens=tokens,
+            attention=attention,
+            answer=torch.cat([torch.zeros_like(given), answer], dim=1),
+            last=prompts.shape[1] + answer.sum(1) - 1,
+        )
+
+    def _stops(self) -> list[int]:
+        """The tokens that end an answer: the generation's, else the model's, else the tokenizer's."""
+        config = getattr(self.actor_model.module, "generation_config", None)
+        stops = self.generation.get("eos_token_id", getattr(config, "eos_token_id", None))
+        stops = self.tokenizer.eos_token_id if stops is None else stops
+        return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+    # Update
+
+    def train_rlhf(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """One update of actor and critic with what `generate_experience` returned; (actor loss, critic loss), scalars with no graph.
+
+        The actor's loss is the clipped one (Schulman et al. 2017, arXiv 1707.06347) averaged over the answers' tokens on this rank, the
+        critic's half the squared error to the returns, clipped likewise. `args.align_overflow`: if the loss scale of one makes it skip the
+        step, the other skips it too.
+        """
+        self.train()
+        mask = inputs["answer_mask"][:, 1:]
+        weights = mask.float() / mask.sum().clamp(min=1)
+        advantages, returns = self.advantages_and_returns(inputs)
+        tokens, attention = inputs["input_ids"], inputs["attention_mask"]
+        actor_loss = policy_loss(
+            _logprobs(self.actor_model, tokens=tokens, attention=attention),
+            policy=PolicyLoss(clip_low=self.cliprange, clip_high=self.cliprange),
+            old=inputs["logprobs"],
+            advantages=advantages,
+            weights=weights,
+        ).loss
+        self.actor_model.backward(actor_loss)
+        aligned = getattr(self.args, "align_overflow", False)
+        if not aligned:
+            self.actor_model.step()
+        values = self.critic_model(tokens, attention_mask=attention, return_value_only=True)[:, :-1].float()
+        critic_loss = value_loss(
+            values, old=inputs["value"], returns=returns, clip=self.cliprange_value, weights=weights
+        )
+        self.critic_model.backward(critic_loss)
+        if aligned:
+            _skip_together(self.actor_model, self.critic_model)
+            self.actor_model.step()
+        self.critic_model.step()
+        return actor_loss.detach(), critic_loss.detach()
+
+    def advantages_and_returns(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Generalised advantages (Schulman et al. 2016, arXiv 1506.02438) and returns of an experience: float32 [B, T - 1] each, 0 outside
+        of the answers.
+
+        A token's reward is -kl_ctl times the log-ratio to the reference, and the last one's has the clipped reward in addition.
+        """
+        mask, values = inputs["answer_mask"][:, 1:], inputs["value"]
+        kl = divergence(inputs["logprobs"], reference=inputs["ref_logprobs"], old=inputs["logprobs"], estimator="k1")
+        rewards = torch.where(mask, -self.kl_ctl * kl, 0.0)
+        is_last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
+        score = inputs["rewards"].float().clamp(-self.clip_reward_value, self.clip_reward_value)
+        rewards = rewards + torch.where(is_last, score.unsqueeze(1), 0.0)
+        advantages = generalised_advantages(rewards, values=values, mask=mask, gamma=self.gamma, lam=self.lam)
+        return advantages, torch.where(mask, advantages + values, 0.0)
+
+    # Modes
+
+    def train(self) -> None:
+        """Actor and critic in train mode."""
+        self.actor_model.train()
+        self.critic_model.train()
+
+    def eval(self) -> None:
+        """All four in eval mode."""
+        for model in (self.actor_model, self.critic_model, self.reward_model, self.ref_model):
+            model.eval()
+
+
+def _logprobs(model: nn.Module, *, tokens: Tensor, attention: Tensor) -> Tensor:
+    """float32 [B, T - 1]."""
+    logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits
+    return token_logprobs(logits, tokens=tokens, temperature=1.0)[:, 1:]
+
+
+def _skip_together(*models: Any) -> None:
+    """If a gradient of one model overflowed, the coming step of every one is skipped."""
+    overflows = [model.optimizer.check_overflow(external=True) for model in models]
+    for model, overflow in zip(models, overflows, strict=True):
+        model.optimizer.skip_step = any(overflows) and not overflow
