@@ -1,10 +1,12 @@
-"""Parameter groups of torch's SGD that one update cannot run are refused; a pipeline's grid needs no process."""
+"""Parameter groups that one update cannot run, and tags that two engines would share, are refused; a pipeline's grid needs no process."""
 
 import pytest
 import torch
 from torch import nn
 
 import ztk.deepspeed as deepspeed
+from ztk.checkpoint.errors import SaveFailed
+from ztk.deepspeed.log import logger
 from ztk.deepspeed.pipe import PipeDataParallelTopology, PipelineParallelGrid
 
 CONFIG = {"train_batch_size": 1}
@@ -67,6 +69,33 @@ def test_loading_drops_the_gradients_of_a_step_that_was_begun(tmp_path):
     engine.destroy()
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_two_engines_do_not_replace_each_others_checkpoints(tmp_path, caplog):
+    actor, critic = (deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG)[0] for _ in range(2))
+    actor.save_checkpoint(tmp_path)
+    for tag in (None, "global_step0"):
+        with pytest.raises(SaveFailed, match="another engine .* save_dir of its own"):
+            critic.save_checkpoint(tmp_path, tag=tag)
+    with caplog.at_level("WARNING", logger=logger.name):
+        critic.save_checkpoint(tmp_path, tag="critic")
+    assert "latest names the checkpoint of the engine that saved last" in caplog.text
+    critic.save_checkpoint(tmp_path / "critic")
+    actor.save_checkpoint(tmp_path)
+    actor.destroy()
+    critic.save_checkpoint(tmp_path)  # nobody else saves there any more
+    critic.destroy()
+
+
+def test_a_save_between_micro_batches_says_what_is_not_in_it(tmp_path, caplog):
+    config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with caplog.at_level("WARNING", logger=logger.name):
+        engine.save_checkpoint(tmp_path)
+    assert "after 1 of 2 micro-batches" in caplog.text
+    engine.destroy()
 
 
 @pytest.mark.parametrize("tag", ["..", ".", "a/b", "  x  ", ""])
