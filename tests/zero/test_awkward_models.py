@@ -69,6 +69,23 @@ class Recomputed(Language):
         return x
 
 
+class Spanned(Language):
+    """Activation checkpointing around several units, and around a part of the root: a layer that no unit has."""
+
+    def build_body(self) -> None:
+        self.blocks = nn.ModuleList(Block(odd=0) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(torch.tanh(x)) * self.last.bias
+
+    def body(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.run, x, use_reentrant=False)
+        return checkpoint(self.last, x, use_reentrant=False)
+
+
 class Shared(Language):
     """One block called three times, and a block that is reached by two names."""
 
@@ -134,7 +151,7 @@ class Outliving(Language):
         return x + sum(self.notes.values())
 
 
-MODELS = [Views, Recomputed, Shared, Containers, Outliving]
+MODELS = [Views, Recomputed, Spanned, Shared, Containers, Outliving]
 TOKENS = torch.arange(24).remainder(CLASSES).view(4, 6)
 
 

@@ -12,7 +12,7 @@ pair that was active outside, which keeps activation checkpointing around a unit
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -103,11 +103,19 @@ class ModelHooks:
         is_part = module is not unit.module
         gathers_first = not is_root and any(getattr(part, "is_one_unit", False) for part in module.modules())
 
+        was_inside = False  # another forward, the last time
+
         @functools.wraps(module.forward)
         def forward(*args, **kwargs):
-            if is_part and self._gathering.open_units:
+            nonlocal was_inside
+            is_inside = is_part and self._gathering.open_units > 0
+            if not inside_backward():
+                was_inside = is_inside
+            if is_inside:
                 return self._forwards[module](*args, **kwargs)
-            with self._gathering.open(unit, is_root=is_root), self.saved_tensors():
+            # A forward that activation checkpointing repeats must save as many tensors through its hooks as the first time.
+            saving = nullcontext() if is_part and inside_backward() and was_inside else self.saved_tensors()
+            with self._gathering.open(unit, is_root=is_root), saving:
                 output = self._keep_views(self._forwards[module](*args, **kwargs), is_root=is_root)
             return self._gather_before_backward(unit, output=output) if gathers_first else output
 
