@@ -58,7 +58,10 @@ def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
 # Faults that were there: what is patched away brings one back.
 PLANTS = {
     "pretrained": ("ztk.zero.partitioned.PartitionedParameter.fill", _fill_while_full),
-    "loss scale": ("ztk.zero.reduction.GradientReduction.needs_scaled_loss", property(lambda self: False, lambda *_: None)),
+    "loss scale": (
+        "ztk.zero.reduction.GradientReduction.needs_scaled_loss",
+        property(lambda self: False, lambda *_: None),
+    ),
     "gathered": ("ztk.deepspeed.zero.gathered._is_changed", lambda parameter, *, versions: False),
     "writes": ("ztk.zero.writes.ParameterWrites.take_over", lambda self: None),
     "replaced": ("ztk.zero.writes.ParameterWrites._check_replaced", lambda self: None),
@@ -114,14 +117,14 @@ class Script:
         skips = rng.random() < 0.3
         acts = [rng.choice(ACTIONS) if rng.random() < 0.4 else "nothing" for _ in range(STEPS)]
         # What is drawn after it leaves the scripts of older seeds alike.
-        drawn = dict(
-            depth=rng.randint(2, 4),
-            tie=rng.choice(TIES if rng.random() < 0.15 else TIES[:3]),
-            spectral=rng.random() < 0.2,
-            frozen=rng.random() < 0.2,
-            stage=rng.randrange(4),
-            offload=rng.choice(("none", "cpu")),
-        )
+        drawn = {
+            "depth": rng.randint(2, 4),
+            "tie": rng.choice(TIES if rng.random() < 0.15 else TIES[:3]),
+            "spectral": rng.random() < 0.2,
+            "frozen": rng.random() < 0.2,
+            "stage": rng.randrange(4),
+            "offload": rng.choice(("none", "cpu")),
+        }
         return Script(
             seed=seed,
             **drawn,

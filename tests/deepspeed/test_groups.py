@@ -151,7 +151,11 @@ def test_two_engines_do_not_replace_each_others_checkpoints(tmp_path, caplog):
 
 
 def test_a_save_between_micro_batches_says_what_is_not_in_it(tmp_path, caplog):
-    config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = {
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()

@@ -15,7 +15,6 @@ from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.zero.state.offload import StateKind
 
-
 _NEW_GROUP = (
     "a parameter group was added after initialize: the engine's buffers are laid out for the groups it was built of. Give all groups to "
     "initialize, and freeze what trains later by requires_grad_(False) after it; or destroy() the engine and initialize again"
@@ -163,7 +162,9 @@ def _inside_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Calls the optimizer's own step hooks before and after."""
     for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
         if hook(optimizer, (), {}) is not None:
-            raise ValueError("a pre-step hook of the optimizer returned other arguments, and the engine's step has none")
+            raise ValueError(
+                "a pre-step hook of the optimizer returned other arguments, and the engine's step has none"
+            )
     yield
     for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
         hook(optimizer, (), {})

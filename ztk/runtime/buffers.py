@@ -25,7 +25,9 @@ class BufferPool:
         self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
         self._used: dict[int, tuple[Tensor, int]] = {}  # identity of its storage -> uint8, the elements asked for
-        self._shown: list[tuple[Tensor, bool]] = []  # released while others had a view of it; whether its values will change
+        self._shown: list[
+            tuple[Tensor, bool]
+        ] = []  # released while others had a view of it; whether its values will change
         self.elements_in_use = 0
 
     @torch.inference_mode(False)  # training writes to buffers that an evaluation allocated
