@@ -58,7 +58,7 @@ def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_injec
         for recognise in (_root_mean_square, _layer_norm, _gated):
             if (found := recognise(module, tried=tried)) is not None:
                 kernel, forward = found
-                replace_forward(module, forward)
+                replace_forward(module, by=forward)
                 made.forwards.append((module, module.forward))
                 made.counts[f"{type(module).__name__} -> {kernel}"] += 1
                 break

@@ -92,4 +92,4 @@ def _wrap(module: nn.Module, *, regions: Regions) -> None:
     def forward(*args, **kwargs):
         return regions.run(original, args=args, kwargs=kwargs)
 
-    replace_forward(module, forward)
+    replace_forward(module, by=forward)

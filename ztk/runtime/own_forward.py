@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 
-def replace_forward(module: nn.Module, forward: Callable, *, refusal: str = "") -> None:
-    """`module.forward` is `forward` from now on.
+def replace_forward(module: nn.Module, *, by: Callable, refusal: str = "") -> None:
+    """`module.forward` is `by` from now on.
 
     A copy of the module has the forward from before, bound to the copy; with `refusal` copying raises RuntimeError with that text.
     """
-    module.forward = OwnForward(module.forward, run=forward, refusal=refusal)
+    module.forward = OwnForward(module.forward, run=by, refusal=refusal)
 
 
 class OwnForward:
@@ -36,7 +36,7 @@ class OwnForward:
     def __reduce__(self) -> tuple:
         before = self._original()
         module = getattr(before, "__self__", None)
-        is_of_class = isinstance(module, nn.Module) and before.__func__ is type(module).forward
+        is_of_class = isinstance(module, nn.Module) and getattr(before, "__func__", None) is type(module).forward
         return (_of_class, (module,)) if is_of_class else (_same, (before,))
 
     def _original(self) -> Callable:
@@ -46,7 +46,6 @@ class OwnForward:
 
 
 def _of_class(module: nn.Module) -> Callable:
-    # pyrefly: ignore[missing-attribute]  # a function, of which this makes a method
     return type(module).forward.__get__(module)
 
 

@@ -76,7 +76,7 @@ def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         return original(axis.enter(x, label=name), *args, **kwargs)
 
-    replace_forward(module, forward, refusal=_NO_COPY)
+    replace_forward(module, by=forward, refusal=_NO_COPY)
     _set_size(module, name="out_features", dim=0)
     _set_size(module, name="nf", dim=1)
 
@@ -90,7 +90,7 @@ def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         return gather_last(local(x, *args, **kwargs), comm=axis.comm, sizes=sizes, label=name)
 
-    replace_forward(module, forward, refusal=_NO_COPY)
+    replace_forward(module, by=forward, refusal=_NO_COPY)
 
 
 def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
@@ -115,7 +115,7 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
             local = adapter(local, x=x)
         return axis.leave(local, label=name) + module.bias
 
-    replace_forward(module, forward, refusal=_NO_COPY)
+    replace_forward(module, by=forward, refusal=_NO_COPY)
     _set_size(module, name="in_features", dim=1)
     _set_size(module, name="nx", dim=0)
 
@@ -128,7 +128,7 @@ def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         return original(split_last(x, comm=axis.comm, sizes=sizes, label=name), *args, **kwargs)
 
-    replace_forward(module, forward, refusal=_NO_COPY)
+    replace_forward(module, by=forward, refusal=_NO_COPY)
 
 
 def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: range) -> None:
@@ -151,7 +151,7 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
         local = torch.where(here, tokens - words.start, 0)
         return axis.leave(original(local) * here.unsqueeze(-1), label=name)
 
-    replace_forward(module, forward, refusal=_NO_COPY)
+    replace_forward(module, by=forward, refusal=_NO_COPY)
     if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
         module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
     _set_size(module, name="num_embeddings", dim=0)

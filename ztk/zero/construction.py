@@ -148,7 +148,8 @@ class _Construction:
         self, make: Callable, cls: type, data: torch.Tensor | None = None, requires_grad: bool = True
     ) -> nn.Parameter:
         """`nn.Parameter(data)`, which refuses a parameter that is sharded, for its class: weight_norm makes a parameter of one."""
-        if (partitioned := partitioned_of(data)) is not None and not self.is_suspended:
+        partitioned = partitioned_of(data)
+        if data is not None and partitioned is not None and not self.is_suspended:
             self.touch([partitioned])
             with torch._C.DisableTorchFunction():
                 data = data.data

@@ -119,7 +119,7 @@ class ModelHooks:
                 output = self._keep_views(self._forwards[module](*args, **kwargs), is_root=is_root)
             return self._gather_before_backward(unit, output=output) if gathers_first else output
 
-        replace_forward(module, forward)
+        replace_forward(module, by=forward)
 
     def _keep_views(self, output: object, *, is_root: bool) -> object:
         """A unit that returns views of its parameters stays gathered until the model's forward ends; the model returns copies."""
