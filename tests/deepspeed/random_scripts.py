@@ -1,11 +1,13 @@
 """Models and loops drawn at random, run by an engine on two ranks and by plain PyTorch: equal, or an error, never a silent difference.
 
-A script is drawn from its seed alone: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm), the
-strategy, and for every iteration one thing that public scripts do to parameters and gradients.
+A script is drawn from its seed alone: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm) and how
+it is built, the strategy, how the ranks divide a batch, how the backward is called, and for every iteration one thing that public scripts do
+to parameters and gradients.
 """
 
 import contextlib
 import copy
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.deepspeed.log import logger
 from ztk.runtime import Process
+from ztk.zero.partitioned import PartitionedParameter, partitioned_of
 
 WIDTH, STEPS, BATCH = 8, 6, 8
 TIES = ("none", "parameter", "module", "data", "attribute", "buffer")
@@ -40,8 +43,26 @@ ACTIONS = (
     ),
     *("scale gradient", "set gradient", "drop", "read data", "double", "normalise"),
 )
+_FILL = PartitionedParameter.fill
+
+
+def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
+    """What is loaded goes where the shard is, and the old values in full are sharded over it later."""
+    self.shard = lambda source: None
+    try:
+        _FILL(self, read)
+    finally:
+        del self.shard
+
+
 # Faults that were there: what is patched away brings one back.
 PLANTS = {
+    "pretrained": ("ztk.zero.partitioned.PartitionedParameter.fill", _fill_while_full),
+    "loss scale": (
+        "ztk.zero.reduction.GradientReduction.needs_scaled_loss",
+        property(lambda self: False, lambda *_: None),
+    ),
+    "gathered": ("ztk.deepspeed.zero.gathered._is_changed", lambda parameter, *, versions: False),
     "writes": ("ztk.zero.writes.ParameterWrites.take_over", lambda self: None),
     "replaced": ("ztk.zero.writes.ParameterWrites._check_replaced", lambda self: None),
     "frozen": ("ztk.zero.writes.ParameterWrites.frozen_names", lambda self: frozenset()),
@@ -52,6 +73,9 @@ PLANTS = {
 }
 # The seed of a script that differs in silence where the fault is there.
 CAUGHT = {
+    "pretrained": 3,
+    "loss scale": 127,
+    "gathered": 21,
     "writes": 0,
     "replaced": 16,
     "frozen": 153,
@@ -64,7 +88,12 @@ CAUGHT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """One drawn script."""
+    """One drawn script.
+
+    built: as plain PyTorch, under zero.Init, or filled from a file inside a zero.Init that goes on. fp16: with a loss scale. calls_backward:
+    loss.backward(), not engine.backward(loss). uneven: rank 0 has most of each batch. gathered: the iteration after which a weight is
+    written inside GatheredParameters, and whether modifier_rank says so.
+    """
 
     seed: int
     depth: int
@@ -76,25 +105,39 @@ class Script:
     offload: str
     momentum: float
     actions: tuple[str, ...]
+    built: str
+    fp16: bool
+    calls_backward: bool
+    uneven: bool
+    gathered: tuple[int, bool]
 
     @staticmethod
     def draw(seed: int) -> "Script":
         rng = random.Random(seed)
         skips = rng.random() < 0.3
         acts = [rng.choice(ACTIONS) if rng.random() < 0.4 else "nothing" for _ in range(STEPS)]
+        # What is drawn after it leaves the scripts of older seeds alike.
+        drawn = {
+            "depth": rng.randint(2, 4),
+            "tie": rng.choice(TIES if rng.random() < 0.15 else TIES[:3]),
+            "spectral": rng.random() < 0.2,
+            "frozen": rng.random() < 0.2,
+            "stage": rng.randrange(4),
+            "offload": rng.choice(("none", "cpu")),
+        }
         return Script(
             seed=seed,
-            depth=rng.randint(2, 4),
-            tie=rng.choice(TIES if rng.random() < 0.15 else TIES[:3]),
-            spectral=rng.random() < 0.2,
+            **drawn,
             skips=skips,
-            frozen=rng.random() < 0.2,
-            stage=rng.randrange(4),
-            offload=rng.choice(("none", "cpu")),
             momentum=0.0
             if skips or "drop" in acts
             else 0.9,  # what has no gradient moves by momentum: the page says so
             actions=tuple(acts),
+            built=rng.choice(("plain", "Init", "pretrained")) if drawn["stage"] == 3 else "plain",
+            fp16=rng.random() < 0.2,
+            calls_backward=rng.random() < 0.3,
+            uneven=rng.random() < 0.3,
+            gathered=(rng.randrange(STEPS) if rng.random() < 0.15 else STEPS, rng.random() < 0.5),
         )
 
 
@@ -128,9 +171,9 @@ class Model(nn.Module):
     def forward(self, x: Tensor, number: int) -> Tensor:
         for index, layer in enumerate(self.layers):
             if not (self.skips and index == 1 and number % 2):
-                x = torch.tanh(layer(x * self.scale))
+                x = torch.tanh(layer(x * self.scale.to(x.dtype)))
         if hasattr(self, "row"):
-            x = x + self.row
+            x = x + self.row.to(x.dtype)
         return self.head(x) + self.layers[0].weight[0].sum()  # a view, outside of its module's forward
 
 
@@ -149,6 +192,9 @@ class Calls:
     step: Callable
     zero_grad: Callable
     part: slice
+    dtype: torch.dtype = torch.float32
+    loss_factor: float = 1.0
+    gathered: Callable = contextlib.nullcontext
 
 
 def loop(script: Script, *, calls: Calls) -> None:
@@ -156,7 +202,8 @@ def loop(script: Script, *, calls: Calls) -> None:
     for number, action in enumerate(script.actions):
         x, y = batch(number, part=calls.part)
         calls.zero_grad()
-        calls.backward(F.mse_loss(calls.model(x, number), y))
+        squares = F.mse_loss(calls.model(x.to(calls.dtype), number).float(), y, reduction="sum")
+        calls.backward(squares * (calls.loss_factor / BATCH))
         parameters = [parameter for parameter in calls.module.parameters() if parameter.requires_grad]
         if action == "drop":
             calls.zero_grad()
@@ -164,6 +211,9 @@ def loop(script: Script, *, calls: Calls) -> None:
         _edit_gradients(action, parameters=parameters)
         calls.step()
         _edit_parameters(action, module=calls.module)
+        if number == script.gathered[0]:
+            with torch.no_grad(), calls.gathered([calls.module.layers[0].weight]):
+                calls.module.layers[0].weight.mul_(0.7)
 
 
 def _edit_gradients(action: str, *, parameters: list[nn.Parameter]) -> None:
@@ -215,7 +265,7 @@ def _edit_parameters(action: str, *, module: nn.Module) -> None:
 
 
 def run_plain(script: Script) -> dict[str, Tensor]:
-    model = Model(script)
+    model = _loaded(Model(script), script=script)
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=script.momentum)
     calls = Calls(
         model=model,
@@ -224,6 +274,7 @@ def run_plain(script: Script) -> dict[str, Tensor]:
         step=sgd.step,
         zero_grad=model.zero_grad,
         part=slice(None),
+        gathered=lambda parameters: contextlib.nullcontext(),
     )
     loop(script, calls=calls)
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -238,14 +289,19 @@ def run_engine(process: Process, *, seed: int, plant: str = "") -> tuple[str, st
     with _planted(plant), _listening(handler):
         try:
             engine = _made(script)
-            half = BATCH // process.world_size
+            cut = BATCH - 1 if script.uneven else BATCH // 2
             calls = Calls(
                 model=engine,
                 module=engine.module,
-                backward=engine.backward,
+                backward=(lambda loss: loss.backward()) if script.calls_backward else engine.backward,
                 step=engine.step,
                 zero_grad=engine.zero_grad,
-                part=slice(half * process.rank, half * (process.rank + 1)),
+                part=slice(cut) if process.rank == 0 else slice(cut, BATCH),
+                dtype=torch.float16 if script.fp16 else torch.float32,
+                loss_factor=process.world_size,  # the engine divides by it
+                gathered=functools.partial(
+                    deepspeed.zero.GatheredParameters, modifier_rank=0 if script.gathered[1] else None
+                ),
             )
             loop(script, calls=calls)
             weights = scripts.weights(engine)
@@ -254,7 +310,8 @@ def run_engine(process: Process, *, seed: int, plant: str = "") -> tuple[str, st
         finally:
             if engine is not None:
                 engine.destroy()
-    where = _difference(weights, run_plain(script))
+    # fp32: two orders of summation over STEPS steps, values below 2; fp16: one rounding of such values per step.
+    where = _difference(weights, run_plain(script), tolerance=STEPS * 2**-10 if script.fp16 else 2e-5)
     said = [message for message in messages if "p.grad is None" in message]
     if where and any(everyone := process.comm.gather_objects(said)):
         return "warning", next(filter(None, everyone))[0]
@@ -265,17 +322,39 @@ def _made(script: Script):
     zero = {} if script.offload == "none" else {"offload_optimizer": {"device": "cpu"}}
     config = scripts.config(stage=script.stage, zero=zero, gradient_clipping=0.0)
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": script.momentum}}
-    return deepspeed.initialize(model=Model(script), config=config)[0]
+    if script.fp16:
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=script.built != "plain"):
+        if script.built == "pretrained":  # as transformers does it where an Init goes on around from_pretrained
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = Model(script)
+            model.state_dict()
+            model = _loaded(model, script=script)
+        else:
+            model = Model(script)
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
-def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """The parameter that is furthest off, if it is further than two orders of summation explain: fp32 over STEPS steps, values below 2."""
+def _loaded(model: Model, *, script: Script) -> Model:
+    """With values of a file, where the script has one."""
+    generator = torch.Generator().manual_seed(script.seed)
+    for parameter in model.parameters() if script.built == "pretrained" else ():
+        values = torch.randn(parameter.numel(), generator=generator) / WIDTH**0.5
+        if (partitioned := partitioned_of(parameter)) is None:
+            parameter.data.copy_(values.view(parameter.shape))
+        else:
+            partitioned.fill(lambda start, stop, values=values: values[start:stop])
+    return model
+
+
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float) -> str:
+    """The parameter that is furthest off, if it is further than `tolerance`."""
     worst = {
         name: float((found[name] - value).abs().max()) if name in found else float("inf")
         for name, value in expected.items()
     }
     name = max(worst, key=lambda key: float("inf") if worst[key] != worst[key] else worst[key])
-    return "" if worst[name] <= 2e-5 else f"{name} by {worst[name]:.2g}"
+    return "" if worst[name] <= tolerance else f"{name} by {worst[name]:.2g}"
 
 
 @contextlib.contextmanager
@@ -283,7 +362,7 @@ def _planted(plant: str) -> Iterator[None]:
     if not plant:
         yield
         return
-    with mock.patch(*PLANTS[plant]):
+    with mock.patch(*PLANTS[plant], create=True):
         yield
 
 

@@ -1,10 +1,12 @@
-"""Parameter groups of torch's SGD that one update cannot run are refused; a pipeline's grid needs no process."""
+"""Parameter groups that one update cannot run, and tags that two engines would share, are refused; a pipeline's grid needs no process."""
 
 import pytest
 import torch
 from torch import nn
 
 import ztk.deepspeed as deepspeed
+from ztk.checkpoint.errors import SaveFailed
+from ztk.deepspeed.log import logger
 from ztk.deepspeed.pipe import PipeDataParallelTopology, PipelineParallelGrid
 
 CONFIG = {"train_batch_size": 1}
@@ -67,6 +69,100 @@ def test_loading_drops_the_gradients_of_a_step_that_was_begun(tmp_path):
     engine.destroy()
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(words)).square().mean()
+
+
+def test_sparse_gradients_train_as_in_torch():
+    words, plain = torch.tensor([1, 2, 2, 5]), Words()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = Words()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=CONFIG | {"gradient_clipping": 0.0}
+    )
+    for _ in range(2):
+        sgd.zero_grad()
+        plain(words).backward()
+        sgd.step()
+        engine.backward(engine(words))
+        engine.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("of_client", [True, False])
+def test_a_parameter_group_that_comes_later_is_refused(of_client):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    client = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=CONFIG)
+    with pytest.raises(ValueError, match="Give all groups to initialize"):
+        (client if of_client else optimizer).add_param_group({"params": list(model[1].parameters())})
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_step_hooks_of_the_optimizers_are_called(is_pipeline):
+    layer, called = nn.Linear(2, 2), []
+    model = (
+        deepspeed.PipelineModule(layers=[layer], num_stages=1, loss_fn=lambda x, y: (x - y).square().mean())
+        if is_pipeline
+        else layer
+    )
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=CONFIG)
+    for name, of in (("client", client), ("engine", optimizer)):
+        of.register_step_pre_hook(lambda *_, name=name: called.append(f"{name}, before"))
+        of.register_step_post_hook(lambda *_, name=name: called.append(f"{name}, after"))
+    for _ in range(2):
+        if is_pipeline:
+            engine.train_batch(iter([(torch.ones(1, 2), torch.ones(1, 2))]))
+        else:
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+    assert called == ["engine, before", "client, before", "client, after", "engine, after"] * 2
+    engine.destroy()
+
+
+def test_two_engines_do_not_replace_each_others_checkpoints(tmp_path, caplog):
+    actor, critic = (deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG)[0] for _ in range(2))
+    actor.save_checkpoint(tmp_path)
+    for tag in (None, "global_step0"):
+        with pytest.raises(SaveFailed, match="another engine .* save_dir of its own"):
+            critic.save_checkpoint(tmp_path, tag=tag)
+    with caplog.at_level("WARNING", logger=logger.name):
+        critic.save_checkpoint(tmp_path, tag="critic")
+    assert "latest names the checkpoint of the engine that saved last" in caplog.text
+    critic.save_checkpoint(tmp_path / "critic")
+    actor.save_checkpoint(tmp_path)
+    actor.destroy()
+    critic.save_checkpoint(tmp_path)  # nobody else saves there any more
+    critic.destroy()
+
+
+def test_a_save_between_micro_batches_says_what_is_not_in_it(tmp_path, caplog):
+    config = {
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with caplog.at_level("WARNING", logger=logger.name):
+        engine.save_checkpoint(tmp_path)
+    assert "after 1 of 2 micro-batches" in caplog.text
+    engine.destroy()
 
 
 @pytest.mark.parametrize("tag", ["..", ".", "a/b", "  x  ", ""])

@@ -109,6 +109,25 @@ def test_what_init_cannot_follow_is_refused(arguments, part):
         deepspeed.zero.Init(**arguments)
 
 
+def _normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 1))
+
+
+def parametrized(process) -> dict[str, torch.Tensor]:
+    """Of a model whose layer makes parameters of a sharded one."""
+    with deepspeed.zero.Init():
+        model = _normalised()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_parameters_that_are_made_of_sharded_ones(ranks):
+    for found in ranks(2).run(parametrized):
+        for name, value in _normalised().named_parameters():
+            assert torch.equal(found[name], value), name
+
+
 def test_external_parameters_are_kept_and_checked():
     module, other = nn.Linear(2, 2), nn.Linear(2, 2)
     deepspeed.zero.register_external_parameter(module, other.weight)

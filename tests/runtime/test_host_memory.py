@@ -39,3 +39,33 @@ def test_without_it_a_step_pays_for_its_pages_again():
 
 def test_what_the_user_set_is_left_alone():
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > PAGES / 2
+
+
+RETURNING = """
+from pathlib import Path
+
+import torch
+
+from ztk.runtime.host_memory import keep_freed_memory, return_freed_memory
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+keep_freed_memory()
+weights = [torch.ones(1 << 20) for _ in range(32)]  # 4 MiB each
+taken = resident()
+kept = torch.ones(1 << 10)  # at the top of the heap
+del weights
+freed = resident()
+return_freed_memory()
+print(taken - freed, freed - resident())
+"""
+
+
+def test_memory_of_weights_that_an_engine_has_taken_goes_back():
+    ran = subprocess.run([sys.executable, "-c", RETURNING], capture_output=True, text=True, check=True)
+    by_itself, returned = map(int, ran.stdout.split())
+    pages = 32 * (4 << 20) // 4096
+    assert by_itself < pages / 4 and returned > pages / 2

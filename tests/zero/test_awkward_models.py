@@ -69,6 +69,23 @@ class Recomputed(Language):
         return x
 
 
+class Spanned(Language):
+    """Activation checkpointing around several units, and around a part of the root: a layer that no unit has."""
+
+    def build_body(self) -> None:
+        self.blocks = nn.ModuleList(Block(odd=0) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(torch.tanh(x)) * self.last.bias
+
+    def body(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.run, x, use_reentrant=False)
+        return checkpoint(self.last, x, use_reentrant=False)
+
+
 class Shared(Language):
     """One block called three times, and a block that is reached by two names."""
 
@@ -134,7 +151,7 @@ class Outliving(Language):
         return x + sum(self.notes.values())
 
 
-MODELS = [Views, Recomputed, Shared, Containers, Outliving]
+MODELS = [Views, Recomputed, Spanned, Shared, Containers, Outliving]
 TOKENS = torch.arange(24).remainder(CLASSES).view(4, 6)
 
 
@@ -156,6 +173,33 @@ def test_awkward_models_train_to_the_same_bits(ranks, kind):
     first = ranks(2).run(losses_of, kind=kind, stage=0)[0]
     assert first[-1] < first[0]
     assert ranks(2).run(losses_of, kind=kind, stage=3)[0] == first
+
+
+def views_that_were_kept(process, *, stage: int) -> dict[str, list[Tensor]]:
+    """Views of weights from forwards and from hooks of backwards: read before the step, what the weights are then, and read after it."""
+    torch.manual_seed(0)
+    model = Outliving()
+    kept: dict[int, Tensor] = {}
+    for number, block in enumerate(model.blocks):
+        block.register_full_backward_hook(
+            lambda module, *_, number=number: kept.__setitem__(number, module.weight[0].detach())
+        )
+    engine = make_engine(process, layout=Layout(stage=stage, zero={"max_reuse_distance": 0}), model=model)
+    engine.backward(engine(TOKENS))
+    views = [*model.notes.values(), *(kept[number] for number in range(len(model.blocks)))]
+    before = [view.clone() for view in views]
+    weights = {name: value.clone() for name, value in engine.zero.full_parameters()}
+    engine.step()
+    weights = [weights[f"blocks.{number}.weight"][0] for number in range(len(model.blocks))] * 2
+    return {"before": before, "weights": weights, "after": [view.clone() for view in views]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_kept_view_of_a_weight_shows_what_the_weight_is_or_nan(ranks, stage):
+    for found in ranks(2).run(views_that_were_kept, stage=stage):
+        for before, weight, after in zip(*found.values(), strict=True):
+            assert torch.equal(before, weight)
+            assert after.isnan().all() if stage == 3 else not torch.equal(after, weight)
 
 
 def test_elements_of_containers_are_units():

@@ -21,6 +21,7 @@ from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
 from ztk.checkpoint.full import is_cut, persistent_buffers
 from ztk.deepspeed import zero_to_fp32
+from ztk.deepspeed.claimed_tags import claim_latest, claim_tag
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.gathered import GatheredParameters
@@ -32,11 +33,22 @@ def save_checkpoint(
     engine, *, folder: str | os.PathLike, tag: object, client_state: dict, save_latest: bool, trained_only: bool = False
 ) -> None:
     """Collective. See `DeepSpeedEngine.save_checkpoint`."""
-    folder, comm = Path(folder), engine.engine.comm
+    folder, comm, is_default = Path(folder), engine.engine.comm, tag is None
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
         raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path and without spaces around it")
     _check_tag(tag, comm=comm, validation=engine.settings.tag_validation)
+    agreement = Agreement(comm, error=SaveFailed)
+    with agreement.step():
+        if comm.rank == 0:
+            claim_tag(engine, folder=folder, tag=tag, is_default=is_default)
+            if engine._since_step:
+                logger.warning(
+                    "save_checkpoint after %d of %d micro-batches of a step: their gradients are not saved, a run that resumes begins the step "
+                    "anew",
+                    engine._since_step,
+                    engine.settings.batch.accumulation,
+                )
     scheduler = engine.lr_scheduler
     state = {
         "client_state": client_state,
@@ -47,11 +59,11 @@ def save_checkpoint(
     checkpoint.save(
         engine.engine, folder=folder / tag, extra={"deepspeed": _encode(state)}, keep=1, trained_only=trained_only
     )
-    agreement = Agreement(comm, error=SaveFailed)
     with agreement.step():
         if comm.rank == 0:
             zero_to_fp32.leave_script(folder)
             if save_latest:
+                claim_latest(engine, folder=folder)
                 temporary = folder / f"{LATEST}.tmp"
                 temporary.write_text(tag)
                 os.replace(temporary, folder / LATEST)

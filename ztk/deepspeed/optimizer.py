@@ -1,6 +1,7 @@
 """The second item that `initialize` returns: what a script sees of the sharded optimizer."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,11 @@ from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.zero.state.offload import StateKind
+
+_NEW_GROUP = (
+    "a parameter group was added after initialize: the engine's buffers are laid out for the groups it was built of. Give all groups to "
+    "initialize, and freeze what trains later by requires_grad_(False) after it; or destroy() the engine and initialize again"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +40,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, trained: TrainedGroups, *, engine: Engine, moving: StateOffload) -> None:
+        self._is_built = False
         super().__init__([dict(group) for group in trained.groups], dict(trained.defaults))
+        self._is_built = True
         if trained.client is not None:
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
@@ -57,24 +65,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.skip_step()
             forget_gradients(self._engine)
             return
-        client = self.optimizer if self.optimizer is not self else None
-        for hook in _hooks(client, kind="pre"):
-            if hook(client, (), {}) is not None:
-                raise ValueError(
-                    "a pre-step hook of the optimizer returned other arguments, and the engine's step has none"
-                )
-        self._write_hyper()
-        self._engine.step()
-        self._mark_stepped()
-        for hook in _hooks(client, kind="post"):
-            hook(client, (), {})
+        with self._inside_hooks_of_client():
+            self._write_hyper()
+            self._engine.step()
+            self._mark_stepped()
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """The engine's full step, for a pipeline; returns its loss."""
-        self._write_hyper()
-        loss = self._engine.train_batch(micro_batches)
-        self._mark_stepped()
+        """The engine's full step, for a pipeline; returns its loss. Step hooks run around all of it."""
+        with _inside_hooks(self), self._inside_hooks_of_client():
+            self._write_hyper()
+            loss = self._engine.train_batch(micro_batches)
+            self._mark_stepped()
         return loss
+
+    def _inside_hooks_of_client(self) -> AbstractContextManager:
+        """Its step is replaced by the engine's, so torch calls none of them; those of `self.step` it calls by itself."""
+        return nullcontext() if self.optimizer is self else _inside_hooks(self.optimizer)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Raises ValueError: the groups are those of `initialize`."""
+        if self._is_built:
+            raise ValueError(_NEW_GROUP)
+        super().add_param_group(param_group)
 
     def _mark_stepped(self) -> None:
         if self.optimizer is not self:
@@ -220,6 +232,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _write_hyper(self) -> None:
         """Numbers that changed go to the device in one copy, which is not waited for."""
+        if len(self.param_groups) != len(self._row_of_group):
+            raise ValueError(_NEW_GROUP)
         before, table = self._hyper.clone(), self._engine.control.hyper
         for group, row in zip(self.param_groups, self._row_of_group, strict=True):
             if row is None:
@@ -232,6 +246,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)
 
 
-def _hooks(client: torch.optim.Optimizer | None, *, kind: str) -> list:
-    """The client's own step hooks. Its step is replaced by the engine's, so torch calls none; those of `self` it calls by itself."""
-    return [] if client is None else list(getattr(client, f"_optimizer_step_{kind}_hooks", {}).values())
+@contextmanager
+def _inside_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Calls the optimizer's own step hooks before and after."""
+    for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
+        if hook(optimizer, (), {}) is not None:
+            raise ValueError(
+                "a pre-step hook of the optimizer returned other arguments, and the engine's step has none"
+            )
+    yield
+    for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
+        hook(optimizer, (), {})

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 
@@ -22,12 +23,31 @@ def warn_of_parts(model: nn.Module, *, zero: Zero, is_cut: bool) -> None:
     """
     if not (is_cut or zero.policy.shards_parameters):
         return
-    alive = weakref.ref(zero)  # the model outlives its engine
+    model.register_state_dict_pre_hook(_Warner(zero, is_cut=is_cut))
 
-    def look(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        zero = alive()
+
+class _Warner:
+    """The hook. A copy of the model has none of its parts to warn of."""
+
+    def __init__(self, zero: Zero, *, is_cut: bool) -> None:
+        self._zero, self._is_cut = weakref.ref(zero), is_cut  # the model outlives its engine
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        zero = self._zero()
         sharded = zero is not None and any(bucket.state is ParameterState.sharded for bucket in zero.buckets)
-        if is_cut or sharded:
+        if self._is_cut or sharded:
             warnings.warn(_TEXT, RuntimeWarning, stacklevel=3)
 
-    model.register_state_dict_pre_hook(look)
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return _silent
+
+    def __reduce__(self) -> tuple:
+        return _make_silent, ()
+
+
+def _silent(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """What a copy has instead."""
+
+
+def _make_silent() -> Callable:
+    return _silent

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ztk.hf.attention import restore_attention, use_attention
 from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
+from ztk.runtime.own_forward import replace_forward
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _WIDTH, _INNER = 8, 12  # of twins
@@ -57,8 +58,8 @@ def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_injec
         for recognise in (_root_mean_square, _layer_norm, _gated):
             if (found := recognise(module, tried=tried)) is not None:
                 kernel, forward = found
-                module.forward = forward
-                made.forwards.append((module, forward))
+                replace_forward(module, by=forward)
+                made.forwards.append((module, module.forward))
                 made.counts[f"{type(module).__name__} -> {kernel}"] += 1
                 break
     made.attention = use_attention(model)

@@ -24,7 +24,7 @@ from ztk.pipeline.stages import layered, mark_copies, share_values, split
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import Process
-from ztk.runtime.host_memory import keep_freed_memory
+from ztk.runtime.host_memory import keep_freed_memory, return_freed_memory
 from ztk.runtime.part import InitialValues, Part, values_of_parts
 from ztk.runtime.planned import is_planned
 from ztk.sequence import cut_sequences
@@ -98,6 +98,8 @@ def parallelize(
     apply_copies(plan)
     groups = group_parameters(optimizer, shapes=plan.trained)
     apply_zero(plan, groups=groups)
+    if process.device.type == "cpu":
+        return_freed_memory()
     apply_recompute(plan)
     place_buffers(plan)
     warn_of_parts(model, zero=plan.sharded, is_cut=plan.is_cut)

@@ -8,6 +8,7 @@ from torch import nn
 from ztk.policies.recompute import RecomputeMode, RecomputePolicy
 from ztk.recompute.region import Regions
 from ztk.runtime import Comm, MemoryLedger
+from ztk.runtime.own_forward import replace_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -91,4 +92,4 @@ def _wrap(module: nn.Module, *, regions: Regions) -> None:
     def forward(*args, **kwargs):
         return regions.run(original, args=args, kwargs=kwargs)
 
-    module.forward = forward
+    replace_forward(module, by=forward)

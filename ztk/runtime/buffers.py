@@ -25,11 +25,15 @@ class BufferPool:
         self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
         self._used: dict[int, tuple[Tensor, int]] = {}  # identity of its storage -> uint8, the elements asked for
+        self._shown: list[
+            tuple[Tensor, bool]
+        ] = []  # released while others had a view of it; whether its values will change
         self.elements_in_use = 0
 
     @torch.inference_mode(False)  # training writes to buffers that an evaluation allocated
     def acquire(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A buffer [numel] of `dtype` with undefined content."""
+        self._take_back()
         nbytes = numel * dtype.itemsize
         fitting = next((buffer for buffer in self._free if buffer.numel() >= nbytes), None)
         if fitting is not None:
@@ -52,21 +56,52 @@ class BufferPool:
         """`buffer` was acquired here and not released yet."""
         return buffer is not None and buffer.untyped_storage()._cdata in self._used
 
-    def release(self, buffer: Tensor, *, has_guests: bool = False) -> None:
+    def release(self, buffer: Tensor, *, has_guests: bool = False, is_changing: bool = True) -> None:
         """The caller no longer uses `buffer`.
 
-        has_guests: others were shown its memory. If one of them still has a view, the memory is his and is not handed out again.
+        has_guests: others were shown its memory. As long as one of them has a view, it is not handed out again.
+        is_changing: `spoil_views` is for it.
         """
         released, numel = self._used.pop(buffer.untyped_storage()._cdata)
         self.elements_in_use -= numel
-        if has_guests and torch._C._storage_Use_Count(released.untyped_storage()._cdata) > _OWN_REFERENCES:
-            self._ledger.remove(tier=self._tier, category=self._category, nbytes=released.numel())
+        if has_guests and _references(released) > _OWN_REFERENCES:
+            self._shown.append((released, is_changing))
+        else:
+            self._put_back(released)
+
+    def spoil_views(self) -> None:
+        """What views of released buffers show is about to change elsewhere: from now on they read as NaN, not as what was."""
+        self._take_back()
+        for buffer, is_changing in self._shown:
+            if is_changing:
+                buffer.fill_(0xFF)  # NaN in every floating-point dtype
+                self._ledger.remove(tier=self._tier, category=self._category, nbytes=buffer.numel())
+        self._shown = [entry for entry in self._shown if not entry[1]]
+
+    def _take_back(self) -> None:
+        """Buffers of which nobody has a view any more are free."""
+        if not self._shown:
             return
-        self._free.append(released)
+        shown, self._shown = self._shown, []
+        while shown:
+            buffer, is_changing = shown.pop()
+            if _references(buffer) > _OWN_REFERENCES - 1:  # the caller of `release` has gone
+                self._shown.append((buffer, is_changing))
+            else:
+                self._put_back(buffer)
+
+    def _put_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
         self._free.sort(key=Tensor.numel)
 
     def drop_free(self) -> None:
         """Frees the memory of the buffers that are not in use."""
+        self._take_back()
         nbytes = sum(buffer.numel() for buffer in self._free)
         self._ledger.remove(tier=self._tier, category=self._category, nbytes=nbytes)
         self._free.clear()
+
+
+def _references(buffer: Tensor) -> int:
+    """To the storage of `buffer`, this call's own included."""
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)

@@ -26,3 +26,11 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD)
+
+
+def return_freed_memory() -> None:
+    """Returns to the system what was freed until now: an engine has taken a model's weights into buffers of its own, and the memory they were
+    in, 4 bytes per parameter, is of no use to the steps. Without `malloc_trim` in the C library nothing happens."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 from dataclasses import dataclass, replace
 
 import torch
@@ -146,6 +147,8 @@ def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.time
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
         )
         store = dist.PrefixStore(f"ztk/start{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    elif _is_this_machine(os.environ.get("MASTER_ADDR", "")):
+        store = local_store(int(os.environ["MASTER_PORT"]), rank=rank, world=world, timeout=timeout)
     elif "MASTER_ADDR" in os.environ:
         store = None
     elif world == 1:
@@ -153,3 +156,30 @@ def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.time
     else:
         raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _is_this_machine(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.")
+
+
+def local_store(port: int, *, rank: int, world: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """The store of ranks on one machine, which rank 0 serves to this machine alone; torch's own listens on every interface."""
+    descriptor = None
+    if rank == 0:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(4096)
+            descriptor = listener.detach()
+        except OSError:  # this process serves it already, or torch's error says who has the port
+            listener.close()
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        world,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
+    )

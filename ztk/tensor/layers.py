@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from ztk.nn.linear import Linear, linear
 from ztk.runtime import Comm
+from ztk.runtime.own_forward import replace_forward
 from ztk.tensor.collectives import copy_in, gather_in, gather_last, scatter_out, split_last, sum_out
 from ztk.tensor.derived import is_conv1d
+
+_NO_COPY = (
+    "this module holds one rank's part of its weights (tensor parallelism), and a copy would have no part in the sums over the ranks: copy or "
+    "average the model before it is cut; ztk.checkpoint.full_state_dict(engine) has the full weights"
+)
 
 
 class TensorAxis:
@@ -70,7 +76,7 @@ def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         return original(axis.enter(x, label=name), *args, **kwargs)
 
-    module.forward = forward
+    replace_forward(module, by=forward, refusal=_NO_COPY)
     _set_size(module, name="out_features", dim=0)
     _set_size(module, name="nf", dim=1)
 
@@ -84,7 +90,7 @@ def cut_column_gathered(module: nn.Module, *, axis: TensorAxis, name: str, sizes
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         return gather_last(local(x, *args, **kwargs), comm=axis.comm, sizes=sizes, label=name)
 
-    module.forward = forward
+    replace_forward(module, by=forward, refusal=_NO_COPY)
 
 
 def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
@@ -109,7 +115,7 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
             local = adapter(local, x=x)
         return axis.leave(local, label=name) + module.bias
 
-    module.forward = forward
+    replace_forward(module, by=forward, refusal=_NO_COPY)
     _set_size(module, name="in_features", dim=1)
     _set_size(module, name="nx", dim=0)
 
@@ -122,7 +128,7 @@ def split_input(module: nn.Module, *, axis: TensorAxis, name: str, sizes: tuple[
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         return original(split_last(x, comm=axis.comm, sizes=sizes, label=name), *args, **kwargs)
 
-    module.forward = forward
+    replace_forward(module, by=forward, refusal=_NO_COPY)
 
 
 def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: range) -> None:
@@ -145,7 +151,7 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
         local = torch.where(here, tokens - words.start, 0)
         return axis.leave(original(local) * here.unsqueeze(-1), label=name)
 
-    module.forward = forward
+    replace_forward(module, by=forward, refusal=_NO_COPY)
     if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
         module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
     _set_size(module, name="num_embeddings", dim=0)

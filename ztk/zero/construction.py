@@ -113,9 +113,12 @@ class _Construction:
         for cls in _subclasses(nn.Module):
             wrap(cls)
         nn.Module.__init_subclass__ = classmethod(init_subclass)
+        make_parameter = nn.Parameter.__new__
+        nn.Parameter.__new__ = staticmethod(functools.partial(self._make_parameter, make_parameter))
         try:
             yield
         finally:
+            nn.Parameter.__new__ = staticmethod(make_parameter)
             del nn.Module.__init_subclass__
             for cls, constructor in wrapped.items():
                 if getattr(cls.__init__, "__wrapped__", None) is constructor:
@@ -140,6 +143,17 @@ class _Construction:
             self._built[module] = None
 
         return __init__
+
+    def _make_parameter(
+        self, make: Callable, cls: type, data: torch.Tensor | None = None, requires_grad: bool = True
+    ) -> nn.Parameter:
+        """`nn.Parameter(data)`, which refuses a parameter that is sharded, for its class: weight_norm makes a parameter of one."""
+        partitioned = partitioned_of(data)
+        if data is not None and partitioned is not None and not self.is_suspended:
+            self.touch([partitioned])
+            with torch._C.DisableTorchFunction():
+                data = data.data
+        return make(cls, data, requires_grad)
 
     # See [Note: Touched parameters]
 

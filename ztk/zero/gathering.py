@@ -92,6 +92,11 @@ class Gathering:
             )
         self.reshard_all()
 
+    def parameters_change(self) -> None:
+        """The parameters take other values: views from before read as NaN, and graphs from before cannot run backward."""
+        self.changes += 1
+        self._pool.spoil_views()
+
     # Keep unsharded
 
     def pin(self, bucket: Bucket) -> None:

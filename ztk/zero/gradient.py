@@ -36,6 +36,8 @@ class BucketGradient:
         """
         parameter, placement = self.parameters[index], self._layout.placements[index]
         autograds = gradient_of(parameter)
+        if autograds.layout is not torch.strided:  # of Embedding(sparse=True)
+            autograds = autograds.to_dense()
         if self.full is None:
             self.full = acquire()
             self.restart()

@@ -9,9 +9,10 @@ Hooks on saved tensors do not stack in PyTorch: only the innermost pair is calle
 pair that was active outside, which keeps activation checkpointing around a unit working.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ztk.runtime.differentiable import through
+from ztk.runtime.own_forward import replace_forward
 from ztk.runtime.saved_tensors import PackedOutside, active_hooks
 from ztk.zero.bucket import Bucket
 from ztk.zero.gathering import Gathering, Unit, inside_backward
+from ztk.zero.released import is_released
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,15 +103,23 @@ class ModelHooks:
         is_part = module is not unit.module
         gathers_first = not is_root and any(getattr(part, "is_one_unit", False) for part in module.modules())
 
+        was_inside = False  # another forward, the last time
+
         @functools.wraps(module.forward)
         def forward(*args, **kwargs):
-            if is_part and self._gathering.open_units:
+            nonlocal was_inside
+            is_inside = is_part and self._gathering.open_units > 0
+            if not inside_backward():
+                was_inside = is_inside
+            if is_inside:
                 return self._forwards[module](*args, **kwargs)
-            with self._gathering.open(unit, is_root=is_root), self.saved_tensors():
+            # A forward that activation checkpointing repeats must save as many tensors through its hooks as the first time.
+            saving = nullcontext() if is_part and inside_backward() and was_inside else self.saved_tensors()
+            with self._gathering.open(unit, is_root=is_root), saving:
                 output = self._keep_views(self._forwards[module](*args, **kwargs), is_root=is_root)
             return self._gather_before_backward(unit, output=output) if gathers_first else output
 
-        module.forward = forward
+        replace_forward(module, by=forward)
 
     def _keep_views(self, output: object, *, is_root: bool) -> object:
         """A unit that returns views of its parameters stays gathered until the model's forward ends; the model returns copies."""
@@ -187,7 +198,7 @@ class ModelHooks:
 
 
 class _GatherOnAccess(dict):
-    """A module's parameters. Reading one calls `on_access`; iterating does not."""
+    """A module's parameters. Reading one calls `on_access`; iterating does not. A copy is a plain dict, of gathered parameters alone."""
 
     def __init__(self, parameters: dict, *, on_access: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
@@ -198,3 +209,19 @@ class _GatherOnAccess(dict):
         if parameter is not None:
             self._on_access(parameter)
         return parameter
+
+    def __deepcopy__(self, memo: dict) -> dict:
+        return copy.deepcopy(self._gathered(), memo)
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        return dict, (self._gathered(),)
+
+    def _gathered(self) -> dict:
+        for name, parameter in self.items():
+            if parameter is not None and is_released(parameter):
+                raise RuntimeError(
+                    f"a module with the released parameter {name} cannot be copied or pickled: its values are not on this rank (zero stage 3). "
+                    "Do it inside deepspeed.zero.GatheredParameters(list(model.parameters())); engine.save_checkpoint and "
+                    "engine.save_16bit_model save without that"
+                )
+        return dict(self)

@@ -86,7 +86,7 @@ class Residency:
     def release(self, *, has_guests: bool = True) -> None:
         """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool.
 
-        has_guests: unless somebody has a view of a parameter still; then the memory stays his.
+        has_guests: as soon as nobody has a view of a parameter any more. In a backward, autograd has one for a moment, of a node that has run.
         """
         if self.state is ParameterState.sharded:
             return
@@ -99,8 +99,7 @@ class Residency:
             self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
             release(parameter, value=self._placeholder.expand(placement.shape))
-        # In a backward, autograd still has views for a moment, of a node that has run.
-        self._pool.release(self.full, has_guests=has_guests and torch._C._current_graph_task_id() == -1)
+        self._pool.release(self.full, has_guests=has_guests, is_changing=self._traits.trainable)
         self.full, self.is_used, self.state = None, False, ParameterState.sharded
 
     def keep_full(self, full: Tensor) -> None:

@@ -141,7 +141,7 @@ class Zero:
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
         self._update.run(control, frozen=self._writes.frozen_names())
         self._writes.mark_updated()
-        self.gathering.changes += 1
+        self.gathering.parameters_change()
         self.reduction.forget()
 
     def discard_gradients(self) -> None:

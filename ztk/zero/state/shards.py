@@ -101,6 +101,7 @@ class ModelState:
         Local: after it all ranks call `share_parameters`. Raises RuntimeError if parameters are pinned.
         """
         self._gathering.reshard_before_change()
+        self._gathering.parameters_change()
         self._update.finish()
         for bucket in self._buckets:
             if all(placement.name in keep for placement in bucket.layout.placements):

@@ -1,0 +1,53 @@
+"""A module's forward replaced on the instance, and what a copy of the module makes of it.
+
+A function in `module.__dict__` is copied by reference: a copy of the module (`copy.deepcopy`, `torch.save`, an averaged model) would run its
+forward with the first module's weights, without a word.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def replace_forward(module: nn.Module, *, by: Callable, refusal: str = "") -> None:
+    """`module.forward` is `by` from now on.
+
+    A copy of the module has the forward from before, bound to the copy; with `refusal` copying raises RuntimeError with that text.
+    """
+    module.forward = OwnForward(module.forward, run=by, refusal=refusal)
+
+
+class OwnForward:
+    """Calls `run`; looks like the forward `before`, to which a copy goes back."""
+
+    def __init__(self, before: Callable, *, run: Callable, refusal: str = "") -> None:
+        functools.update_wrapper(self, before)
+        self._before, self._run, self._refusal = before, run, refusal
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return copy.deepcopy(self._original(), memo)
+
+    def __reduce__(self) -> tuple:
+        before = self._original()
+        module = getattr(before, "__self__", None)
+        is_of_class = isinstance(module, nn.Module) and getattr(before, "__func__", None) is type(module).forward
+        return (_of_class, (module,)) if is_of_class else (_same, (before,))
+
+    def _original(self) -> Callable:
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        return self._before
+
+
+def _of_class(module: nn.Module) -> Callable:
+    return type(module).forward.__get__(module)
+
+
+def _same(forward: Callable) -> Callable:
+    return forward
