@@ -54,6 +54,7 @@ def make_plan(config: Config) -> Plan:
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         recompute=policies.recompute_policy(config),
+        pipeline=policies.pipeline_policy(config),
         accumulation_steps=config.train.accumulation_steps,
         hardware=policies.hardware(config),
     )

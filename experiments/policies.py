@@ -121,7 +121,7 @@ def run_name(folder: Path) -> str:
 
 def hardware(config: Config) -> Hardware | None:
     """What a plan is made for; None: nobody asks whether it fits."""
-    return None if config.hardware.name is None else Hardware(**_given(config.hardware))
+    return None if config.hardware.name is None else Hardware(**_given(config.hardware, without=("file",)))
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

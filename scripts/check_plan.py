@@ -1,6 +1,6 @@
 """Plans beside the counters of real runs on 1, 2 and 4 ranks.
 
-    python scripts/check_plan.py            24 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
+    python scripts/check_plan.py            44 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
     python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
 
 The peak is what operations return, counted in the same way on both sides; see `tests/planner/measure.py`.
@@ -49,6 +49,16 @@ CASES = (
     Case(ranks=2, stage=3, zero={"bucket_size": 50_000, "prefetch_bucket_size": 100_000}),
     Case(ranks=2, stage=3, zero={"param_persistence_threshold": 200}),
     Case(ranks=4, stage=3, zero={"hpz_partition_size": 2, "quantized_weights": True, "quantized_gradients": True}),
+    *(Case(ranks=4, stage=stage, pipeline=2, accumulation=4) for stage in range(4)),
+    Case(ranks=4, stage=0, pipeline=4, accumulation=4, schedule="gpipe", dtype="bf16"),
+    Case(ranks=4, stage=1, pipeline=2, accumulation=4, schedule="zero_bubble", recompute="full"),
+    Case(ranks=2, stage=2, pipeline=2, accumulation=4, schedule="interleaved", virtual_stages=2),
+    Case(ranks=4, stage=1, pipeline=2, tensor=2, accumulation=2, tied=True, dtype="bf16"),
+    Case(ranks=2, stage=2, pipeline=2, accumulation=2, offload="nvme", dtype="bf16"),
+    Case(ranks=4, stage=1, experts=4),
+    Case(ranks=4, stage=3, experts=4, expert=2, dtype="bf16"),
+    Case(ranks=4, stage=2, experts=4, expert=4, offload="cpu"),
+    Case(ranks=4, stage=1, pipeline=2, experts=4, expert=2, accumulation=2),
 )
 LARGEST_DIFFERENCE = 0.1  # of the peak
 
@@ -61,26 +71,31 @@ def main() -> int:
 
 def compare() -> int:
     """Returns the exit code."""
-    table, failed = Table(title=f"{len(CASES)} plans beside the counters of rank 0"), 0
+    table, failed = Table(title=f"{len(CASES)} plans beside the counters of one rank of each kind"), 0
     for column in ("configuration", "state", "wire", "disk", "peak", "plan / run"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     pools: dict[int, RankPool] = {}
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for case in CASES:
-            trace = planned(case, folder=folder).classes[0]
+            classes = planned(case, folder=folder).classes
             pool = pools.setdefault(case.ranks, RankPool(case.ranks))
-            measured = pool.run(made, case=case, folder=folder)[0]
-            state = {tier: {k: v for k, v in held.items() if k in STATE} for tier, held in trace.state.items()}
-            ratio = trace.peak.nbytes / measured.peak
-            equal = (
-                state == measured.state,
-                trace.wire == measured.wire,
-                (trace.disk_read, trace.disk_write) == measured.disk,
-            )
-            failed += not all(equal) or abs(ratio - 1) > LARGEST_DIFFERENCE
-            table.add_row(
-                str(case), *("equal" if same else "DIFFERS" for same in equal), size(measured.peak), f"{ratio:.3f}"
-            )
+            run = pool.run(made, case=case, folder=folder)
+            for trace in classes:
+                measured = run[trace.rank]
+                state = {tier: {k: v for k, v in held.items() if k in STATE} for tier, held in trace.state.items()}
+                ratio = trace.peak.nbytes / measured.peak
+                equal = (
+                    state == measured.state,
+                    trace.wire == measured.wire,
+                    (trace.disk_read, trace.disk_write) == measured.disk,
+                )
+                failed += not all(equal) or abs(ratio - 1) > LARGEST_DIFFERENCE
+                table.add_row(
+                    f"{case}" if trace.rank == 0 else f"  its rank {trace.rank}",
+                    *("equal" if same else "DIFFERS" for same in equal),
+                    size(measured.peak),
+                    f"{ratio:.3f}",
+                )
     for pool in pools.values():
         pool.close()
     Console(width=140).print(table)
