@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from experiments import policies
+from experiments.layouts import find_layouts
 from experiments.pretrain import build_model
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose
@@ -28,9 +29,12 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     made = make_plan(config)
     print(made)
-    found = find_fixes(config) if made.fits is False else []
+    if config.plan.search:
+        find_layouts(config, given=given_overrides(config), make_plan=make_plan)
+    is_lacking = made.fits is False and not config.plan.search
+    found = find_fixes(config) if is_lacking else []
     values = made.as_dict() | {"plan_seconds": time.perf_counter() - started}
-    if made.fits is False:
+    if is_lacking:
         print_fixes(found)
         values["fixes"] = [" ".join(fix.overrides) for fix in found]
     folder = RunFolder(config.output_dir)

@@ -17,6 +17,7 @@ from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
 from ztk.cli.help import requested_help
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
+from ztk.cli.out_of_memory import print_plan
 from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
@@ -184,6 +185,7 @@ class Session:
             if error.failure.kind not in _SELF_EXPLAINING:
                 print(error.failure.trace, end="", file=sys.stderr)
             self._say(f"the run failed: {error}", f"log: {error.log}")
+            print_plan(folder, rank=error.failure.rank)
             return Status.failed
         except (KeyboardInterrupt, SystemExit):
             write_failed_summary(folder, error=INTERRUPTED)

@@ -389,6 +389,13 @@ EFFECTS = (
         only="task=plan and hardware=NAME",
         required=False,
     ),
+    Effect(keys=("plan.search",), when=_is("plan"), only="task=plan", required=False),
+    Effect(
+        keys=("plan.traced",),
+        when=lambda c, m: c.task.name == "plan" and bool(c.plan.search),
+        only="task=plan and plan.search=true",
+        required=False,
+    ),
 )
 
 

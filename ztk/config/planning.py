@@ -26,6 +26,8 @@ def planning_faults(config: Config, machine: Machine) -> Iterator[str]:
     if is_hugging_face(config.model):
         yield "model=hf: task=plan traces ztk's own decoder; use ztk.plan with a function that builds the model"
     yield from _hardware_faults(config, machine)
+    if config.plan.search and config.hardware.name is None:
+        yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology
     partition = topology.partition if topology.pipeline > 1 else None
     yield from untraced(partition=partition, inputs_on_cpu=config.recompute.inputs_on_cpu)

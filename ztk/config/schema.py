@@ -15,6 +15,7 @@ from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
+from ztk.config.plan_schema import PlanConfig
 from ztk.config.rollout_schema import (
     AdvantageConfig,
     CriticConfig,
@@ -443,4 +444,5 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     output_dir: str
