@@ -3,21 +3,17 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.plan import make_plan
-from ztk import kernels
+from experiments.plan import try_plan
 from ztk.config import Config
-from ztk.planner import Plan
 from ztk.planner.result import size
-
-PLANNED_TASKS = ("pretrain", "plan")
 
 
 def lines(config: Config, *, rank: int, measured: Mapping[str, Any]) -> Iterator[str]:
     """The table. measured: a `MemoryState` as a dictionary."""
-    kernels.set_backend(config.kernels.backend)
     booked, device = measured["booked"].get("device", {}), measured["device"]
     yield f"out of memory on rank {rank}: the plan of the run beside what the rank held when it failed"
-    plan, reason = _plan(config)
+    made = try_plan(config)
+    plan, reason = (None, made) if isinstance(made, str) else (made, "")
     columns = {} if plan is None else plan.fullest.peak.booked
     yield f"  {'':<26}{'plan, peak':>14}{'held':>14}"
     for category in dict.fromkeys([*columns, *booked]):
@@ -36,17 +32,6 @@ def lines(config: Config, *, rank: int, measured: Mapping[str, Any]) -> Iterator
         yield f"  there is no plan of this run: {reason}"
         return
     yield f"  the plan has its peak in {plan.fullest.peak.where}; task=plan hardware=NAME before the command line looks for what fits"
-
-
-def _plan(config: Config) -> tuple[Plan | None, str]:
-    if config.task.name not in PLANNED_TASKS:
-        return None, f"task={config.task.name} is not planned"
-    if config.zero.engine.value != "ztk" or config.model.path is not None:
-        return None, "only ztk's own engine and decoder are planned"
-    try:
-        return make_plan(config), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def _row(name: str, *, planned: int | None, held: int | None) -> str:

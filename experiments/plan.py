@@ -17,10 +17,12 @@ from ztk import kernels
 from ztk.config import Config, ConfigError, compose
 from ztk.planner import Fix, Plan, fixes, plan
 from ztk.planner.result import size as written
+from ztk.policies.hardware import Hardware
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
 
 SHOWN = 5  # fixes
+PLANNED_TASKS = ("pretrain", "plan")
 
 
 def main(config: Config) -> None:
@@ -43,8 +45,21 @@ def main(config: Config) -> None:
     folder.write_summary({"status": "done", "error": None, "steps": 0} | {key: values[key] for key in shared})
 
 
-def make_plan(config: Config) -> Plan:
-    """The plan of the run that `config` describes. Raises ValueError as `ztk.plan` does."""
+def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
+    """As `make_plan` for any run; why there is no plan, where it cannot be planned."""
+    if config.task.name not in PLANNED_TASKS:
+        return f"task={config.task.name} is not planned"
+    if config.zero.engine.value != "ztk" or config.model.path is not None:
+        return "only ztk's own engine and decoder are planned"
+    kernels.set_backend(config.kernels.backend)
+    try:
+        return make_plan(config, hardware=hardware)
+    except ValueError as error:
+        return str(error)
+
+
+def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
+    """The plan of the run that `config` describes. hardware: None: that of `config`. Raises ValueError as `ztk.plan` does."""
     shape = (config.train.micro_batch_size, config.data.seq_len)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     return plan(
@@ -60,7 +75,7 @@ def make_plan(config: Config) -> Plan:
         recompute=policies.recompute_policy(config),
         pipeline=policies.pipeline_policy(config),
         accumulation_steps=config.train.accumulation_steps,
-        hardware=policies.hardware(config),
+        hardware=hardware or policies.hardware(config),
     )
 
 
