@@ -106,6 +106,7 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
         every=config.train.log_every,
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,
+        draws=not config.train.quick,
     )
 
 

@@ -1,6 +1,7 @@
 """Plans beside the counters of real runs on 1, 2 and 4 ranks.
 
     python scripts/check_plan.py            44 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
+    python scripts/check_plan.py --times    measures this machine, then planned seconds of a step beside measured ones
     python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
 
 The peak is what operations return, counted in the same way on both sides; see `tests/planner/measure.py`.
@@ -8,6 +9,7 @@ The peak is what operations return, counted in the same way on both sides; see `
 
 import argparse
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -20,8 +22,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.planner.measure import STATE, Case, made, planned
+from tests.planner.measure import STATE, Case, made, planned, step_seconds
 from tests.ranks import RankPool
+from ztk.calibrate import combine, measure
 from ztk.nn import Decoder, DecoderConfig
 from ztk.planner import plan
 from ztk.planner.result import size
@@ -61,12 +64,15 @@ CASES = (
     Case(ranks=4, stage=1, pipeline=2, experts=4, expert=2, accumulation=2),
 )
 LARGEST_DIFFERENCE = 0.1  # of the peak
+TIMED_STEPS = 9
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="the plan of 70 billion parameters alone")
-    return large() if parser.parse_args().large else compare()
+    parser.add_argument("--times", action="store_true", help="seconds of a step alone; the machine must be quiet")
+    given = parser.parse_args()
+    return large() if given.large else times() if given.times else compare()
 
 
 def compare() -> int:
@@ -100,6 +106,39 @@ def compare() -> int:
         pool.close()
     Console(width=140).print(table)
     return int(failed > 0)
+
+
+def times() -> int:
+    """Measures the machine with 1 and 2 ranks and compares planned seconds with the median of steps. Returns the exit code: 1 if fewer than
+    90 % are within 20 %, or the three fastest of one number of ranks are planned in another order."""
+    table = Table(title=f"seconds of a step: plans for hardware=here beside the median of {TIMED_STEPS} steps")
+    for column in ("configuration", "plan", "limit", "median", "plan / run"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    ratios, is_ordered = [], True
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for ranks in (1, 2):
+            pool = RankPool(ranks)
+            hardware = combine(pool.run(measure, folder=folder), source="measured now")
+            found = []
+            for case in (case for case in CASES if case.ranks == ranks):
+                planned_time = planned(case, folder=folder, hardware=hardware).time
+                assert planned_time is not None, "there is hardware"
+                run = pool.run(step_seconds, case=case, folder=folder, steps=TIMED_STEPS)
+                median = statistics.median(max(seconds) for seconds in zip(*run, strict=True))
+                found.append((median, planned_time.seconds))
+                ratios.append(planned_time.seconds / median)
+                table.add_row(
+                    str(case), f"{planned_time.seconds:.4f}", planned_time.limit, f"{median:.4f}", f"{ratios[-1]:.2f}"
+                )
+            pool.close()
+            fastest = sorted(found)[:3]
+            is_ordered = is_ordered and fastest == sorted(fastest, key=lambda pair: pair[1])
+    near = sum(abs(ratio - 1) <= 0.2 for ratio in ratios) / len(ratios)
+    Console(width=140).print(table)
+    print(
+        f"{near:.0%} of {len(ratios)} plans are within 20 % of the median; the three fastest are {'' if is_ordered else 'NOT '}in order"
+    )
+    return int(near < 0.9 or not is_ordered)
 
 
 def large() -> int:

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ztk.pipeline import PipelinePolicy
 from ztk.planner import Plan, plan
 from ztk.planner.trace import STEPS, wire_by_axis
 from ztk.planner.tracker import StepTracker
+from ztk.policies.hardware import Hardware
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import Process, Tier, Topology
@@ -100,7 +102,7 @@ class Measured:
     peak: int
 
 
-def planned(case: Case, *, folder: str) -> Plan:
+def planned(case: Case, *, folder: str, hardware: Hardware | None = None) -> Plan:
     """What `ztk.plan` says."""
     tokens = torch.empty(BATCH, dtype=torch.int64, device="meta")
     return plan(
@@ -108,6 +110,7 @@ def planned(case: Case, *, folder: str) -> Plan:
         batch=(tokens, tokens),
         world_size=case.ranks,
         topology=case.topology,
+        hardware=hardware,
         **case.policies(folder),
     )
 
@@ -155,6 +158,30 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
         )
         engine.close()
     return measured
+
+
+def step_seconds(process: Process, *, case: Case, folder: str, steps: int) -> list[float]:
+    """Seconds of steps as a run on a CPU makes them, after as many as a plan makes."""
+    process = process.arrange(case.topology)
+    with torch.device("meta"):
+        model = case.model()
+    tokens = torch.randint(256, BATCH)
+    values = functools.partial(initial_values, model, seed=0)
+    engine = parallelize(model, process=process, initial_values=values, **case.policies(folder))
+    found = []
+    for _ in range(STEPS + steps):
+        process.comm.barrier()
+        start = time.perf_counter()
+        if case.pipeline > 1:
+            engine.train_batch([(tokens, tokens)] * case.accumulation)
+        for _ in range(0 if case.pipeline > 1 else case.accumulation):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        settle(engine)
+        process.comm.barrier()
+        found.append(time.perf_counter() - start)
+    engine.close()
+    return found[STEPS:]
 
 
 def settle(engine: Any) -> None:

@@ -282,6 +282,8 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
             f"use train.eval_every={max(1, train.steps // 10)}"
         )
+    if checkpoint.keep_best and config.train.quick:
+        yield "checkpoint.keep_best=true has nothing to measure with train.quick=true: use checkpoint.keep_best=false"
     if checkpoint.keep_best and config.data.validation_fraction == 0:
         yield (
             "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "

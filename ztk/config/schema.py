@@ -330,6 +330,9 @@ class TrainConfig:
     until_loss: float | None = key(
         "held-out loss at which the run ends, compared at every evaluation; null: none", default=None
     )
+    quick: bool | None = key(
+        "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false", default=None
+    )
     z_loss: float | None = key(
         "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
         default=None,

@@ -42,6 +42,9 @@ def take_sweep_keys(words: Sequence[str]) -> SweepWords:
     rest = [word for word in words if word not in given]
     if options.repeat_with is RepeatWith.seeds and (own := [word for word in rest if word.startswith("train.seed=")]):
         faults.append(f"{own[0]}: {SWEEP}.repeat_with=seeds gives every repeat its seed; leave {own[0]} out")
+    if options.quick and (own := [word for word in rest if word.startswith("train.quick=")]):
+        faults.append(f"{own[0]}: {SWEEP}.quick=true sets it for every job; leave {own[0]} out")
+    rest += ["train.quick=true"] if options.quick else []  # a word of the run's, so that a resumed sweep has it, too
     faults += _hardware_faults(options)
     if faults:
         raise ConfigError(faults)

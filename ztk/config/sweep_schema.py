@@ -37,6 +37,7 @@ class SweepConfig:
         default=False,
     )
     repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1)
+    quick: bool = key("every job has train.quick=true: no evaluation, no sample of text and no picture", default=False)
     repeat_with: RepeatWith = key(
         "same_seed: repeats are equal, for speed; seeds: repeats have train.seed 0, 1, 2, .., for losses",
         default=RepeatWith.same_seed,
