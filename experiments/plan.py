@@ -11,15 +11,18 @@ from pathlib import Path
 import torch
 
 from experiments import policies
+from experiments.layouts import find_layouts
 from experiments.pretrain import build_model
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose
 from ztk.planner import Fix, Plan, fixes, plan
 from ztk.planner.result import size as written
+from ztk.policies.hardware import Hardware
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
 
 SHOWN = 5  # fixes
+PLANNED_TASKS = ("pretrain", "plan")
 
 
 def main(config: Config) -> None:
@@ -28,9 +31,12 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     made = make_plan(config)
     print(made)
-    found = find_fixes(config) if made.fits is False else []
+    if config.plan.search:
+        find_layouts(config, given=given_overrides(config), make_plan=make_plan)
+    is_lacking = made.fits is False and not config.plan.search
+    found = find_fixes(config) if is_lacking else []
     values = made.as_dict() | {"plan_seconds": time.perf_counter() - started}
-    if made.fits is False:
+    if is_lacking:
         print_fixes(found)
         values["fixes"] = [" ".join(fix.overrides) for fix in found]
     folder = RunFolder(config.output_dir)
@@ -39,8 +45,21 @@ def main(config: Config) -> None:
     folder.write_summary({"status": "done", "error": None, "steps": 0} | {key: values[key] for key in shared})
 
 
-def make_plan(config: Config) -> Plan:
-    """The plan of the run that `config` describes. Raises ValueError as `ztk.plan` does."""
+def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
+    """As `make_plan` for any run; why there is no plan, where it cannot be planned."""
+    if config.task.name not in PLANNED_TASKS:
+        return f"task={config.task.name} is not planned"
+    if config.zero.engine.value != "ztk" or config.model.path is not None:
+        return "only ztk's own engine and decoder are planned"
+    kernels.set_backend(config.kernels.backend)
+    try:
+        return make_plan(config, hardware=hardware)
+    except ValueError as error:
+        return str(error)
+
+
+def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
+    """The plan of the run that `config` describes. hardware: None: that of `config`. Raises ValueError as `ztk.plan` does."""
     shape = (config.train.micro_batch_size, config.data.seq_len)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     return plan(
@@ -54,8 +73,9 @@ def make_plan(config: Config) -> Plan:
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         recompute=policies.recompute_policy(config),
+        pipeline=policies.pipeline_policy(config),
         accumulation_steps=config.train.accumulation_steps,
-        hardware=policies.hardware(config),
+        hardware=hardware or policies.hardware(config),
     )
 
 

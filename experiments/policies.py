@@ -106,6 +106,7 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
         every=config.train.log_every,
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,
+        draws=not config.train.quick,
     )
 
 
@@ -121,7 +122,7 @@ def run_name(folder: Path) -> str:
 
 def hardware(config: Config) -> Hardware | None:
     """What a plan is made for; None: nobody asks whether it fits."""
-    return None if config.hardware.name is None else Hardware(**_given(config.hardware))
+    return None if config.hardware.name is None else Hardware(**_given(config.hardware, without=("file",)))
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -217,8 +217,9 @@ def finish(
     reporter: Reporter,
     ended_by: str,
 ) -> None:
-    """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn."""
-    if corpus is None:
+    """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn, and `train.quick` asks
+    for neither."""
+    if corpus is None or config.train.quick:
         reporter.finish(ended_by=ended_by)
         return
     if isinstance(corpus, TokenCorpus):

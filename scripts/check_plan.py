@@ -1,6 +1,7 @@
 """Plans beside the counters of real runs on 1, 2 and 4 ranks.
 
-    python scripts/check_plan.py            24 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
+    python scripts/check_plan.py            44 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
+    python scripts/check_plan.py --times    measures this machine, then planned seconds of a step beside measured ones
     python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
 
 The peak is what operations return, counted in the same way on both sides; see `tests/planner/measure.py`.
@@ -8,6 +9,7 @@ The peak is what operations return, counted in the same way on both sides; see `
 
 import argparse
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -20,8 +22,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.planner.measure import STATE, Case, made, planned
+from tests.planner.measure import STATE, Case, made, planned, step_seconds
 from tests.ranks import RankPool
+from ztk.calibrate import combine, measure
 from ztk.nn import Decoder, DecoderConfig
 from ztk.planner import plan
 from ztk.planner.result import size
@@ -49,42 +52,93 @@ CASES = (
     Case(ranks=2, stage=3, zero={"bucket_size": 50_000, "prefetch_bucket_size": 100_000}),
     Case(ranks=2, stage=3, zero={"param_persistence_threshold": 200}),
     Case(ranks=4, stage=3, zero={"hpz_partition_size": 2, "quantized_weights": True, "quantized_gradients": True}),
+    *(Case(ranks=4, stage=stage, pipeline=2, accumulation=4) for stage in range(4)),
+    Case(ranks=4, stage=0, pipeline=4, accumulation=4, schedule="gpipe", dtype="bf16"),
+    Case(ranks=4, stage=1, pipeline=2, accumulation=4, schedule="zero_bubble", recompute="full"),
+    Case(ranks=2, stage=2, pipeline=2, accumulation=4, schedule="interleaved", virtual_stages=2),
+    Case(ranks=4, stage=1, pipeline=2, tensor=2, accumulation=2, tied=True, dtype="bf16"),
+    Case(ranks=2, stage=2, pipeline=2, accumulation=2, offload="nvme", dtype="bf16"),
+    Case(ranks=4, stage=1, experts=4),
+    Case(ranks=4, stage=3, experts=4, expert=2, dtype="bf16"),
+    Case(ranks=4, stage=2, experts=4, expert=4, offload="cpu"),
+    Case(ranks=4, stage=1, pipeline=2, experts=4, expert=2, accumulation=2),
 )
 LARGEST_DIFFERENCE = 0.1  # of the peak
+TIMED_STEPS = 9
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="the plan of 70 billion parameters alone")
-    return large() if parser.parse_args().large else compare()
+    parser.add_argument("--times", action="store_true", help="seconds of a step alone; the machine must be quiet")
+    given = parser.parse_args()
+    return large() if given.large else times() if given.times else compare()
 
 
 def compare() -> int:
     """Returns the exit code."""
-    table, failed = Table(title=f"{len(CASES)} plans beside the counters of rank 0"), 0
+    table, failed = Table(title=f"{len(CASES)} plans beside the counters of one rank of each kind"), 0
     for column in ("configuration", "state", "wire", "disk", "peak", "plan / run"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     pools: dict[int, RankPool] = {}
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for case in CASES:
-            trace = planned(case, folder=folder).classes[0]
+            classes = planned(case, folder=folder).classes
             pool = pools.setdefault(case.ranks, RankPool(case.ranks))
-            measured = pool.run(made, case=case, folder=folder)[0]
-            state = {tier: {k: v for k, v in held.items() if k in STATE} for tier, held in trace.state.items()}
-            ratio = trace.peak.nbytes / measured.peak
-            equal = (
-                state == measured.state,
-                trace.wire == measured.wire,
-                (trace.disk_read, trace.disk_write) == measured.disk,
-            )
-            failed += not all(equal) or abs(ratio - 1) > LARGEST_DIFFERENCE
-            table.add_row(
-                str(case), *("equal" if same else "DIFFERS" for same in equal), size(measured.peak), f"{ratio:.3f}"
-            )
+            run = pool.run(made, case=case, folder=folder)
+            for trace in classes:
+                measured = run[trace.rank]
+                state = {tier: {k: v for k, v in held.items() if k in STATE} for tier, held in trace.state.items()}
+                ratio = trace.peak.nbytes / measured.peak
+                equal = (
+                    state == measured.state,
+                    trace.wire == measured.wire,
+                    (trace.disk_read, trace.disk_write) == measured.disk,
+                )
+                failed += not all(equal) or abs(ratio - 1) > LARGEST_DIFFERENCE
+                table.add_row(
+                    f"{case}" if trace.rank == 0 else f"  its rank {trace.rank}",
+                    *("equal" if same else "DIFFERS" for same in equal),
+                    size(measured.peak),
+                    f"{ratio:.3f}",
+                )
     for pool in pools.values():
         pool.close()
     Console(width=140).print(table)
     return int(failed > 0)
+
+
+def times() -> int:
+    """Measures the machine with 1 and 2 ranks and compares planned seconds with the median of steps. Returns the exit code: 1 if fewer than
+    90 % are within 20 %, or the three fastest of one number of ranks are planned in another order."""
+    table = Table(title=f"seconds of a step: plans for hardware=here beside the median of {TIMED_STEPS} steps")
+    for column in ("configuration", "plan", "limit", "median", "plan / run"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    ratios, is_ordered = [], True
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for ranks in (1, 2):
+            pool = RankPool(ranks)
+            hardware = combine(pool.run(measure, folder=folder), source="measured now")
+            found = []
+            for case in (case for case in CASES if case.ranks == ranks):
+                planned_time = planned(case, folder=folder, hardware=hardware).time
+                assert planned_time is not None, "there is hardware"
+                run = pool.run(step_seconds, case=case, folder=folder, steps=TIMED_STEPS)
+                median = statistics.median(max(seconds) for seconds in zip(*run, strict=True))
+                found.append((median, planned_time.seconds))
+                ratios.append(planned_time.seconds / median)
+                table.add_row(
+                    str(case), f"{planned_time.seconds:.4f}", planned_time.limit, f"{median:.4f}", f"{ratios[-1]:.2f}"
+                )
+            pool.close()
+            fastest = sorted(found)[:3]
+            is_ordered = is_ordered and fastest == sorted(fastest, key=lambda pair: pair[1])
+    near = sum(abs(ratio - 1) <= 0.2 for ratio in ratios) / len(ratios)
+    Console(width=140).print(table)
+    print(
+        f"{near:.0%} of {len(ratios)} plans are within 20 % of the median; the three fastest are {'' if is_ordered else 'NOT '}in order"
+    )
+    return int(near < 0.9 or not is_ordered)
 
 
 def large() -> int:

@@ -8,12 +8,14 @@ import importlib.util
 import logging
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
 from ztk.config import Config, load
-from ztk.launch import RankFailure, failure_of, log_path, write_failure
+from ztk.launch import RankFailure, failure_of, log_path, memory_path, write_failure
 from ztk.launch.tee import log_to
+from ztk.report.folder import write_json
 
 
 def main() -> None:
@@ -44,8 +46,20 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
         failure = failure_of(error, rank=rank)
         write_failure(failure, output_dir=config.output_dir)
         log.write(failure.trace)
+        _write_memory(error, output_dir=config.output_dir, rank=rank)
         return failure
     return None
+
+
+def _write_memory(error: Exception, *, output_dir: str, rank: int) -> None:
+    """After an out-of-memory error what the rank holds. It must not hide `error`, which is written already."""
+    try:
+        from ztk.runtime.out_of_memory import is_out_of_memory, memory_state
+
+        if is_out_of_memory(error):
+            write_json(memory_path(output_dir, rank=rank), values=asdict(memory_state()))
+    except Exception as other:
+        sys.stderr.write(f"ztk: rank {rank} cannot say what it holds: {other}\n")
 
 
 def import_task(name: str) -> ModuleType:

@@ -146,3 +146,29 @@ def test_one_command_per_sweep(tmp_path):
         pass
     with lock_sweep(tmp_path):
         assert list(tmp_path.iterdir()) == []
+
+
+def test_quick_is_a_word_of_every_job():
+    taken = take_sweep_keys(("zero=stage0,stage1", "sweep.quick=true"))
+    assert taken.words == ["zero=stage0,stage1", "train.quick=true"]  # recorded, and so of a resumed sweep
+    with pytest.raises(ConfigError, match="train.quick=false: sweep.quick=true sets it for every job"):
+        take_sweep_keys(("train.quick=false", "sweep.quick=true"))
+
+
+def test_a_quick_run_evaluates_nothing():
+    quick = config_of("train.quick=true")
+    assert quick.train.eval_every is None and quick.train.eval_batches is None
+    assert job_hash(quick) != job_hash(config_of())
+    faults = [
+        (("train.quick=true", "train.eval_every=5"), "train.eval_every=5 has no effect here"),
+        (
+            ("train.quick=true", "checkpoint.every=5", "checkpoint.keep_best=true"),
+            "checkpoint.keep_best=true has nothing",
+        ),
+        (("train.quick=true", "train.until_loss=2.0"), "train.until_loss=2.0 has no effect here"),
+        (("train.quick=true", "task=sft"), "train.quick=true has no effect here, only with task=pretrain"),
+    ]
+    for words, fault in faults:
+        with pytest.raises(ConfigError) as caught:
+            config_of(*words)
+        assert any(line.startswith(fault) for line in caught.value.faults), caught.value.faults

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from ztk.nn import Decoder, DecoderConfig, initial_values
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
+from ztk.pipeline import PipelinePolicy
 from ztk.planner import Plan, plan
 from ztk.planner.trace import STEPS, wire_by_axis
 from ztk.planner.tracker import StepTracker
+from ztk.policies.hardware import Hardware
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import Process, Tier, Topology
@@ -42,6 +45,12 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     sequence_parallel: bool = False
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    tied: bool = False
+    experts: int = 0  # of every second block
+    expert: int = 1  # ranks over which they are spread
     accumulation: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -56,12 +65,23 @@ class Case:
             ),
             "tensor": TensorPolicy(sequence_parallel=self.sequence_parallel),
             "recompute": RecomputePolicy(mode=self.recompute),
+            "pipeline": PipelinePolicy(schedule=self.schedule, virtual_stages=self.virtual_stages),
             "accumulation_steps": self.accumulation,
         }
 
     @property
     def topology(self) -> Topology:
-        return Topology(tensor=self.tensor, sequence=self.sequence, intra_node=self.zero.get("hpz_partition_size", 1))
+        return Topology(
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+            sequence=self.sequence,
+            expert=self.expert,
+            intra_node=self.zero.get("hpz_partition_size", 1),
+        )
+
+    def model(self) -> Decoder:
+        experts = {"experts": self.experts, "experts_every": 2, "expert_hidden_dim": 64} if self.experts else {}
+        return Decoder(DecoderConfig(**SHAPE | experts, tie_embeddings=self.tied))
 
     def __str__(self) -> str:
         named = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -82,14 +102,15 @@ class Measured:
     peak: int
 
 
-def planned(case: Case, *, folder: str) -> Plan:
+def planned(case: Case, *, folder: str, hardware: Hardware | None = None) -> Plan:
     """What `ztk.plan` says."""
     tokens = torch.empty(BATCH, dtype=torch.int64, device="meta")
     return plan(
-        lambda: Decoder(DecoderConfig(**SHAPE)),
+        case.model,
         batch=(tokens, tokens),
         world_size=case.ranks,
         topology=case.topology,
+        hardware=hardware,
         **case.policies(folder),
     )
 
@@ -103,9 +124,9 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
     process = process.arrange(case.topology)
     tracker = StepTracker(device="cpu")
     with torch.device("meta"):
-        model = Decoder(DecoderConfig(**SHAPE))
+        model = case.model()
     tokens = torch.randint(256, BATCH)
-    with branches_of_a_gpu(), tracker:
+    with branches_of_a_gpu(), equal_loads(), tracker:
         engine = parallelize(
             model,
             process=process,
@@ -119,7 +140,9 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
             tracker.restart()
             process.mesh.counters.reset()
             before = engine.io.read_bytes, engine.io.write_bytes
-            for _ in range(case.accumulation):
+            if case.pipeline > 1:
+                engine.train_batch([(tokens, tokens)] * case.accumulation)
+            for _ in range(0 if case.pipeline > 1 else case.accumulation):
                 engine.backward(engine(tokens, tokens))
                 engine.step()
             settle(engine)
@@ -137,11 +160,52 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
     return measured
 
 
+def step_seconds(process: Process, *, case: Case, folder: str, steps: int) -> list[float]:
+    """Seconds of steps as a run on a CPU makes them, after as many as a plan makes."""
+    process = process.arrange(case.topology)
+    with torch.device("meta"):
+        model = case.model()
+    tokens = torch.randint(256, BATCH)
+    values = functools.partial(initial_values, model, seed=0)
+    engine = parallelize(model, process=process, initial_values=values, **case.policies(folder))
+    found = []
+    for _ in range(STEPS + steps):
+        process.comm.barrier()
+        start = time.perf_counter()
+        if case.pipeline > 1:
+            engine.train_batch([(tokens, tokens)] * case.accumulation)
+        for _ in range(0 if case.pipeline > 1 else case.accumulation):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        settle(engine)
+        process.comm.barrier()
+        found.append(time.perf_counter() - start)
+    engine.close()
+    return found[STEPS:]
+
+
 def settle(engine: Any) -> None:
     """Returns when the last update has ended and its writes are on the disk."""
     engine.zero._update.await_last()
     for store in (engine.zero._stores.optimizer, engine.zero._stores.parameters, engine.zero._stores.gradients):
         store.flush()
+
+
+@contextmanager
+def equal_loads() -> Iterator[None]:
+    """Inside, routers choose every expert equally often, as a plan assumes: the logits of token t are largest at experts t, t + 1, .."""
+    moe = sys.modules["ztk.nn.moe"]
+    route = moe.moe_route
+
+    def in_turn(logits: torch.Tensor, *, top_k: int):
+        tokens, experts = logits.shape
+        order = (torch.arange(experts) - torch.arange(tokens)[:, None]) % experts
+        with torch.no_grad():
+            logits.data.copy_(-order.to(logits.dtype))
+        return route(logits, top_k=top_k)
+
+    with mock.patch.object(moe, "moe_route", in_turn):
+        yield
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_the_fewest_changes_come_first_and_then_the_fastest():
     assert [fix.overrides for fix in fixes(replan, levers=levers)] == [("a2", "d1")]
 
 
-@pytest.mark.parametrize("name", options_of([conf_dir()])["hardware"])
+@pytest.mark.parametrize("name", sorted(set(options_of([conf_dir()])["hardware"]) - {"here"}))
 def test_hardware_is_described(name, tmp_path):
     config = compose("task=plan", f"hardware={name}", output_dir=tmp_path, machine=CPU)
     hardware = policies.hardware(config)

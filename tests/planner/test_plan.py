@@ -8,10 +8,13 @@ from torch import nn
 
 import ztk
 from experiments import plan as program
-from tests.planner.measure import STATE, Case, made, planned
+from tests.planner.measure import SHAPE, STATE, Case, made, planned
 from ztk.config import ConfigError, Machine, compose
+from ztk.nn import Decoder, DecoderConfig
+from ztk.pipeline import PipelinePolicy
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import Topology
+from ztk.runtime.comm.planned import Letters
 
 CPU = Machine(gpus=0, cores=2)
 CASES = (
@@ -21,6 +24,24 @@ CASES = (
     Case(ranks=2, stage=2, offload="cpu", sequence=2),
     Case(ranks=2, stage=3, recompute="full"),
     Case(ranks=2, stage=3, offload="nvme", parameters="nvme", dtype="bf16"),
+    Case(ranks=2, stage=1, pipeline=2, accumulation=3, tied=True),
+    Case(ranks=2, stage=3, pipeline=2, accumulation=2, schedule="interleaved", virtual_stages=2, dtype="bf16"),
+    Case(ranks=2, stage=1, pipeline=2, accumulation=2, schedule="zero_bubble"),
+    Case(ranks=2, stage=3, experts=4, expert=2),
+    Case(ranks=2, stage=1, experts=4, offload="cpu", dtype="bf16"),
+)
+
+
+FAST_LINKS = ztk.Hardware(
+    name="fast links",
+    capacity_bytes=10**9,
+    reserve_bytes=0,
+    **dict.fromkeys(("bf16_rate", "fp16_rate", "fp32_rate"), 1e9),
+    **dict.fromkeys(("memory_bandwidth", "host_bandwidth", "pcie_bandwidth", "link_bandwidth"), 1e15),
+    disk_read_bandwidth=1e9,
+    disk_write_bandwidth=1e9,
+    link_latency=0.0,
+    ranks_per_node=8,
 )
 
 
@@ -51,13 +72,14 @@ def small_plan(model: type[nn.Module] = OneLoss, **choices) -> ztk.Plan:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_plan_has_the_bytes_of_the_run(case, ranks, tmp_path):
-    trace = planned(case, folder=str(tmp_path)).classes[0]
-    measured = ranks(case.ranks).run(made, case=case, folder=str(tmp_path))[0]
-    for tier, held in measured.state.items():
-        assert {name: trace.state[tier].get(name, 0) for name in STATE if name in held} == held
-    assert trace.wire == measured.wire
-    assert (trace.disk_read, trace.disk_write) == measured.disk
-    assert trace.peak.nbytes == pytest.approx(measured.peak, rel=0.1)
+    run = ranks(case.ranks).run(made, case=case, folder=str(tmp_path))
+    for trace in planned(case, folder=str(tmp_path)).classes:
+        measured = run[trace.rank]
+        for tier, held in measured.state.items():
+            assert {name: trace.state[tier].get(name, 0) for name in STATE if name in held} == held
+        assert trace.wire == measured.wire
+        assert (trace.disk_read, trace.disk_write) == measured.disk
+        assert trace.peak.nbytes == pytest.approx(measured.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("stage, gigabytes", [(0, "120.0"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
@@ -87,8 +109,6 @@ def test_the_peak_is_in_the_module_that_allocates():
 
 def test_uneven_tensor_parts_are_planned_apart():
     shape = {"vocab_size": 256, "dim": 96, "layers": 1, "heads": 3, "kv_heads": 3, "hidden_dim": 96, "max_seq_len": 32}
-    from ztk.nn import Decoder, DecoderConfig
-
     tokens = torch.empty(1, 32, dtype=torch.int64)
     even, uneven = (
         ztk.plan(
@@ -107,10 +127,10 @@ def test_uneven_tensor_parts_are_planned_apart():
 
 
 def test_what_is_not_traced_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"topology.pipeline=2: .* use topology.pipeline=1"):
+    with pytest.raises(ValueError, match=r"topology.partition=profile: .* use topology.partition=parameters"):
+        small_plan(topology=Topology(pipeline=2), pipeline=PipelinePolicy(partition="profile"))
+    with pytest.raises(ValueError, match="OneLoss cannot be cut into stages"):
         small_plan(topology=Topology(pipeline=2))
-    with pytest.raises(ValueError, match=r"topology.expert=2: .* use topology.expert=1"):
-        small_plan(topology=Topology(expert=2))
     with pytest.raises(ValueError, match=r"recompute.inputs_on_cpu=true"):
         small_plan(recompute=RecomputePolicy(mode="full", inputs_on_cpu=True))
     with pytest.raises(ValueError, match="reads values of tensors, and a plan has none"):
@@ -120,16 +140,15 @@ def test_what_is_not_traced_is_refused_by_name():
 @pytest.mark.parametrize(
     "override, fault",
     [
-        ("topology=pp2", "topology.pipeline=2"),
+        ("topology=pp2 topology.partition=profile", "topology.partition=profile"),
         ("zero=ddp", "zero=ddp"),
-        ("model=tiny_moe", "model.experts="),
         ("recompute.inputs_on_cpu=true", "recompute.inputs_on_cpu=true"),
     ],
 )
 def test_composition_refuses_what_is_not_traced(override, fault, tmp_path):
     recompute = () if "recompute" not in override else ("recompute=full",)
     with pytest.raises(ConfigError) as caught:
-        compose("task=plan", *recompute, override, output_dir=tmp_path, machine=CPU)
+        compose("task=plan", *recompute, *override.split(), output_dir=tmp_path, machine=CPU)
     assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(fault)
 
 
@@ -154,3 +173,44 @@ def test_the_program_writes_its_plan(tmp_path, capsys):
 def test_a_plan_of_more_gpus_than_there_are_is_accepted(tmp_path):
     machine = Machine(gpus=4, cores=16)
     assert compose("task=plan", "launch.ranks=1024", output_dir=tmp_path, machine=machine).launch.ranks == 1024
+
+
+def test_experts_compute_what_their_rows_ask_for():
+    def flops(top_k: int) -> int:
+        config = DecoderConfig(**SHAPE, experts=4, experts_per_token=top_k, expert_hidden_dim=64)
+        tokens = torch.empty(2, 128, dtype=torch.int64)
+        return ztk.plan(lambda: Decoder(config), batch=(tokens, tokens), world_size=1).fullest.flops
+
+    products = 3 * 3 * 2 * SHAPE["dim"] * 64  # of a row: three weights, forward and two products in the backward
+    assert flops(3) - flops(1) == 2 * 2 * 128 * products * SHAPE["layers"]
+
+
+def test_stages_of_a_pipeline_wait_for_each_other():
+    """Two stages and m micro-batches of 1F1B: the bubble is one micro-batch's work of the other stage, whatever m is."""
+
+    def times(accumulation: int) -> ztk.Plan:
+        case = Case(ranks=2, stage=0, pipeline=2, accumulation=accumulation)
+        tokens = torch.empty(4, 128, dtype=torch.int64)
+        policies = case.policies("none")
+        return ztk.plan(
+            case.model, batch=(tokens, tokens), world_size=2, topology=case.topology, hardware=FAST_LINKS, **policies
+        )
+
+    two, eight = (times(count) for count in (2, 8))
+    assert [trace.rank for trace in eight.classes] == [0, 1] and eight.time.waiting == pytest.approx(
+        two.time.waiting, rel=0.05
+    )
+    work = (eight.time.seconds - two.time.seconds) / 6  # of the slower stage, a micro-batch
+    assert 0.8 * work < two.time.waiting < 1.2 * work
+    assert "saved by the forward" not in str(two) and "saved_for_backward_bytes" not in two.as_dict()
+
+
+def test_messages_that_were_assumed_are_checked():
+    letters = Letters()
+    letters.send("a", label="shapes 0")
+    assert letters.read("shapes 1") == "a"
+    letters.send("a", label="shapes 1")
+    letters.check()
+    letters.send("b", label="shapes 1")
+    with pytest.raises(ValueError, match="topology.virtual_stages=1"):
+        letters.check()

@@ -1,6 +1,6 @@
 """The jobs of a command line and the table of a sweep."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ztk.cli.planned_jobs import JobPlan
 from ztk.report.status import Status, read_summary
 from ztk.report.sweep import SweepRecord
 from ztk.report.units import format_bytes, format_count
 
 _TIERS = ("device", "host", "nvme")
-_STYLES = {Status.done: "green", Status.pending: "dim", Status.running: "cyan"}
+_STYLES = {Status.done: "green", Status.pending: "dim", Status.does_not_fit: "yellow", Status.running: "cyan"}
 
 
 class Outcome(IntEnum):
@@ -32,29 +33,35 @@ _CODES = {Status.done: Outcome.done, Status.refused: Outcome.refused}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One run of a command line: its folder, its overrides on the command line, its state."""
+    """One run of a command line: its folder, its overrides on the command line, its state. plan: None: nobody has asked for it."""
 
     folder: Path
     overrides: tuple[str, ...]
     status: Status
+    plan: JobPlan | None = None
 
     def summary(self) -> dict[str, Any]:
         """`summary.json`; empty if there is none, or if it is of a start before the last."""
         return {} if self.status in (Status.running, Status.dead) else read_summary(self.folder)
 
 
-def jobs_of(record: SweepRecord, *, folder: Path) -> list[Job]:
-    """The jobs of a sweep, with their states as the folders say now."""
+def jobs_of(record: SweepRecord, *, folder: Path, plans: Mapping[str, JobPlan] | None = None) -> list[Job]:
+    """The jobs of a sweep, with their states as the folders say now. plans: by hash."""
     states = record.statuses(folder)
     return [
-        Job(folder=folder / job.folder, overrides=(*job.overrides, *job.options), status=states[job.folder])
+        Job(
+            folder=folder / job.folder,
+            overrides=(*job.overrides, *job.options),
+            status=states[job.folder],
+            plan=(plans or {}).get(job.hash),
+        )
         for job in record.jobs
     ]
 
 
 def exit_code(jobs: Sequence[Job]) -> int:
-    """The exit code of the outcome that all jobs share; 1 if their outcomes differ."""
-    outcomes = {_CODES.get(job.status, Outcome.failed) for job in jobs}
+    """The exit code of the outcome that all jobs share; 1 if their outcomes differ. Jobs that were left out on request do not count."""
+    outcomes = {_CODES.get(job.status, Outcome.failed) for job in jobs if job.status is not Status.does_not_fit}
     return int(Outcome.failed if len(outcomes) > 1 else next(iter(outcomes), Outcome.done))
 
 
@@ -67,6 +74,9 @@ def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:
         table.add_column(column, no_wrap=True)
     table.add_column("overrides", overflow="fold")
     for column in ("loss", "tokens/s", "s/step", *[f"peak {tier}" for tier in tiers], "digest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    planned = any(job.plan is not None for job in jobs)
+    for column in ("plan: device", "plan: fits", "plan: s/step") if planned else ():
         table.add_column(column, justify="right", no_wrap=True)
     shared = set.intersection(*[set(job.overrides) for job in jobs]) if len(jobs) > 1 else set()
     for job, summary in zip(jobs, summaries, strict=True):
@@ -81,12 +91,15 @@ def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:
             _cell(summary.get("step_seconds_median"), "{:.3f}".format),
             *peaks,
             str(summary.get("loss_digest") or "-")[:8],
+            *(("-", "-", "-") if job.plan is None else job.plan.cells)[: 3 * planned],
         )
     console.print(table)
     if shared:
         console.print(
             f"all jobs: {' '.join(override for override in jobs[0].overrides if override in shared)}", highlight=False
         )
+    for reason in dict.fromkeys(job.plan.reason for job in jobs if job.plan is not None and job.plan.reason):
+        console.print(f"not planned: {reason}", highlight=False, markup=False, soft_wrap=True)
     for job, summary in zip(jobs, summaries, strict=True):
         if summary.get("error"):
             console.print(f"job {job.folder.name}: {summary['error']}", highlight=False, markup=False, soft_wrap=True)

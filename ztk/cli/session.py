@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +17,8 @@ from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
 from ztk.cli.help import requested_help
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
+from ztk.cli.out_of_memory import print_plan
+from ztk.cli.planned_jobs import JobPlan
 from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
@@ -39,7 +41,7 @@ class Session:
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
-        self._sweep: tuple[Path, SweepRecord] | None = None
+        self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
         self._external = ExternalRank.of_environment()
 
     def main(self, compose_and_run: Callable[[], None]) -> int:
@@ -159,8 +161,8 @@ class Session:
         )
         register(request)
 
-    def _note_sweep(self, folder: Path, record: SweepRecord) -> None:
-        self._sweep, self._sweeping = (folder, record), True
+    def _note_sweep(self, folder: Path, record: SweepRecord, plans: Mapping[str, JobPlan]) -> None:
+        self._sweep, self._sweeping = (folder, record, plans), True
 
     def _machine(self) -> Machine:
         if self._external is None:
@@ -184,6 +186,7 @@ class Session:
             if error.failure.kind not in _SELF_EXPLAINING:
                 print(error.failure.trace, end="", file=sys.stderr)
             self._say(f"the run failed: {error}", f"log: {error.log}")
+            print_plan(folder, rank=error.failure.rank)
             return Status.failed
         except (KeyboardInterrupt, SystemExit):
             write_failed_summary(folder, error=INTERRUPTED)
@@ -232,8 +235,8 @@ class Session:
         """The table of a sweep. Returns its jobs, with their states as the folders say, whatever process has run them."""
         jobs = self._jobs
         if self._sweep is not None:
-            folder, record = self._sweep
-            jobs = jobs_of(record, folder=folder)
+            folder, record, plans = self._sweep
+            jobs = jobs_of(record, folder=folder, plans=plans)
         if self._sweeping and jobs:
             from rich.console import Console
 

@@ -1,6 +1,6 @@
 """Hydra's sweeper with jobs that have names: which jobs a grid has, which of them are to be started, in which folders."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ztk import config as configuration
+from ztk.cli.planned_jobs import JobPlan, plan_jobs
 from ztk.config import ConfigError, Machine, RepeatWith, SweepConfig
 from ztk.report.commit import read_commit
+from ztk.report.folder import write_failed_summary, write_json
 from ztk.report.status import Status, read_status, read_summary
 from ztk.report.sweep import SweepBusy, SweepJob, SweepRecord, lock_sweep, read_sweep
 
@@ -28,7 +30,7 @@ class SweepRequest:
     """What the command line asks of a sweep.
 
     options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`. shows: is called with the
-    folder and the record before the first job. say: prints lines.
+    folder, the record and the plans by hash before the first job. say: prints lines.
     """
 
     options: SweepConfig
@@ -36,7 +38,7 @@ class SweepRequest:
     flags: tuple[str, ...]
     words: tuple[str, ...]
     machine: Machine
-    shows: Callable[[Path, SweepRecord], None]
+    shows: Callable[[Path, SweepRecord, Mapping[str, JobPlan]], None]
     say: Callable[..., None]
 
 
@@ -54,6 +56,7 @@ class JobSweeper(Sweeper):
     def __init__(self, *, max_batch_size: int | None, params: Mapping[str, Any] | None = None) -> None:
         """As Hydra's own: jobs that a launcher gets at once, and the grid of an option file."""
         self._max_batch_size, self._params = max_batch_size, params or {}
+        self._configs: dict[str, str] = {}  # hash -> config.yaml
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra calls it before `sweep`."""
@@ -73,7 +76,7 @@ class JobSweeper(Sweeper):
         folder, options = Path(self._config.hydra.sweep.dir), self.request.options
         record = self._record(overrides, folder=folder)
         if options.list:
-            self.request.shows(folder, record)
+            self.request.shows(folder, record, self._plans(record, folder=folder))
             return []
         try:
             with lock_sweep(folder):
@@ -149,10 +152,39 @@ class JobSweeper(Sweeper):
             )
         except (ConfigError, HydraException):
             return configuration.hash_of(overrides)
-        return configuration.job_hash(config, counted=swept)
+        name = configuration.job_hash(config, counted=swept)
+        self._configs[name] = configuration.to_yaml(config)
+        return name
+
+    def _plans(self, record: SweepRecord, *, folder: Path) -> dict[str, JobPlan]:
+        """By hash, of the jobs of this command line that are not done."""
+        states = record.statuses(folder)
+        waiting = [job.hash for job in record.jobs if states[job.folder] is not Status.done]
+        configs = {name: self._configs[name] for name in waiting if name in self._configs}
+        try:
+            return plan_jobs(configs, hardware=self.request.options.hardware)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from None
+
+    def _skip(self, jobs: Iterable[SweepJob], *, folder: Path, plans: Mapping[str, JobPlan]) -> set[str]:
+        """Records the jobs that do not fit; returns their folders."""
+        found = set()
+        for job in jobs:
+            plan = plans.get(job.hash)
+            if plan is None or not plan.does_not_fit:
+                continue
+            found.add(job.folder)
+            place = folder / job.folder
+            write_failed_summary(place, error=plan.misfit, status=Status.does_not_fit)
+            words = (override.partition("=") for override in (*job.overrides, *job.options))
+            write_json(place / "overrides.json", values={key: value for key, _, value in words})
+            write_json(place / "plan.json", values=plan.values)
+        return found
 
     def _run(self, record: SweepRecord, *, folder: Path) -> list[Any]:
-        self.request.shows(folder, record)
+        skips = self.request.options.skip_misfits
+        plans = self._plans(record, folder=folder) if skips else {}
+        self.request.shows(folder, record, plans)
         states = record.statuses(folder)
         starts = {
             job: count
@@ -162,6 +194,8 @@ class JobSweeper(Sweeper):
         if starts or not (folder / "multirun.yaml").exists():
             record.write(folder)
             OmegaConf.save(self._config, folder / "multirun.yaml")
+        skipped = self._skip(starts, folder=folder, plans=plans)
+        starts = {job: count for job, count in starts.items() if job.folder not in skipped}
         if commit := _other_commit(record):
             self.request.say(f"the sweep began at commit {record.commit}, this is {commit}")
         results = []

@@ -4,6 +4,7 @@ from ztk.config.arguments import extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import SWEEPER, compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
 from ztk.config.ds_config import expand_ds_config
+from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, hash_of, job_hash
 from ztk.config.machine import Machine
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
@@ -32,6 +33,7 @@ __all__ = [
     "extra_folders",
     "find_reference",
     "from_yaml",
+    "hardware_values",
     "hash_of",
     "job_hash",
     "load",

@@ -20,7 +20,7 @@ from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
-from ztk.config.planning import PLAN
+from ztk.config.planning import PLAN, take_measured
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
@@ -96,7 +96,7 @@ def to_config(
     choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
     Raises ConfigError with all faults.
     """
-    if faults := take_sizes(choices):
+    if faults := [*take_sizes(choices), *take_measured(choices)]:
         raise ConfigError(faults)
     config = _typed(choices)
     given = _given(config, overrides=overrides, options=options)

@@ -292,16 +292,21 @@ EFFECTS = (
     ),
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
-        when=lambda c, m: c.data.name in (DataName.stdlib, DataName.files) or _reads_records(c, m),
-        only="data=stdlib, files, chat or preferences",
+        when=lambda c, m: (
+            (c.data.name in (DataName.stdlib, DataName.files) or _reads_records(c, m)) and not c.train.quick
+        ),
+        only="data=stdlib, files, chat or preferences, and without train.quick",
     ),
+    Effect(keys=("train.quick",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False),
     Effect(
         keys=("train.max_seconds",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False
     ),
     Effect(
         keys=("train.until_loss",),
-        when=lambda c, m: c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files),
-        only="task=pretrain with data=stdlib or data=files",
+        when=lambda c, m: (
+            c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files) and not c.train.quick
+        ),
+        only="task=pretrain with data=stdlib or data=files, and without train.quick",
         required=False,
     ),
     Effect(
@@ -387,6 +392,13 @@ EFFECTS = (
         keys=keys_of("hardware", *vars(HardwareConfig())),
         when=lambda c, m: c.task.name == "plan",
         only="task=plan and hardware=NAME",
+        required=False,
+    ),
+    Effect(keys=("plan.search",), when=_is("plan"), only="task=plan", required=False),
+    Effect(
+        keys=("plan.traced",),
+        when=lambda c, m: c.task.name == "plan" and bool(c.plan.search),
+        only="task=plan and plan.search=true",
         required=False,
     ),
 )

@@ -27,3 +27,9 @@ class HardwareConfig:
     network_latency: float | None = key("seconds before a collective between nodes moves", default=None)
     network_bandwidth: float | None = key("bytes per second between nodes", default=None)
     ranks_per_node: int | None = key("devices of a node", default=None)
+    operation_latency: float | None = key("seconds that an operation takes at least; null: 0", default=None)
+    source: str | None = key("where the numbers are from, in the words of the plan", default=None)
+    file: str | None = key(
+        "file of hardware=here, which `python -m ztk.calibrate --to FILE` writes; null: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache",
+        default=None,
+    )

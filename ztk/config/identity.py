@@ -44,6 +44,7 @@ _NUMBERLESS = {
         "train.log_every",
         "train.eval_every",
         "train.eval_batches",
+        "train.quick",
     ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
 }

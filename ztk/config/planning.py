@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 
+from omegaconf import DictConfig
+
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, ZeroEngine
-from ztk.policies.hardware import NAMES
+from ztk.config.topology import settled_ranks
+from ztk.policies.hardware import REQUIRED
+from ztk.policies.measured import COMMAND, HERE, read_measured
 from ztk.policies.plan import untraced
 
 PLAN = "plan"
@@ -21,19 +25,45 @@ def planning_faults(config: Config, machine: Machine) -> Iterator[str]:
         yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; use zero=stage0 to stage3"
     if is_hugging_face(config.model):
         yield "model=hf: task=plan traces ztk's own decoder; use ztk.plan with a function that builds the model"
-    if config.model.experts is not None:
-        yield (
-            f"model.experts={config.model.experts}: task=plan does not trace experts, whose rows depend on values; use a dense "
-            "model such as model=tiny"
-        )
-    yield from _hardware_faults(config)
+    yield from _hardware_faults(config, machine)
+    if config.plan.search and config.hardware.name is None:
+        yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology
-    yield from untraced(pipeline=topology.pipeline, expert=1, inputs_on_cpu=config.recompute.inputs_on_cpu)
+    partition = topology.partition if topology.pipeline > 1 else None
+    yield from untraced(partition=partition, inputs_on_cpu=config.recompute.inputs_on_cpu)
 
 
-def _hardware_faults(config: Config) -> Iterator[str]:
+def take_measured(choices: DictConfig) -> list[str]:
+    """Fills what the command line leaves open of `hardware=here` from its file. Returns one line per fault."""
+    hardware = choices.hardware
+    if choices.task.name != PLAN:
+        return []  # nothing of it has an effect, which the rules say
+    if hardware.name != HERE:
+        return (
+            [f"hardware.file={hardware.file}: is read with hardware=here alone: leave it out"] if hardware.file else []
+        )
+    try:
+        measured = read_measured(hardware.file)
+    except ValueError as error:
+        return [str(error)]
+    for name, value in measured.items():
+        if hardware[name] is None:
+            hardware[name] = value
+    return []
+
+
+def _hardware_faults(config: Config, machine: Machine) -> Iterator[str]:
     """Hardware is described completely or not at all."""
-    missing = [name for name in NAMES if getattr(config.hardware, name) is None]
-    if missing and len(missing) < len(NAMES):
+    hardware = config.hardware
+    needed = [name for name in REQUIRED if hardware.name != HERE or not name.startswith("network")]
+    missing = [name for name in needed if getattr(hardware, name) is None]
+    if missing and len(missing) < len(needed):
         keys = " ".join(f"hardware.{name}=VALUE" for name in missing)
         yield f"hardware.{missing[0]} has no value: choose hardware=h100 or another, or add {keys}"
+    elif hardware.name == HERE and hardware.network_bandwidth is None:
+        ranks = settled_ranks(config, machine=machine)
+        if hardware.ranks_per_node is not None and ranks > hardware.ranks_per_node:
+            yield (
+                f"launch.ranks={ranks}: hardware=here was measured with {hardware.ranks_per_node} ranks on one machine: run `{COMMAND} "
+                f"--ranks {ranks}`, or add hardware.network_latency=SECONDS hardware.network_bandwidth=BYTES_PER_SECOND"
+            )

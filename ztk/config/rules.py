@@ -13,6 +13,7 @@ from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
+from ztk.config.plan_schema import PLAN_RANGES
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.scheduler_schema import SchedulerName
@@ -125,6 +126,7 @@ RANGES = {
     **_of("eval", ranges=inference.EVAL_RANGES),
     **align.RANGES,
     **_of("hardware", ranges=hardware.RANGES),
+    **PLAN_RANGES,
     "launch.timeout_seconds": Range(low=0, high=31_536_000, above=True),  # a year
 }
 
@@ -280,6 +282,8 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
             f"use train.eval_every={max(1, train.steps // 10)}"
         )
+    if checkpoint.keep_best and config.train.quick:
+        yield "checkpoint.keep_best=true has nothing to measure with train.quick=true: use checkpoint.keep_best=false"
     if checkpoint.keep_best and config.data.validation_fraction == 0:
         yield (
             "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "

@@ -15,6 +15,7 @@ from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
+from ztk.config.plan_schema import PlanConfig
 from ztk.config.rollout_schema import (
     AdvantageConfig,
     CriticConfig,
@@ -329,6 +330,9 @@ class TrainConfig:
     until_loss: float | None = key(
         "held-out loss at which the run ends, compared at every evaluation; null: none", default=None
     )
+    quick: bool | None = key(
+        "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false", default=None
+    )
     z_loss: float | None = key(
         "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
         default=None,
@@ -443,4 +447,5 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     output_dir: str

@@ -7,6 +7,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ztk.config.hardware import hardware_values
 from ztk.config.keys import SWEEP
 from ztk.config.rules import ConfigError
 from ztk.config.sweep_schema import SWEEP_RANGES, RepeatWith, SweepConfig
@@ -41,13 +42,36 @@ def take_sweep_keys(words: Sequence[str]) -> SweepWords:
     rest = [word for word in words if word not in given]
     if options.repeat_with is RepeatWith.seeds and (own := [word for word in rest if word.startswith("train.seed=")]):
         faults.append(f"{own[0]}: {SWEEP}.repeat_with=seeds gives every repeat its seed; leave {own[0]} out")
+    if options.quick and (own := [word for word in rest if word.startswith("train.quick=")]):
+        faults.append(f"{own[0]}: {SWEEP}.quick=true sets it for every job; leave {own[0]} out")
+    rest += ["train.quick=true"] if options.quick else []  # a word of the run's, so that a resumed sweep has it, too
+    faults += _hardware_faults(options)
     if faults:
         raise ConfigError(faults)
     return SweepWords(words=rest, options=options, given=given)
 
 
 def only_resume(options: SweepConfig) -> bool:
-    """Whether nothing but `sweep.resume`, `sweep.retries` and `sweep.list` is set: then the recorded repeats count."""
+    """Whether only keys are set that say nothing about which jobs there are: then the recorded repeats count."""
     usual = SweepConfig()
     asked = {field.name for field in fields(options) if getattr(options, field.name) != getattr(usual, field.name)}
-    return asked <= {"resume", "retries", "list"}
+    return asked <= {"resume", "retries", "list", "hardware", "skip_misfits"}
+
+
+def _hardware_faults(options: SweepConfig) -> list[str]:
+    if options.skip_misfits and options.hardware is None:
+        return [
+            "sweep.skip_misfits=true asks whether jobs fit: add sweep.hardware=h100, sweep.hardware=here or another"
+        ]
+    if options.hardware is not None and not (options.list or options.skip_misfits):
+        return [
+            f"sweep.hardware={options.hardware} has no effect without sweep.list=true or sweep.skip_misfits=true: add one of them, or "
+            "leave it out"
+        ]
+    if options.hardware is None:
+        return []
+    try:
+        hardware_values(options.hardware)
+    except ValueError as error:
+        return [f"sweep.{error}"]
+    return []

@@ -26,8 +26,18 @@ class SweepConfig:
     retries: int | None = key(
         "how often a failed job is started again; null: once with sweep.resume, else never", default=None
     )
-    list: bool = key("print the jobs with their folders and states, start none", default=False)
+    list: bool = key("print the jobs with their folders, states and plans, start none", default=False)
+    hardware: str | None = key(
+        "what the plans of sweep.list and sweep.skip_misfits are made for, an option of the group hardware; null: they do not say whether a "
+        "job fits",
+        default=None,
+    )
+    skip_misfits: bool = key(
+        "record does_not_fit for jobs that do not fit on sweep.hardware as the planner says, and start the others",
+        default=False,
+    )
     repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1)
+    quick: bool = key("every job has train.quick=true: no evaluation, no sample of text and no picture", default=False)
     repeat_with: RepeatWith = key(
         "same_seed: repeats are equal, for speed; seeds: repeats have train.seed 0, 1, 2, .., for losses",
         default=RepeatWith.same_seed,

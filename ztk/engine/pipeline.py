@@ -1,5 +1,6 @@
 """The engine of a model that is cut into stages: every rank of the pipeline runs its part of the schedule, a batch at a time."""
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ from ztk.zero.reduction import Backward
 class PipelineEngine(Engine):
     """Trains by `train_batch` alone: forwards and backwards of several micro-batches alternate, so there is no loop to write outside.
 
-    record_timeline: set it, and `timeline` says afterwards what this rank computed when, in seconds of the machine's clock.
+    record_timeline: set it, and `timeline` says afterwards what this rank computed when, in seconds of the clock `now`.
 
     [Note: ZeRO inside a stage] Every stage is a model of its own to ZeRO, sharded over the ranks that hold the same stage. What is
     gathered at stage 3 stays gathered for all micro-batches of the batch as far as `zero.max_live_parameters` reaches. Gradients add
@@ -34,6 +35,7 @@ class PipelineEngine(Engine):
         super().__init__(*args, **kwargs)
         self.stages, self.policy, self.deferred = stages, policy, deferred
         self.record_timeline = False
+        self.now = time.perf_counter
         self.timeline: Timeline | None = None
         self._pipeline = self.process.mesh.comm("pp")
         self._wire = Wire(self._pipeline, dynamic_shapes=policy.dynamic_shapes)
@@ -121,6 +123,7 @@ class PipelineEngine(Engine):
             clock=self.clock,
             trainer=self if trains else None,
             record=intervals.append if self.record_timeline else None,
+            now=self.now,
         )
         with self.zero.gathering.keep_unsharded():
             run.run()

@@ -54,7 +54,7 @@ class PipelineRun:
     """Runs `schedule.ranks[rank]` over `batches`.
 
     trainer: None for a run without backwards. outputs: of the last stage per micro-batch, where this rank has it: losses, weighed, when
-    it trains.
+    it trains. now: the clock of what `record` gets.
     """
 
     def __init__(
@@ -68,11 +68,13 @@ class PipelineRun:
         clock: PhaseClock,
         trainer: Trainer | None,
         record: Callable[[Interval], None] | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.outputs: list[Carry] = [None] * len(batches)
         self._stages, self._schedule, self._rank, self._wire = stages, schedule, rank, wire
         self._batches, self._clock, self._trainer, self._record = batches, clock, trainer, record
         self._weights: list[float] = []
+        self._now = now
         # Keyed by (stage, micro-batch); each entry is taken out when it is used.
         self._arriving: dict[tuple[int, int], Incoming] = {}
         self._leaving: dict[tuple[int, int], Carry] = {}
@@ -159,12 +161,12 @@ class PipelineRun:
 
     @contextmanager
     def _computing(self, action: Action, *, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._now()
         weight = self._weights[action.micro_batch]
         with self._clock.phase(phase), weighing(self._stages.module, weight=weight):
             yield
         if self._record is not None:
-            self._record(Interval(rank=self._rank, action=action, start=start, stop=time.perf_counter()))
+            self._record(Interval(rank=self._rank, action=action, start=start, stop=self._now()))
 
     def _wait(self, arriving: Incoming | IncomingGradients):
         with self._clock.phase("bubble"):

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ztk.kernels._dot import dot
 from ztk.kernels._library import register, use_reference
@@ -246,6 +247,17 @@ _weight_gradient = register(
         offsets.numel() - 1, x.shape[1], d_out.shape[1], dtype=dtype
     ),
 )
+
+
+@register_flop_formula(torch.ops.ztk.grouped_matmul)
+def _count_products(xs, weights, offsets, order, top_k, transposed, *, out_shape, **kwargs) -> int:
+    """For torch's FLOP counter: every row with the weights of its expert, whichever that is."""
+    return sum(2 * out_shape[0] * weight[1] * weight[2] for weight in weights)
+
+
+@register_flop_formula(torch.ops.ztk.grouped_matmul_weight)
+def _count_weight_products(x, d_out, offsets, order, *args, **kwargs) -> int:
+    return 2 * d_out[0] * x[1] * d_out[1]
 
 
 class _GroupedMatmul(torch.autograd.Function):

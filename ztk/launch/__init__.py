@@ -7,6 +7,7 @@ from ztk.launch.errors import (
     first_cause,
     forget_failure,
     log_path,
+    memory_path,
     read_failure,
     write_failure,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "first_cause",
     "forget_failure",
     "log_path",
+    "memory_path",
     "python_path",
     "read_failure",
     "run_children",

@@ -64,6 +64,11 @@ def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
     return Path(output_dir, "ranks", f"rank{rank}.error.json")
 
 
+def memory_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of what a rank held when it ran out of memory."""
+    return Path(output_dir, "ranks", f"rank{rank}.memory.json")
+
+
 def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
     """The file of a rank's output."""
     return Path(output_dir, "ranks", f"rank{rank}.log")
@@ -114,6 +119,7 @@ def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> Non
 def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
     """Removes the error of an earlier start of the rank, which must not be taken for this one's."""
     error_path(output_dir, rank=rank).unlink(missing_ok=True)
+    memory_path(output_dir, rank=rank).unlink(missing_ok=True)
 
 
 def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:

@@ -15,6 +15,7 @@ from ztk.kernels import Routing, Slots, moe_slots
 from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.rows import gather_rows
 from ztk.runtime import Comm, Mesh
+from ztk.runtime.planned import is_planned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,10 @@ class ExpertExchange:
         if self._experts.size == 1:
             rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
             return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
-        plan = DispatchPlan.plan(shared, experts=self._experts, data=self._data)
+        if is_planned(tokens.device):
+            plan = DispatchPlan.balanced(shared, rows=routing.order.numel(), experts=self._experts)
+        else:
+            plan = DispatchPlan.plan(shared, experts=self._experts, data=self._data)
         to_experts = AsyncAllToAll(
             self._experts, send=plan.send, receive=plan.receive, label=f"{self._label} to experts"
         )
@@ -93,6 +97,15 @@ class DispatchPlan:
     send: list[int]  # rows to each rank of the expert axis
     receive: list[int]  # rows from each
     slots: Slots  # of the received rows, one choice each, among this rank's experts
+
+    @staticmethod
+    def balanced(counts: Tensor, *, rows: int, experts: Comm) -> "DispatchPlan":
+        """For counts without values: every rank of the expert axis gets an equal part of each rank's `rows`, the first ones a row more."""
+        send = [rows // experts.size + (rank < rows % experts.size) for rank in range(experts.size)]
+        receive = [send[experts.rank]] * experts.size
+        own = counts.shape[1] // experts.size
+        expert_of_row = torch.empty(sum(receive), dtype=torch.int64, device=counts.device)
+        return DispatchPlan(send=send, receive=receive, slots=moe_slots(expert_of_row.unsqueeze(1), num_experts=own))
 
     @staticmethod
     def plan(counts: Tensor, *, experts: Comm, data: Comm) -> "DispatchPlan":

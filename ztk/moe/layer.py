@@ -10,6 +10,7 @@ from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.gate import Assignment, GatePolicy, Gating, assign, jitter, uniform
 from ztk.nn.balance import ExpertLoad
 from ztk.runtime import Comm
+from ztk.runtime.planned import without_autocast
 
 _NOISE = (None, "None", "Jitter", "RSample")
 
@@ -125,7 +126,7 @@ class MoE(nn.Module):
         x = tokens.float()
         if self.policy.noise == "Jitter" and self.training:
             x = jitter(x, uniform=self._uniform)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with without_autocast(tokens.device):
             logits = x @ self.gate.weight.float().t()
         gating = Gating(
             policy=self.policy,

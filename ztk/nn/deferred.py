@@ -46,7 +46,9 @@ class DeferredGradients:
                 module.forward = functools.partial(self._forward, module)
 
     def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        device = x.device.type
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if not torch.is_grad_enabled() or is_autocast:
             return type(module).forward(module, x)
         product = _own_product if type(module).forward is Linear.forward else F.linear
         return _Deferring.apply(x, module.weight, module.bias, product, self)

@@ -13,6 +13,7 @@ from ztk.kernels import Routing, grouped_matmul, grouped_matmul_pair, moe_combin
 from ztk.nn.balance import ExpertLoad, RouterLosses
 from ztk.nn.config import DecoderConfig
 from ztk.nn.mlp import SwiGLU
+from ztk.runtime.planned import without_autocast
 
 
 class Exchange(Protocol):
@@ -47,7 +48,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=config.dim**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with without_autocast(tokens.device):
             return tokens.float() @ self.weight.float().t()
 
 

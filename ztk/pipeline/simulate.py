@@ -1,6 +1,6 @@
 """When each action of a pipeline runs, from the cost of each action; and the closed formulas to compare with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ztk.pipeline.actions import Action, Kind, needs
@@ -73,8 +73,12 @@ class Stuck(ValueError):
     """The ranks wait for each other."""
 
 
-def simulate(computes: Sequence[Sequence[Action]], *, costs: Costs) -> Timeline:
+def simulate(
+    computes: Sequence[Sequence[Action]], *, costs: Costs, seconds: Mapping[Action, float] | None = None
+) -> Timeline:
     """Runs `computes[r]` on rank r in the given order, each action as soon as its inputs are there.
+
+    seconds: the cost of each action, in place of those of its kind.
 
     Raises `Stuck` if no rank can go on.
     """
@@ -95,7 +99,7 @@ def simulate(computes: Sequence[Sequence[Action]], *, costs: Costs) -> Timeline:
                     break
                 arrivals = (over[n] + costs.transfer * (n.stage % num_ranks != rank) for n in needed)
                 start = max([free_at[rank], *arrivals])
-                free_at[rank] = over[action] = start + costs.of(action.kind)
+                free_at[rank] = over[action] = start + (costs.of(action.kind) if seconds is None else seconds[action])
                 intervals.append(Interval(rank=rank, action=action, start=start, stop=free_at[rank]))
                 position[rank] += 1
                 remaining -= 1

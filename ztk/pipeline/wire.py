@@ -5,7 +5,6 @@ each micro-batch, so every rank knows which of its transfers have shapes that it
 shapes before the tensors. If activations change shape although micro-batches do not, `dynamic_shapes` sends them every time.
 """
 
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ class Wire:
         form = pytree.tree_map(lambda leaf: _kind(leaf) if isinstance(leaf, Tensor) else leaf, carry)
         key = (stage + 1, self._is_training, self._keys[micro_batch])
         if self._dynamic or key not in self._announced:
-            self._announce(form, to=to)
+            self._sending += self._comm.send_object(form, to=to, label=f"shapes {stage}")
             self._announced[key] = form
         elif form != self._announced[key]:
             raise ValueError(
@@ -107,7 +106,7 @@ class Wire:
         """Starts receiving the input of `stage`."""
         key = (stage, self._is_training, self._keys[micro_batch])
         if self._dynamic or key not in self._known:
-            self._known[key] = self._receive_form(source=source)
+            self._known[key] = self._comm.recv_object(source=source, label=f"shapes {stage - 1}")
         form = self._known[key]
         kinds = [leaf for leaf in pytree.tree_leaves(form) if isinstance(leaf, TensorKind)]
         tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device) for kind in kinds]
@@ -155,19 +154,6 @@ class Wire:
         self._sending.append((self._comm.send(tensor, to=to, label=label), tensor))
         while self._sending and self._sending[0][0].is_done:
             self._sending.popleft()[0].wait()  # raises what went wrong
-
-    def _announce(self, form: Carry, *, to: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._comm.device)
-        size = torch.tensor([data.numel()], device=self._comm.device)
-        for tensor in (size, data):
-            self._sending.append((self._comm.send(tensor, to=to, label="shapes", kind="scalars"), tensor))
-
-    def _receive_form(self, *, source: int) -> Carry:
-        size = torch.zeros(1, dtype=torch.int64, device=self._comm.device)
-        self._comm.recv(size, source=source, label="shapes").wait()
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._comm.device)
-        self._comm.recv(data, source=source, label="shapes").wait()
-        return pickle.loads(bytes(data.tolist()))
 
 
 def needs_gradient(tensor: Tensor) -> bool:

@@ -1,9 +1,11 @@
 """What a run needs and moves, before it starts: the real engine over tensors without values."""
 
 from ztk.planner.fitting import Fix, fixes
+from ztk.planner.layouts import Layout, Workload
 from ztk.planner.plan import plan
 from ztk.planner.result import Plan
+from ztk.planner.search import Found, Search, search
 from ztk.planner.trace import RankTrace
 from ztk.planner.tracker import Peak
 
-__all__ = ["Fix", "Peak", "Plan", "RankTrace", "fixes", "plan"]
+__all__ = ["Fix", "Found", "Layout", "Peak", "Plan", "RankTrace", "Search", "Workload", "fixes", "plan", "search"]

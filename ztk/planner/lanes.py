@@ -2,7 +2,7 @@
 
 Operations run one after the other at the hardware's rates; collectives are sent in the order of their issue, and the step waits for them
 where the engine waits. The other lanes only add up what they move, because the engine overlaps them with the rest. So the step takes as long
-as computing and waiting, or as the busiest lane if that takes longer: a lower bound, at the rates of data sheets.
+as computing and waiting, or as the busiest lane if that takes longer: a lower bound at the hardware's rates.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,16 @@ class Lanes:
         self._hardware = hardware
         self._now = self._wire_free = self._start = self._waiting = 0.0
         self._busy = dict.fromkeys(LANES, 0.0)
+        self.transfer = 0.0  # the longest message of this step to a neighbour in a pipeline, in seconds
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start of this clock."""
+        return self._now
 
     def restart(self) -> None:
         """A step begins."""
-        self._start, self._waiting = self._now, 0.0
+        self._start, self._waiting, self.transfer = self._now, 0.0, 0.0
         self._busy = dict.fromkeys(LANES, 0.0)
 
     def read(self, *, disk_read: int, disk_write: int) -> StepTime:
@@ -54,7 +60,9 @@ class Lanes:
         hardware = self._hardware
         if not host_bytes:
             seconds = max(
-                flops / hardware.rate(str(dtype).removeprefix("torch.")), device_bytes / hardware.memory_bandwidth
+                flops / hardware.rate(str(dtype).removeprefix("torch.")),
+                device_bytes / hardware.memory_bandwidth,
+                hardware.operation_latency,
             )
             self._now += seconds
             self._busy["compute"] += seconds
@@ -67,15 +75,26 @@ class Lanes:
         """What a group of `size` ranks, `in_node` of them in each node, calls for each collective.
 
         Between nodes every device of the group sends over its own network port, as NCCL's rings do.
+
+        Raises:
+            ValueError: the group spans nodes and the hardware has no network.
         """
         hardware, one_node = self._hardware, in_node == size
-        latency = hardware.link_latency if one_node else hardware.network_latency
-        bandwidth = hardware.link_bandwidth
+        latency, bandwidth = hardware.link_latency, hardware.link_bandwidth
         if not one_node:
+            if hardware.network_latency is None or hardware.network_bandwidth is None:
+                raise ValueError(
+                    f"hardware={hardware.name}: {size} ranks are on several nodes and there is no network between them: give "
+                    "network_latency and network_bandwidth, or use fewer ranks"
+                )
+            latency = hardware.network_latency
             bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
 
         def moved(kind: str, nbytes: int) -> _Sent:
-            seconds = latency + nbytes * (size - 1) / size / bandwidth
+            share = 1.0 if kind == "send" else (size - 1) / size
+            seconds = latency + nbytes * share / bandwidth
+            if kind == "send":
+                self.transfer = max(self.transfer, seconds)
             self._wire_free = max(self._now, self._wire_free) + seconds
             self._busy["wire"] += seconds
             return _Sent(self, ends=self._wire_free)

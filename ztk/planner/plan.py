@@ -9,6 +9,8 @@ from torch import nn
 
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
+from ztk.pipeline import PipelineModule, PipelinePolicy
+from ztk.planner.pipeline import joined
 from ztk.planner.result import Plan
 from ztk.planner.trace import RankTrace, planned, trace_rank
 from ztk.policies.hardware import Hardware
@@ -17,6 +19,7 @@ from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import Topology
+from ztk.runtime.comm.planned import Letters
 from ztk.runtime.planned import PLANNED
 from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
@@ -36,6 +39,8 @@ def plan(
     tensor: TensorPolicy | None = None,
     recompute: RecomputePolicy | None = None,
     topology: Topology | None = None,
+    pipeline: PipelinePolicy | None = None,
+    experts: str | None = None,
     accumulation_steps: int = 1,
     hardware: Hardware | None = None,
 ) -> Plan:
@@ -48,11 +53,14 @@ def plan(
     arguments of that forward: a tuple, or a dict of keywords; of its tensors only shapes and dtypes count. hardware: None: the plan has no
     answer about memory and no seconds.
 
-    Raises ValueError for policies that do not fit together or do not fit the model, for pipeline stages, experts on several ranks and
-    inputs of recomputed blocks on the CPU, which a plan does not trace, and for a model that reads its tensors' values.
+    Every stage of a pipeline is traced. Experts are planned with equal loads: as many rows for each expert as for any other.
+
+    Raises ValueError for policies that do not fit together or do not fit the model, for stages cut by measured layers and inputs of
+    recomputed blocks on the CPU, which a plan does not trace, and for a model that reads its tensors' values.
     """
-    topology, recompute = topology or Topology(), recompute or RecomputePolicy()
-    refuse(untraced(pipeline=topology.pipeline, expert=topology.expert, inputs_on_cpu=recompute.inputs_on_cpu))
+    topology, recompute, pipeline = topology or Topology(), recompute or RecomputePolicy(), pipeline or PipelinePolicy()
+    partition = pipeline.partition if topology.pipeline > 1 else None
+    refuse(untraced(partition=partition, inputs_on_cpu=recompute.inputs_on_cpu))
     policies = {
         "optimizer": optimizer or OptimizerPolicy(),
         "precision": precision,
@@ -60,30 +68,66 @@ def plan(
         "offload": offload and replace(offload, nvme_path=offload.nvme_path or "."),
         "tensor": tensor,
         "recompute": recompute,
+        "pipeline": pipeline,
+        "experts": experts,
     }
     with torch.device(PLANNED):
-        parameters = sum(parameter.numel() for parameter in build().parameters())
+        parameters = full_size(build())
     classes: list[RankTrace] = []
-    for rank in kinds_of_ranks(topology):
-        trace = trace_rank(
-            build,
-            batch=planned(batch),
-            rank=rank,
-            world_size=world_size,
-            topology=topology,
-            ranks_per_node=RANKS_PER_NODE if hardware is None else hardware.ranks_per_node,
-            hardware=hardware,
-            accumulation_steps=accumulation_steps,
-            policies=policies,
-        )
-        if not any(replace(trace, rank=other.rank) == other for other in classes):
-            classes.append(trace)
+    for ranks in kinds_of_ranks(topology, world_size=world_size):
+        letters = Letters()
+        traces = [
+            trace_rank(
+                build,
+                batch=planned(batch),
+                rank=rank,
+                world_size=world_size,
+                topology=topology,
+                ranks_per_node=RANKS_PER_NODE if hardware is None else hardware.ranks_per_node,
+                hardware=hardware,
+                accumulation_steps=accumulation_steps,
+                policies=policies,
+                letters=letters,
+            )
+            for rank in ranks
+        ]
+        letters.check()
+        for trace in _together(traces):
+            if not any(replace(trace, rank=other.rank) == other for other in classes):
+                classes.append(trace)
     return Plan(
         world_size=world_size, topology=topology, parameters=parameters, classes=tuple(classes), hardware=hardware
     )
 
 
-def kinds_of_ranks(topology: Topology) -> tuple[int, ...]:
-    """Ranks of which one is like any other rank: the data-parallel ones have shards of one size, of the tensor-parallel ones the first may
-    have a head more than the last."""
-    return tuple(sorted({0, topology.tensor - 1}))
+def full_size(model: nn.Module) -> int:
+    """Elements of the parameters of the full model."""
+    if isinstance(model, PipelineModule):
+        return sum(shape.numel() for shape in model.shapes().values())
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def kinds_of_ranks(topology: Topology, *, world_size: int) -> list[list[int]]:
+    """Ranks of which one is like any other rank, those of one pipeline together, its first stage first.
+
+    Data-parallel ranks have shards of one size, and so have those with other experts; of the tensor-parallel ones the first may have a
+    head more than the last. Every stage of a pipeline is of its own kind.
+    Raises ValueError if the degrees do not fit the world.
+    """
+    topology.replicas(world_size=world_size)
+    per_stage = world_size // topology.pipeline
+    return [
+        [stage * per_stage + tensor for stage in range(topology.pipeline)]
+        for tensor in sorted({0, topology.tensor - 1})
+    ]
+
+
+def _together(traces: list[RankTrace]) -> list[RankTrace]:
+    """The ranks of one pipeline, with the time that they wait for each other."""
+    stages = [trace.stages for trace in traces if trace.stages is not None]
+    times = [trace.time for trace in traces if trace.time is not None]
+    if not stages:
+        return traces
+    return [
+        replace(trace, time=time, stages=None) for trace, time in zip(traces, joined(times, stages=stages), strict=True)
+    ]

@@ -5,22 +5,31 @@ from dataclasses import dataclass
 from ztk.planner.lanes import Lanes
 from ztk.runtime import Process, Topology
 from ztk.runtime.comm import Comm
-from ztk.runtime.comm.planned import PlannedComm
+from ztk.runtime.comm.planned import Letters, PlannedComm
 from ztk.runtime.planned import PLANNED
 from ztk.runtime.process import all_replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedProcess(Process):
-    """A rank whose device computes nothing and whose collectives move nothing. lanes: where their time goes; None: nobody asks."""
+    """A rank whose device computes nothing and whose collectives move nothing. lanes: where their time goes; None: nobody asks.
+    letters: see `Letters`."""
 
     lanes: Lanes | None = None
+    letters: Letters | None = None
 
     @staticmethod
     def of(
-        rank: int, *, world_size: int, topology: Topology, ranks_per_node: int, lanes: Lanes | None = None
+        rank: int,
+        *,
+        world_size: int,
+        topology: Topology,
+        ranks_per_node: int,
+        lanes: Lanes | None = None,
+        letters: Letters | None = None,
     ) -> Process:
-        """Rank `rank` of `world_size`, arranged. Raises ValueError if the degrees do not fit the world."""
+        """Rank `rank` of `world_size`, arranged. letters: what the ranks of its pipeline have sent. Raises ValueError if the degrees do
+        not fit the world."""
         comm = _connect(rank, members=tuple(range(world_size)), ranks_per_node=ranks_per_node, lanes=lanes)
         process = PlannedProcess(
             rank=rank,
@@ -32,15 +41,25 @@ class PlannedProcess(Process):
             mesh=all_replicas(comm),
             timeout_seconds=1.0,
             lanes=lanes,
+            letters=letters,
         )
         return process.arrange(topology)
 
     def _connect(self, groups: list[tuple[int, ...]]) -> Comm:
         own = next(group for group in groups if self.rank in group)
-        return _connect(self.rank, members=own, ranks_per_node=self.local_world_size, lanes=self.lanes)
+        return _connect(
+            self.rank, members=own, ranks_per_node=self.local_world_size, lanes=self.lanes, letters=self.letters
+        )
 
 
-def _connect(rank: int, *, members: tuple[int, ...], ranks_per_node: int, lanes: Lanes | None) -> Comm:
+def _connect(
+    rank: int,
+    *,
+    members: tuple[int, ...],
+    ranks_per_node: int,
+    lanes: Lanes | None,
+    letters: Letters | None = None,
+) -> Comm:
     in_node = sum(member // ranks_per_node == rank // ranks_per_node for member in members)
     moved = None if lanes is None else lanes.collective(size=len(members), in_node=in_node)
-    return PlannedComm(rank=members.index(rank), size=len(members), moved=moved)
+    return PlannedComm(rank=members.index(rank), size=len(members), moved=moved, letters=letters)

@@ -71,11 +71,12 @@ class Plan:
             **{f"peak_memory.{tier}_bytes": nbytes for tier, nbytes in self.peak_bytes.items()},
             "peak.where": fullest.peak.where,
             "peak.activations_bytes": fullest.peak.activations,
-            "saved_for_backward_bytes": max(trace.saved for trace in most),
             "io.read_bytes": max(trace.disk_read for trace in most),
             "io.write_bytes": max(trace.disk_write for trace in most),
             "flops": max(trace.flops for trace in most),
         }
+        if self.topology.pipeline == 1:
+            values["saved_for_backward_bytes"] = max(trace.saved for trace in most)
         for name, booked in (("peak", {"device": fullest.peak.booked}), ("memory", fullest.state)):
             for tier, categories in booked.items():
                 for category, nbytes in categories.items():
@@ -105,7 +106,8 @@ class Plan:
                 yield from _rows(categories)
         yield f"  device at the peak: {size(peak.nbytes)}, in {peak.where}"
         yield from _rows(peak.booked | {"activations and others": peak.activations})
-        yield f"  saved by the forward of a micro-batch: {size(fullest.saved)}"
+        if self.topology.pipeline == 1:
+            yield f"  saved by the forward of a micro-batch: {size(fullest.saved)}"
         yield "  wire, per step"
         yield from _rows(
             {f"{axis} {kind}": nbytes for axis, kinds in self.wire.items() for kind, nbytes in kinds.items()}
@@ -116,7 +118,7 @@ class Plan:
         yield f"  operations of products and attention, per step: {fullest.flops:.4g}"
         if self.hardware is not None and self.time is not None:
             busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
-            yield f"  a step takes {self.time.seconds:.3g} s or more, at the rates of data sheets; {self.time.limit} limits it ({busy})"
+            yield f"  a step takes {self.time.seconds:.3g} s or more, at the rates {self.hardware.source}; {self.time.limit} limits it ({busy})"
             yield f"  {self.answer}"
 
     @property

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ztk.engine import Engine
+from ztk.engine.pipeline import PipelineEngine
 from ztk.parallel import parallelize
 from ztk.planner.attention import fused_attention
 from ztk.planner.lanes import Lanes, StepTime
+from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
 from ztk.planner.tracker import Peak, StepTracker
 from ztk.policies.hardware import Hardware
 from ztk.runtime import Mesh, Tier, Topology
+from ztk.runtime.comm.planned import Letters
 from ztk.runtime.mesh import AXES
 from ztk.runtime.planned import PLANNED
 
@@ -29,8 +32,10 @@ class RankTrace:
     """What one rank holds and moves. Bytes.
 
     state: by tier and category, between two steps. reserved: the largest sum booked at one time, by tier. peak: of the device, with
-    activations. saved: what the first micro-batch's forward leaves on the device for its backward. wire: by axis and kind, in one step.
+    activations. saved: what the first micro-batch's forward leaves on the device for its backward; of a pipeline, whose schedule mixes
+    forwards and backwards, 0. wire: by axis and kind, in one step.
     disk_read, disk_write: in one step. flops: of one step. time: of one step; None without hardware.
+    stages: what a rank of a pipeline does when, in its own time.
     The wire, the disk, the operations and the time are those of the last step.
     """
 
@@ -44,6 +49,7 @@ class RankTrace:
     disk_write: int
     flops: int
     time: StepTime | None
+    stages: StageTimes | None = None
 
 
 def trace_rank(
@@ -57,16 +63,23 @@ def trace_rank(
     accumulation_steps: int,
     policies: Mapping[str, Any],
     hardware: Hardware | None = None,
+    letters: Letters | None = None,
 ) -> RankTrace:
     """Traces one rank. build: makes the model, called with the meta device as default. batch: a micro-batch of planned tensors.
 
-    policies: keywords of `parallelize`. Raises ValueError for what they refuse, and for a model that needs its tensors' values.
+    policies: keywords of `parallelize`. letters: what the pipeline ranks before this one have sent.
+    Raises ValueError for what the policies refuse, and for a model that needs its tensors' values.
     """
     lanes = None if hardware is None else Lanes(hardware)
     with torch.device(PLANNED):
         model = build()
     process = PlannedProcess.of(
-        rank, world_size=world_size, topology=topology, ranks_per_node=ranks_per_node, lanes=lanes
+        rank,
+        world_size=world_size,
+        topology=topology,
+        ranks_per_node=ranks_per_node,
+        lanes=lanes,
+        letters=letters,
     )
     tracker = StepTracker(device=PLANNED.type, computed=None if lanes is None else lanes.compute)
     with tracker, fused_attention(), _values_are_refused():
@@ -88,13 +101,17 @@ def trace_rank(
 
 
 def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes | None) -> RankTrace:
-    peaks, saved = [], 0
+    peaks, saved, stages = [], 0, None
     for _ in range(STEPS):
         tracker.restart()
         engine.process.mesh.counters.reset()
         read, written = engine.io.read_bytes, engine.io.write_bytes
         if lanes is not None:
             lanes.restart()
+        if isinstance(engine, PipelineEngine):
+            stages = _run_pipeline(engine, batch=batch, lanes=lanes)
+            peaks.append(tracker.peak)
+            continue
         for micro_batch in range(engine.accumulation_steps):
             loss = _forward(engine, batch=batch)
             if micro_batch == 0:
@@ -114,6 +131,25 @@ def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes
         **disk,
         flops=tracker.flops,
         time=None if lanes is None else lanes.read(**disk),
+        stages=stages,
+    )
+
+
+def _run_pipeline(engine: PipelineEngine, *, batch: Any, lanes: Lanes | None) -> StageTimes | None:
+    """One step. None without a clock."""
+    if lanes is not None:
+        engine.record_timeline, engine.now = True, lambda: lanes.now
+    started = 0.0 if lanes is None else lanes.now
+    arguments = batch if isinstance(batch, Mapping | tuple) else (batch,)
+    engine.train_batch([arguments] * engine.accumulation_steps)
+    if lanes is None or engine.timeline is None:
+        return None
+    intervals = engine.timeline.intervals
+    return StageTimes(
+        schedule=engine.schedule,
+        seconds={interval.action: interval.stop - interval.start for interval in intervals},
+        outside=lanes.now - started - (intervals[-1].stop - intervals[0].start),
+        transfer=lanes.transfer,
     )
 
 

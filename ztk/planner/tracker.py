@@ -90,7 +90,7 @@ class StepTracker(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count is not None else 0
         self.flops += flops
-        if self._computed is not None and _is_work(func):
+        if self._computed is not None and is_work(func):
             self._report(
                 func, flops=flops, tensors=(*tree_leaves((args, kwargs)), *(results or written(func, args=args)))
             )
@@ -156,7 +156,7 @@ class StepTracker(TorchDispatchMode):
         return f"backward of {self._ran[index]}" if index >= 0 else "backward"
 
 
-def _is_work(func: torch._ops.OpOverload) -> bool:
+def is_work(func: torch._ops.OpOverload) -> bool:
     """The operation reads and writes memory: it makes no view."""
     return not func.is_view and func not in (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format)
 

@@ -10,6 +10,7 @@ RANGES: dict[str, Range] = {
     "link_latency": NOT_NEGATIVE,
     "network_latency": NOT_NEGATIVE,
     "ranks_per_node": COUNT,
+    "operation_latency": NOT_NEGATIVE,
     **{f"{dtype}_rate": POSITIVE for dtype in ("bf16", "fp16", "fp32")},
     **{
         f"{name}_bandwidth": POSITIVE
@@ -24,7 +25,8 @@ class Hardware:
 
     capacity_bytes: what the driver offers. reserve_bytes: of that, what the context, NCCL and the allocator's rounding take.
     bf16_rate, fp16_rate, fp32_rate: dense products. host_bandwidth: a device's share of its node's main memory. disk: a device's share.
-    link: between the devices of a node. network: between nodes. ranks_per_node: devices of a node.
+    link: between the devices of a node. network: between nodes; None: there is none, so a plan for several nodes is refused.
+    ranks_per_node: devices of a node. operation_latency: an operation takes at least as long. source: where the numbers are from.
 
     Raises ValueError naming key and value for a number that is not positive; latencies and `reserve_bytes` may be zero.
     """
@@ -42,9 +44,22 @@ class Hardware:
     disk_write_bandwidth: float
     link_latency: float
     link_bandwidth: float
-    network_latency: float
-    network_bandwidth: float
+    network_latency: float | None = None
+    network_bandwidth: float | None = None
     ranks_per_node: int
+    operation_latency: float = 0.0
+    source: str = "of data sheets"
+
+    @staticmethod
+    def here(*, file: str | None = None) -> "Hardware":
+        """This machine, as `python -m ztk.calibrate` has measured it. file: None: `ztk/hardware.json` in the user's cache.
+
+        Raises:
+            ValueError: it was never measured.
+        """
+        from ztk.policies.measured import read_measured  # here: that file imports this one
+
+        return Hardware(**read_measured(file))
 
     def __post_init__(self) -> None:
         refuse(range_faults(self, section="hardware", ranges=RANGES))
@@ -60,3 +75,6 @@ class Hardware:
 
 
 NAMES = tuple(field.name for field in fields(Hardware))
+REQUIRED = tuple(
+    name for name in NAMES if name not in ("operation_latency", "source")
+)  # of an option on the command line

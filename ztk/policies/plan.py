@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 
 
-def untraced(*, pipeline: int, expert: int, inputs_on_cpu: bool | None) -> Iterator[str]:
-    """One line per fault. pipeline, expert: degrees of the topology. inputs_on_cpu: of the recomputation."""
-    if pipeline > 1:
-        yield f"topology.pipeline={pipeline}: a plan does not trace pipeline stages; use topology.pipeline=1"
-    if expert > 1:
-        yield f"topology.expert={expert}: a plan does not trace experts, whose rows depend on values; use topology.expert=1"
+def untraced(*, partition: str | None, inputs_on_cpu: bool | None) -> Iterator[str]:
+    """One line per fault. partition: of a pipeline; None without one. inputs_on_cpu: of the recomputation."""
+    if partition == "profile":
+        yield "topology.partition=profile: a plan computes nothing and cannot measure layers; use topology.partition=parameters"
     if inputs_on_cpu:
         yield "recompute.inputs_on_cpu=true: a plan does not trace inputs in main memory; use recompute.inputs_on_cpu=false"

@@ -27,7 +27,7 @@ class ReportPolicy:
 
     folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first and the last step,
     and those with extra values, always have one. plain_seconds: seconds between lines where there is no terminal.
-    tracker_every: steps between the rows sent to wandb.
+    tracker_every: steps between the rows sent to wandb. draws: the run ends with a picture.
 
     Raises:
         ValueError: `every` or `tracker_every` is less than 1.
@@ -39,6 +39,7 @@ class ReportPolicy:
     plain_seconds: float = 10.0
     tracker: TrackerPolicy = TrackerPolicy(mode="disabled")
     tracker_every: int = 1
+    draws: bool = True
 
     def __post_init__(self) -> None:
         for key, value in (("train.log_every", self.every), ("logger.every", self.tracker_every)):
@@ -154,8 +155,6 @@ class Reporter:
         ranks = gather_json(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
-            from ztk.report.plot import plot_run  # here: matplotlib takes a second, and only rank 0 draws
-
             folder = self._policy.folder
             assert self._folder is not None
             if self._finished is not None:
@@ -167,11 +166,9 @@ class Reporter:
                 return summary
             self._folder.write_summary(summary)
             self._close(summary, failed=False)
-            picture = plot_run(folder)
+            picture = f", picture: {_draw(folder)}" if self._policy.draws else ""
             print_tables(self._console, ranks=ranks, steps=self._rows.num_steps)
-            self._console.print(
-                f"{describe_end(summary)}\nrecord: {folder}, picture: {picture}", highlight=False, soft_wrap=True
-            )
+            self._console.print(f"{describe_end(summary)}\nrecord: {folder}{picture}", highlight=False, soft_wrap=True)
         return summary
 
     def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
@@ -229,3 +226,9 @@ class Reporter:
         if self._tracker is not None:
             self._tracker.finish(summary, failed=failed)
         self._folder = self._progress = self._tracker = None
+
+
+def _draw(folder: str) -> object:
+    from ztk.report.plot import plot_run  # here: matplotlib takes a second, and only rank 0 draws
+
+    return plot_run(folder)

@@ -19,6 +19,7 @@ class Status(StrEnum):
     done = "done"
     failed = "failed"
     refused = "refused"  # its configuration
+    does_not_fit = "does_not_fit"  # was not started: the planner says that a device lacks memory
 
 
 def read_status(folder: str | os.PathLike) -> Status:

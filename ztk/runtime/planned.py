@@ -5,6 +5,7 @@ address is 0 on the meta device.
 """
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ def is_planned(device: torch.device) -> bool:
 def place_of(tensor: Tensor) -> tuple[int, int]:
     """Identity of the tensor's storage, and the byte where the tensor begins. Valid while the tensor lives."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Inside, operations on `device` compute in their tensors' dtypes; planned tensors always do."""
+    return nullcontext() if is_planned(device) else torch.autocast(device.type, enabled=False)
 
 
 def on_host(values: Tensor) -> Tensor:

@@ -216,6 +216,20 @@ class Comm:
         rows = self.gather_scalars(padded, label="objects").cpu()
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
+    def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
+        """`obj` (small, picklable) goes to rank `to`, which calls `recv_object`. Returns what must be kept until it is sent."""
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([data.numel()], device=self.device)
+        return [(self.send(tensor, to=to, label=label, kind="scalars"), tensor) for tensor in (size, data)]
+
+    def recv_object(self, *, source: int, label: str) -> Any:
+        """What rank `source` sends by `send_object`. Waits."""
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.recv(size, source=source, label=label).wait()
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self.recv(data, source=source, label=label).wait()
+        return pickle.loads(bytes(data.tolist()))
+
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
         self.gather_scalars(torch.zeros(1, device=self.device), label="barrier")

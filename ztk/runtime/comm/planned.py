@@ -1,11 +1,12 @@
 """The communicator of a plan: its counters count, and nothing moves."""
 
+import pickle
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ztk.runtime.comm.comm import Comm
+from ztk.runtime.comm.comm import Comm, Work
 from ztk.runtime.comm.transport import SeparateMemory, SingleRankTransport
 from ztk.runtime.planned import PLANNED
 
@@ -47,20 +48,69 @@ class PlannedTransport(SeparateMemory):
     def send(self, tensor: Tensor, *, to: int, label: str) -> object:
         return self._move("send", tensor=tensor)
 
-    def recv(self, out: Tensor, *, source: int, label: str) -> object:
-        return self._move("send", tensor=out)
+    def recv(self, out: Tensor, *, source: int, label: str) -> None:
+        """Takes no time here: when a message arrives depends on the rank that sends it, see `ztk.planner.pipeline`."""
 
     def close(self) -> None:
         pass
 
 
+class Letters:
+    """Objects that ranks of a plan send each other, by label. The ranks are planned one after the other, so some are read before they are
+    sent: then the last one that was sent stands for them, until `check`."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, object] = {}
+        self._assumed: dict[str, object] = {}
+
+    def send(self, obj: object, *, label: str) -> None:
+        """Keeps `obj` for who reads `label`."""
+        self._sent[label] = obj
+
+    def read(self, label: str) -> object:
+        """What was sent or will be sent."""
+        if label not in self._sent:
+            self._assumed[label] = next(reversed(self._sent.values()))
+        return self._sent.get(label, self._assumed.get(label))
+
+    def check(self) -> None:
+        """Raises ValueError if something else was sent than was read."""
+        for label, obj in self._assumed.items():
+            if self._sent.get(label, obj) != obj:
+                raise ValueError(
+                    f"{label}: stages send activations of different shapes, and a plan traces one rank after the other: use "
+                    "topology.virtual_stages=1"
+                )
+
+
 class PlannedComm(Comm):
     """The collectives of one rank of a plan: the other ranks are taken to do what this one does."""
 
-    def __init__(self, *, rank: int, size: int, moved: Moved | None = None) -> None:
-        """moved: see `PlannedTransport`; a group of one moves nothing."""
+    def __init__(self, *, rank: int, size: int, moved: Moved | None = None, letters: Letters | None = None) -> None:
+        """moved: see `PlannedTransport`; a group of one moves nothing. letters: those of the ranks of a pipeline."""
+        self._letters = letters or Letters()
         transport = SingleRankTransport() if size == 1 else PlannedTransport(moved)
         super().__init__(transport, rank=rank, size=size, device=PLANNED)
+
+    def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
+        """This rank's values for every rank, where they are on the host and have values."""
+        full = super().gather_scalars(values, label=label)
+        return full if values.is_meta else full.copy_(values.expand_as(full))
+
+    def gather_objects(self, obj: object) -> list:
+        """This rank's `obj` for every rank; counted as `Comm.gather_objects` counts it."""
+        self.counters.count("scalars", numel=self.size, itemsize=8)
+        self.counters.count("scalars", numel=self.size * len(pickle.dumps(obj)), itemsize=1)
+        return [obj] * self.size
+
+    def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
+        """Counted as `Comm.send_object` counts it."""
+        self._letters.send(obj, label=label)
+        return super().send_object(obj, to=to, label=label)
+
+    def recv_object(self, *, source: int, label: str) -> object:
+        """What the sender's plan has sent."""
+        return self._letters.read(label)
 
     def gather_numbers(
         self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32

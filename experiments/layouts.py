@@ -1,0 +1,88 @@
+"""`task=plan plan.search=true`: the layouts of a run, ranked. `search.json` and `search.csv` in the run folder have the table's numbers."""
+
+import csv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from experiments import policies
+from ztk.config import Config, ConfigError, compose
+from ztk.optim import flat_optimizer
+from ztk.planner import Plan, Search, Workload, search
+from ztk.report.folder import write_json
+
+TRACED = 20
+_ONLY_PIPELINES = ("schedule", "virtual_stages", "partition", "max_local_gradients", "dynamic_shapes")
+_REPLACED = ("zero", "offload", "recompute", "topology", "train.accumulation_steps", "train.global_batch_size")
+
+
+def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan]) -> Search:
+    """Ranks the layouts of the run `config`, whose command line is `given`, prints them and writes them into its folder.
+
+    Keys of the command line stay, but for the options of zero, offload, recompute and topology and the degrees: those are what is searched.
+    """
+
+    def replan(overrides: tuple[str, ...]) -> Plan | str:
+        words = searched(config, given=given, overrides=overrides)
+        try:
+            return make_plan(compose(*words, output_dir=config.output_dir))
+        except ConfigError as error:
+            return error.faults[0]
+
+    count = TRACED if config.plan.traced is None else config.plan.traced
+    found = search(replan, work=workload(config), traced=count)
+    print("\n".join(found.lines()))
+    rows = found.rows()
+    folder = Path(config.output_dir)
+    write_json(folder / "search.json", values={"layouts": found.layouts, "dropped": found.dropped, "found": rows})
+    with open(folder / "search.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["rank"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return found
+
+
+def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, ...]) -> list[str]:
+    """The command line of a layout: `given` with `overrides` in place of its own layout, and the same global batch."""
+    chosen = dict(override.split("=", maxsplit=1) for override in overrides)
+    degrees = {f"topology.{name}" for name in ("data", "pipeline", "tensor", "sequence", "expert")}
+    kept = {key: value for key, value in given.items() if key not in degrees and key not in _REPLACED}
+    if "topology.pipeline" not in chosen:
+        kept = {key: value for key, value in kept.items() if key.removeprefix("topology.") not in _ONLY_PIPELINES}
+    if "topology.tensor" not in chosen:
+        kept.pop("topology.sequence_parallel", None)
+    kept = {key: value for key, value in kept.items() if not key.startswith("plan.")}
+    values = kept | {"train.global_batch_size": str(config.train.global_batch_size)} | chosen
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def workload(config: Config) -> Workload:
+    """What the arithmetic needs to know."""
+    model = policies.decoder_config(config)
+    hardware = policies.hardware(config)
+    assert hardware is not None, "ztk.config refuses a search without hardware"
+    precision, states = policies.precision_policy(config), flat_optimizer(policies.optimizer_policy(config)).state_names
+    itemsize = precision.dtype.itemsize
+    sparse = sum(model.has_experts(block) for block in range(model.layers))
+    assert config.train.global_batch_size is not None and config.launch.ranks is not None, "settled"
+    return Workload(
+        ranks=config.launch.ranks,
+        hardware=hardware,
+        parameters=model.parameter_count(),
+        expert_parameters=sparse * model.experts * 3 * model.dim * model.expert_hidden_dim,
+        expert_choices=sparse * model.experts_per_token,
+        experts=model.experts,
+        layers=model.layers,
+        dim=model.dim,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        flops=model.flops_per_token(config.data.seq_len),
+        seq_len=config.data.seq_len,
+        micro_batch=config.train.micro_batch_size,
+        global_batch=config.train.global_batch_size,
+        parameter_bytes=itemsize,
+        gradient_bytes=itemsize,
+        optimizer_bytes=4 * len(states) + (4 if precision.dtype is not torch.float32 else 0),
+        dtype=str(precision.dtype).removeprefix("torch."),
+    )

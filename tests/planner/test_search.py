@@ -1,0 +1,170 @@
+"""The search over layouts: what arithmetic may drop, what is planned, and that nothing is lost from the counts."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from experiments import layouts as program
+from experiments.plan import main, make_plan
+from tests.planner.test_plan import CPU, FAST_LINKS, small_plan
+from ztk.config import ConfigError, compose
+from ztk.planner import Layout, Plan, Workload, search
+from ztk.planner.layouts import legal, rough_seconds, state_bytes
+
+HARDWARE = replace(FAST_LINKS, link_bandwidth=1e9, capacity_bytes=10_000)
+WORK = Workload(
+    ranks=4,
+    hardware=HARDWARE,
+    parameters=1000,
+    expert_parameters=0,
+    expert_choices=0,
+    experts=0,
+    layers=4,
+    dim=8,
+    heads=4,
+    kv_heads=2,
+    flops=6000,
+    seq_len=8,
+    micro_batch=1,
+    global_batch=4,
+    parameter_bytes=4,
+    gradient_bytes=4,
+    optimizer_bytes=8,
+    dtype="float32",
+)
+USUAL = Layout(stage=0, offload="none", recompute="none", pipeline=1, tensor=1, sequence=1, expert=1)
+NANO = ("task=plan", "model=nano", "data=synthetic", "data.seq_len=64", "launch.ranks=4", "hardware=h100")
+
+
+def planner(fits, *, refused=()):
+    """Made-up plans: those of `fits` fit; the seconds are the number of overrides."""
+    usual, asked = small_plan(hardware=HARDWARE), []
+
+    def replan(overrides: tuple[str, ...]) -> Plan | str:
+        asked.append(overrides)
+        if any(word in overrides for word in refused):
+            return "not like this"
+        trace = usual.classes[0]
+        time = replace(trace.time, seconds=float(len(overrides)))
+        capacity = 10**9 if fits(overrides) else 1
+        return replace(usual, classes=(replace(trace, time=time),), hardware=replace(HARDWARE, capacity_bytes=capacity))
+
+    return replan, asked
+
+
+def test_layouts_are_all_combinations_and_each_is_legal_or_has_a_reason():
+    found, refused = legal(WORK)
+    splits = 10  # (pipeline, tensor, sequence) whose product divides 4
+    assert len(found) + sum(refused.values()) == splits * 4 * 3 * 3
+    assert refused["more tensor ranks than key heads"] == 36  # tensor=4
+    assert len(set(found)) == len(found) and USUAL in found
+    experts = replace(WORK, experts=2, expert_parameters=500, expert_choices=4)
+    assert {layout.expert for layout in legal(experts)[0]} == {1, 2}
+    assert (
+        "the global batch is no multiple of a micro-batch on every replica" in legal(replace(WORK, global_batch=2))[1]
+    )
+
+
+def test_the_state_of_a_layout_is_never_estimated_too_high(tmp_path):
+    """Else arithmetic would drop what fits."""
+    config = compose(*NANO, output_dir=tmp_path, machine=CPU)
+    work = program.workload(config)
+    chosen = [
+        USUAL,
+        replace(USUAL, stage=3, offload="cpu"),
+        replace(USUAL, stage=1, pipeline=2),
+        replace(USUAL, stage=2, tensor=2),
+    ]
+    for layout in chosen:
+        words = program.searched(config, given=dict(word.split("=") for word in NANO), overrides=layout.overrides)
+        peak = make_plan(compose(*words, output_dir=tmp_path, machine=CPU)).fullest.peak
+        assert state_bytes(layout, work=work) <= peak.nbytes
+    assert state_bytes(replace(USUAL, stage=1), work=work) < 0.7 * state_bytes(USUAL, work=work)
+
+
+def test_more_work_takes_longer():
+    usual = rough_seconds(USUAL, work=WORK)
+    assert rough_seconds(replace(USUAL, recompute="full"), work=WORK) > usual
+    slow_disk = replace(WORK, hardware=replace(HARDWARE, disk_read_bandwidth=1e6))
+    host, disk = (rough_seconds(replace(USUAL, offload=tier), work=slow_disk) for tier in ("cpu", "nvme"))
+    assert disk > host
+    several = replace(WORK, global_batch=16, hardware=replace(HARDWARE, link_bandwidth=1e6))
+    assert rough_seconds(replace(USUAL, stage=3), work=several) > rough_seconds(replace(USUAL, stage=1), work=several)
+
+
+def test_what_is_dropped_and_what_is_planned_is_everything():
+    replan, asked = planner(lambda overrides: "topology.pipeline=2" in overrides, refused=("topology.sequence=2",))
+    lines = []
+    result = search(replan, work=WORK, traced=12, say=lines.append)
+    assert len(result.found) + sum(result.dropped.values()) == result.layouts
+    assert len(result.found) == 12 and len(asked) == len(lines) > 12
+    assert result.dropped["refused: not like this"] == len(asked) - 12
+    assert result.dropped["slower by arithmetic than the 12 that were planned"] > 0
+    rows = result.rows()
+    fitting = [row for row in rows if row["fits"]]
+    assert rows[: len(fitting)] == fitting and [row["rank"] for row in fitting] == list(range(1, len(fitting) + 1))
+    assert [row["step_seconds"] for row in fitting] == sorted(row["step_seconds"] for row in fitting)
+    assert f"{result.layouts:,} layouts, 12 planned" in "\n".join(result.lines())
+
+
+def test_too_much_state_is_never_planned():
+    small = replace(WORK, hardware=replace(HARDWARE, capacity_bytes=7_000))  # the state at stage 0 takes 16,000
+    replan, asked = planner(lambda overrides: True)
+    result = search(replan, work=small, traced=1000, say=lambda line: None)
+    assert result.dropped["the state alone is more than a device has"] > 0
+    assert ("zero=stage0",) not in asked and ("zero=stage3",) in asked
+
+
+def test_what_keeps_more_than_a_misfit_is_not_planned():
+    strong = replace(USUAL, recompute="full", offload="cpu")
+    assert USUAL.keeps_more(strong) and replace(USUAL, offload="cpu").keeps_more(strong)
+    assert not strong.keeps_more(USUAL) and not replace(USUAL, stage=1).keeps_more(strong)
+    replan, asked = planner(lambda overrides: False)
+    result = search(replan, work=WORK, traced=1000, say=lambda line: None)
+    planned = [found.layout for found in result.found]
+    assert len(asked) == len(set(asked)) == len(planned)
+    later = [(one, other) for number, one in enumerate(planned) for other in planned[:number]]
+    assert not any(one.keeps_more(other) for one, other in later)
+    assert "none of them fits" in "\n".join(result.lines())
+
+
+def test_the_program_ranks_and_writes(tmp_path, capsys):
+    words = (*NANO, "topology=tp2", "train.accumulation_steps=4", "plan.search=true", "plan.traced=2")
+    (tmp_path / "overrides.json").write_text(json.dumps(dict(word.split("=") for word in words)))
+    main(compose(*words, output_dir=tmp_path, machine=CPU))
+    written = json.loads((tmp_path / "search.json").read_text())
+    assert len(written["found"]) == 2 and written["layouts"] == 2 + sum(written["dropped"].values())
+    with open(tmp_path / "search.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["overrides"] for row in rows] == [row["overrides"] for row in written["found"]]
+    assert "search: " in capsys.readouterr().out
+    best = program.searched(
+        compose(*words, output_dir=tmp_path, machine=CPU),
+        given=dict(word.split("=") for word in words),
+        overrides=tuple(rows[0]["overrides"].split()),
+    )
+    config = compose(*best, output_dir=tmp_path, machine=CPU)
+    assert make_plan(config).time.seconds == pytest.approx(written["found"][0]["step_seconds"])
+    assert (
+        config.train.global_batch_size == 2 * config.train.micro_batch_size * 4
+    )  # of tp2: two replicas, four micro-batches
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (
+            ("task=plan", "plan.search=true"),
+            "plan.search=true ranks layouts by memory and seconds: choose hardware=h100",
+        ),
+        (("plan.search=true",), "plan.search=true has no effect here"),
+        (("task=plan", "plan.traced=3"), "plan.traced=3 has no effect here"),
+        ((*NANO, "plan.search=true", "plan.traced=0"), "plan.traced=0: must be 1 or more"),
+    ],
+)
+def test_a_search_is_for_plans_with_hardware(words, fault, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        compose(*words, output_dir=tmp_path, machine=CPU)
+    assert any(line.startswith(fault) for line in caught.value.faults)

@@ -1,0 +1,57 @@
+"""python -m ztk.calibrate [--ranks N] [--device cpu|cuda] [--folder FOLDER] [--to FILE]: measures this machine in under two minutes and
+writes what `hardware=here` of task=plan and `ztk.Hardware.here()` read. Nothing else should run meanwhile."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ztk.config.machine import Machine
+from ztk.launch import RankError, run_ranks
+from ztk.policies.measured import measured_path, write_measured
+
+RANKS_WITHOUT_GPU = 2  # as a run has
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if the machine cannot be measured, 2 for arguments that do not fit it."""
+    parser = argparse.ArgumentParser(prog="python -m ztk.calibrate", description=__doc__.partition(":")[2].strip())
+    parser.add_argument("--ranks", type=int, help="ranks that measure at the same time (default: the GPUs; 2 on a CPU)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    parser.add_argument("--folder", default=".", help="on the disk of offload.nvme_path (default: here)")
+    parser.add_argument("--to", help="the file; default: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache")
+    given = parser.parse_args(arguments)
+    machine = Machine.here()
+    device = given.device or ("cuda" if machine.gpus else "cpu")
+    ranks = given.ranks if given.ranks is not None else machine.gpus if device == "cuda" else RANKS_WITHOUT_GPU
+    if ranks < 1 or (device == "cuda" and ranks > machine.gpus):
+        allowed = f"1 to {machine.gpus}" if device == "cuda" and machine.gpus else "1 or more, with --device cpu"
+        print(f"--ranks {ranks}: must be {allowed}", file=sys.stderr)
+        return 2
+    return calibrate(ranks=ranks, device=device, folder=given.folder, to=given.to, cores=machine.cores)
+
+
+def calibrate(*, ranks: int, device: str, folder: str, to: str | None, cores: int) -> int:
+    """Measures, prints and writes. Returns the exit code."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="ztk-calibrate-") as place:
+        draft = Path(place, "hardware.json")
+        command = [sys.executable, "-m", "ztk.calibrate.rank", device, str(Path(folder).absolute()), str(draft)]
+        try:
+            run_ranks(command, ranks=ranks, threads=max(1, cores // ranks), output_dir=place)
+        except RankError as error:
+            print(f"ztk: {str(error).replace('offload.nvme_path', '--folder')}", file=sys.stderr)
+            return 1
+        content = json.loads(draft.read_text(encoding="utf-8"))
+    path = write_measured(content, file=None if to is None else measured_path(to))
+    for name, value in content["hardware"].items():
+        written = value if isinstance(value, str) else f"{value:.6g}"
+        print(f"{name:<22}{written:<24}{content['sources'].get(name, '')}")
+    print(f"{path}: written in {time.perf_counter() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""python -m ztk.cli.out_of_memory FOLDER RANK: the plan of a run that ran out of memory beside what the rank held.
+
+The process that has started the ranks imports no torch, so the plan is made in a process of its own (`print_plan`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ztk.launch import memory_path, python_path
+
+SECONDS = 300.0  # for the plan
+
+
+def print_plan(folder: str | os.PathLike, *, rank: int) -> None:
+    """Prints it, if `rank` has left what it held; else nothing. Whatever goes wrong here is one line: the run's own error comes first."""
+    if not memory_path(folder, rank=rank).is_file():
+        return
+    command = [sys.executable, "-m", "ztk.cli.out_of_memory", os.fspath(folder), str(rank)]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    sys.stdout.flush()
+    try:
+        done = subprocess.run(command, env=environment, timeout=SECONDS, check=False, capture_output=True, text=True)
+        text = done.stdout if done.returncode == 0 else f"there is no plan beside it: {_last(done.stderr)}\n"
+    except (OSError, subprocess.SubprocessError) as error:
+        text = f"there is no plan beside it: {error}\n"
+    print("".join(f"ztk: {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]
+
+
+def main() -> None:
+    """Prints the table to standard output and writes it into the folder."""
+    from ztk.config import load
+    from ztk.worker import import_task
+
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    measured = json.loads(memory_path(folder, rank=rank).read_text(encoding="utf-8"))
+    program = import_task("experiments.out_of_memory")
+    text = "\n".join(program.lines(load(folder / "config.yaml"), rank=rank, measured=measured))
+    (folder / "out_of_memory.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

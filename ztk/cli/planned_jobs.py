@@ -1,0 +1,90 @@
+"""Plans of a sweep's jobs, made in one process of its own: the process that starts jobs imports no torch.
+
+`python -m ztk.cli.planned_jobs` reads {"hardware": NAME or null, "jobs": {name: config.yaml}} from standard input and writes a line of JSON
+per job.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ztk.launch import python_path
+from ztk.report.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlan:
+    """What the planner says of a job. values: as `plan.json` has them; empty if there is no plan, and then reason says why."""
+
+    values: Mapping[str, Any]
+    reason: str = ""
+
+    @property
+    def does_not_fit(self) -> bool:
+        """The planner says no; it says nothing without hardware."""
+        return self.values.get("fits") is False
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Peak of the device, whether it fits, seconds of a step; as a table shows them."""
+        if not self.values:
+            return "-", "not planned", "-"
+        margin, seconds = self.values.get("margin_bytes"), self.values.get("step_seconds")
+        fits = "-" if margin is None else f"{'fits' if margin >= 0 else 'does not fit'}, {format_bytes(abs(margin))}"
+        peak = format_bytes(self.values["peak_memory.device_bytes"])
+        return peak, fits, "-" if seconds is None else f"{seconds:.3g}"
+
+    @property
+    def misfit(self) -> str:
+        """The line of a job that was not started."""
+        lacking = format_bytes(-self.values["margin_bytes"])
+        return f"does not fit: {lacking} more than {self.values['hardware']} has beside its reserve"
+
+
+def plan_jobs(configs: Mapping[str, str], *, hardware: str | None) -> dict[str, JobPlan]:
+    """configs: `config.yaml` of each job by its name. hardware: the option that the plans are made for.
+
+    Raises:
+        ValueError: the plans cannot be made at all, as for hardware=here that was never measured.
+    """
+    if not configs:
+        return {}
+    request = json.dumps({"hardware": hardware, "jobs": dict(configs)})
+    done = subprocess.run(
+        [sys.executable, "-m", "ztk.cli.planned_jobs"],
+        input=request,
+        env=os.environ | {"PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ValueError(last.removeprefix("ValueError: "))
+    answers = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    return {answer["name"]: JobPlan(values=answer["values"], reason=answer["reason"]) for answer in answers}
+
+
+def main() -> None:
+    """Answers one request."""
+    from ztk.config import from_yaml, hardware_values
+    from ztk.policies.hardware import Hardware
+    from ztk.worker import import_task
+
+    request = json.load(sys.stdin)
+    name = request["hardware"]
+    hardware = None if name is None else Hardware(**hardware_values(name))
+    program = import_task("experiments.plan")
+    for job, text in request["jobs"].items():
+        made = program.try_plan(from_yaml(text), hardware=hardware)
+        values, reason = ({}, made) if isinstance(made, str) else (made.as_dict(), "")
+        sys.stdout.write(json.dumps({"name": job, "values": values, "reason": reason}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

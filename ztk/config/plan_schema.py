@@ -1,0 +1,20 @@
+"""The keys of `plan`: what task=plan does beside the plan of the command line."""
+
+from dataclasses import dataclass
+
+from ztk.config.key import key
+from ztk.policies.ranges import Range
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """What `task=plan` does beside the plan of the command line. `plan` has no options, only keys."""
+
+    search: bool | None = key(
+        "plan the best layouts (zero stage, offload, recompute and degrees of topology) of the same global batch, and rank them; null: false",
+        default=None,
+    )
+    traced: int | None = key("layouts that plan.search=true plans; null: 20", default=None)
+
+
+PLAN_RANGES = {"plan.traced": Range(low=1, high=10_000)}

@@ -1,0 +1,227 @@
+"""All layouts of a run, and arithmetic that says which of them are worth a plan.
+
+The arithmetic only chooses what is planned and in which order: every number of a result is a plan's. Bytes of state are a lower bound, so
+what it drops for memory cannot fit; seconds are rough.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ztk.policies.hardware import Hardware
+
+STAGES = (0, 1, 2, 3)
+OFFLOADS = ("none", "cpu", "nvme")  # each takes more off the device than the one before
+RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
+AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, in those without recomputation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One way to run. Degrees as in `Topology`."""
+
+    stage: int
+    offload: str
+    recompute: str
+    pipeline: int
+    tensor: int
+    sequence: int
+    expert: int
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """On the command line; what is usual is left out."""
+        degrees = {name: getattr(self, name) for name in ("pipeline", "tensor", "sequence", "expert")}
+        return (
+            f"zero=stage{self.stage}",
+            *([f"offload={self.offload}"] if self.offload != "none" else []),
+            *([f"recompute={self.recompute}"] if self.recompute != "none" else []),
+            *(f"topology.{name}={degree}" for name, degree in degrees.items() if degree > 1),
+        )
+
+    def keeps_more(self, other: "Layout") -> bool:
+        """Than `other`, of which it differs in nothing but weaker recomputation and less offloading."""
+        weaker = RECOMPUTES.index(self.recompute) <= RECOMPUTES.index(other.recompute)
+        nearer = OFFLOADS.index(self.offload) <= OFFLOADS.index(other.offload)
+        same = replace(self, offload=other.offload, recompute=other.recompute) == other
+        return same and weaker and nearer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is trained, on what. parameters: of the full model; expert_parameters: those of them in experts.
+
+    expert_choices: choices of a token, over all layers. flops: of a token, forward and backward. global_batch: sequences. bytes of one
+    parameter: of its values for the forward, its gradient, its optimizer states.
+    """
+
+    ranks: int
+    hardware: Hardware
+    parameters: int
+    expert_parameters: int
+    expert_choices: int
+    experts: int
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    flops: int
+    seq_len: int
+    micro_batch: int
+    global_batch: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    dtype: str
+
+    def replicas(self, layout: Layout) -> int:
+        """Ranks with sequences of their own."""
+        return self.ranks // (layout.pipeline * layout.tensor * layout.sequence)
+
+    def forwards(self, layout: Layout) -> int:
+        """Micro-batches of a step."""
+        return self.global_batch // (self.replicas(layout) * self.micro_batch)
+
+    def own(self, layout: Layout) -> float:
+        """Parameters of a rank before ZeRO shards them: the mean over stages."""
+        experts = self.expert_parameters / layout.expert
+        return (self.parameters - self.expert_parameters + experts) / (layout.pipeline * layout.tensor)
+
+    def shard(self, layout: Layout) -> float:
+        """Parameters of a rank when ZeRO has sharded them. Experts are sharded over the ranks that have the same ones."""
+        return self.parameters / self.ranks
+
+
+def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
+    """Every layout with which `work` can run, and how many cannot, by reason. Degrees that do not divide the ranks are no layouts."""
+    found, refused = [], Counter[str]()
+    for pipeline, tensor, sequence, expert in _degrees(work):
+        for stage in STAGES:
+            for offload in OFFLOADS:
+                for recompute in RECOMPUTES:
+                    layout = Layout(
+                        stage=stage,
+                        offload=offload,
+                        recompute=recompute,
+                        pipeline=pipeline,
+                        tensor=tensor,
+                        sequence=sequence,
+                        expert=expert,
+                    )
+                    if reason := _illegal(layout, work=work):
+                        refused[reason] += 1
+                    else:
+                        found.append(layout)
+    return found, dict(refused)
+
+
+def state_bytes(layout: Layout, *, work: Workload) -> float:
+    """At least so many bytes are on the device between two steps."""
+    own, shard = work.own(layout), work.shard(layout)
+    offloaded = layout.offload != "none"
+    parameters = work.parameter_bytes * (shard if layout.stage == 3 else own)
+    gradients = work.gradient_bytes * (shard if layout.stage >= 2 else own)
+    optimizer = work.optimizer_bytes * (shard if layout.stage >= 1 else own)
+    if not offloaded:
+        return parameters + gradients + optimizer
+    return parameters * (layout.stage < 3)
+
+
+def activation_bytes(layout: Layout, *, work: Workload) -> float:
+    """What a micro-batch keeps of its forward, roughly: 2 bytes of 17 values per element of the residual stream and layer."""
+    tokens = work.micro_batch * work.seq_len / layout.sequence
+    layers = work.layers / layout.pipeline
+    waiting = min(layout.pipeline, work.forwards(layout))  # micro-batches of a stage at one time, with 1F1B
+    kept = {"none": 17 / layout.tensor, "selective": 8 / layout.tensor, "full": 1.0}[layout.recompute]
+    again = 17 / layout.tensor if layout.recompute != "none" else 0.0
+    return 2.0 * tokens * work.dim * (kept * layers * waiting + again)
+
+
+def rough_seconds(layout: Layout, *, work: Workload) -> float:
+    """Of a step."""
+    hardware, forwards = work.hardware, work.forwards(layout)
+    bubble = (forwards + layout.pipeline - 1) / forwards
+    compute = work.flops * work.global_batch * work.seq_len / work.ranks / hardware.rate(work.dtype)
+    compute *= AGAIN[layout.recompute] * bubble
+    shard = work.shard(layout) if layout.stage else work.own(layout)
+    pcie = host = disk = 0.0
+    if layout.offload != "none":
+        pcie = shard * (work.gradient_bytes * forwards + work.parameter_bytes) / hardware.pcie_bandwidth
+        host = shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.host_bandwidth
+    if layout.offload == "nvme":
+        disk = shard * work.optimizer_bytes
+        disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
+    if layout.offload == "none":
+        compute += shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.memory_bandwidth
+    return max(compute + _exposed(layout, work=work), _wire_of_data(layout, work=work), pcie, host, disk)
+
+
+def _wire_of_data(layout: Layout, *, work: Workload) -> float:
+    """Seconds that ZeRO's collectives take, which overlap with computing."""
+    data, forwards = work.ranks // (layout.pipeline * layout.tensor), work.forwards(layout)
+    own = work.own(layout)
+    gathers = 1 if layout.stage < 3 else 2 * (1 if layout.pipeline > 1 else forwards)
+    reduces = 1 if layout.stage < 2 or layout.pipeline > 1 else forwards
+    nbytes = own * (work.parameter_bytes * gathers + work.gradient_bytes * reduces)
+    return _seconds(nbytes, size=data, span=data * layout.tensor, layout=layout, hardware=work.hardware)
+
+
+def _exposed(layout: Layout, *, work: Workload) -> float:
+    """Seconds of collectives inside layers, which computing waits for."""
+    forwards, hardware = work.forwards(layout), work.hardware
+    tokens = work.micro_batch * work.seq_len / layout.sequence
+    activations = tokens * work.dim * work.parameter_bytes * forwards
+    layers, passes = work.layers / layout.pipeline, 3 if layout.recompute == "full" else 2
+    reduced = 2 * activations * 2 * passes * layers
+    seconds = _seconds(reduced, size=layout.tensor, span=layout.tensor, layout=layout, hardware=hardware)
+    exchanged = 4 * activations * passes * layers
+    seconds += _seconds(
+        exchanged, size=layout.sequence, span=layout.sequence * layout.tensor, layout=layout, hardware=hardware
+    )
+    routed = 2 * activations * passes * work.expert_choices / layout.pipeline
+    return seconds + _seconds(
+        routed, size=layout.expert, span=layout.expert * layout.tensor, layout=layout, hardware=hardware
+    )
+
+
+def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: Hardware) -> float:
+    """Of a collective among `size` ranks that lie within `span` neighbours."""
+    if size == 1:
+        return 0.0
+    bandwidth = hardware.link_bandwidth
+    if span > hardware.ranks_per_node and hardware.network_bandwidth is not None:
+        in_node = max(1, hardware.ranks_per_node // layout.tensor)
+        bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
+    return nbytes * (size - 1) / size / bandwidth
+
+
+def _degrees(work: Workload) -> Iterator[tuple[int, int, int, int]]:
+    for pipeline in divisors(work.ranks):
+        for tensor in divisors(work.ranks // pipeline):
+            data = work.ranks // pipeline // tensor
+            for sequence in divisors(data):
+                for expert in divisors(math.gcd(data, work.experts)) if work.experts else (1,):
+                    yield pipeline, tensor, sequence, expert
+
+
+def _illegal(layout: Layout, *, work: Workload) -> str:
+    """Why a run is refused; empty if this file knows no reason. The rules of `ztk.config` decide in the end."""
+    if layout.pipeline > work.layers + 2:
+        return "more stages than layers, embedding and head"
+    if layout.tensor > work.kv_heads:
+        return "more tensor ranks than key heads"
+    base, larger = divmod(work.kv_heads, layout.tensor)
+    groups = work.heads // work.kv_heads
+    if any((base + more) * groups % layout.sequence for more in {0, int(larger > 0)}):
+        return "sequence ranks do not divide a rank's heads"
+    if work.seq_len % layout.sequence:
+        return "sequence ranks do not divide the sequence"
+    if work.global_batch % (work.replicas(layout) * work.micro_batch):
+        return "the global batch is no multiple of a micro-batch on every replica"
+    return ""
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

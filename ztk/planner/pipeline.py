@@ -1,0 +1,34 @@
+"""Ranks of a pipeline together: each is planned alone, and then the schedule says when whose message arrives."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ztk.pipeline import Action, Costs, Schedule
+from ztk.pipeline.simulate import simulate
+from ztk.planner.lanes import StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """What one pipeline rank does in a step. seconds: of each of its actions. outside: of the step before its first action and after its
+    last one. transfer: of its longest message."""
+
+    schedule: Schedule
+    seconds: Mapping[Action, float]
+    outside: float
+    transfer: float
+
+
+def joined(times: Sequence[StepTime], *, stages: Sequence[StageTimes]) -> list[StepTime]:
+    """The steps of the ranks of one pipeline, with the waiting for each other: `times` of each rank alone."""
+    schedule = stages[0].schedule
+    seconds = {action: value for stage in stages for action, value in stage.seconds.items()}
+    costs = Costs(transfer=max(stage.transfer for stage in stages))
+    computes = [schedule.computes(rank) for rank in range(len(stages))]
+    timeline = simulate(computes, costs=costs, seconds=seconds)
+    found = []
+    for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
+        step = max(timeline.length + stage.outside, time.seconds)
+        bubble = timeline.length - timeline.busy(rank)
+        found.append(replace(time, seconds=step, waiting=time.waiting + bubble))
+    return found
