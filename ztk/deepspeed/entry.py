@@ -45,8 +45,8 @@ def initialize(
     """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
 
     args: may hold `deepspeed_config`, the path of the configuration.
-    optimizer: a fresh torch.optim.AdamW, Adam or SGD, or a callable that makes one of the parameters; None: the configuration's, which
-        a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
+    optimizer: a fresh torch optimizer that is elementwise, or a callable that makes one of the parameters; None: the configuration's,
+        which a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
         With neither, AdamW at DeepSpeed's defaults; where model_parameters and a schedule are missing too, its states are made when the
         first forward runs with gradients on, so that a model that only evaluates takes no memory for them.
     model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, range_faults, refuse
 
 NAMES = ("adamw", "adam", "sgd", "lion")
+TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
 _DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adam": (0.9, 0.95), "lion": (0.9, 0.99)}
 _DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8}
 RANGES = {
@@ -49,7 +50,8 @@ class OptimizerPolicy:
 
     name: adamw (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), adam (Kingma and Ba 2015,
         https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, or lion (Chen et al. 2023,
-        https://arxiv.org/abs/2302.06675).
+        https://arxiv.org/abs/2302.06675); torch is for a torch optimizer that is passed beside the policy: its parameter groups have the
+        hyperparameters, and the policy says only how to clip.
     betas: None means (0.9, 0.95) for adam and adamw, (0.9, 0.99) for lion.
     eps: None means 1e-8; adam and adamw only.
     momentum, nesterov: sgd only.
@@ -72,7 +74,7 @@ class OptimizerPolicy:
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
+        if self.name not in (*NAMES, TORCH):
             raise ValueError(f"optimizer.name={self.name}: must be one of {', '.join(NAMES)}")
         if self.betas is None and self.name in _DEFAULT_BETAS:
             object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ztk.optim import FlatOptimizer, GroupTable
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
@@ -48,7 +48,7 @@ class Zero:
         *,
         policy: ZeroPolicy,
         precision: PrecisionPolicy,
-        optimizer: FlatOptimizer,
+        optimizer: FlatOptimizer | TorchStep,
         groups: GroupTable,
         stores: Stores,
         mesh: Mesh,
@@ -143,6 +143,10 @@ class Zero:
         self._writes.mark_updated()
         self.gathering.changes += 1
         self.reduction.forget()
+
+    def finish_update(self) -> None:
+        """Returns when the last update has ended. Raises what went wrong in it."""
+        self._update.finish()
 
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step. Every rank must call it."""

@@ -36,7 +36,7 @@ _ADAM = {
     "eps": takes(at_least(0)),
     "adam_w_mode": takes(boolean),
     "bias_correction": fixed(True, why="not offered: ztk always corrects the bias; leave it out"),
-    "amsgrad": fixed(False, why="not offered by ztk; leave it out"),
+    "amsgrad": fixed(False, why="not offered by name; pass torch.optim.AdamW(..., amsgrad=True) to initialize"),
     "torch_adam": hint(boolean, "there is one Adam, it needs no compiler", usual=(False,)),
     "set_grad_none": hint(boolean, "gradients live in flat buffers", usual=(True,)),
     "fp32_optimizer_states": fixed(True, why="not offered: optimizer states are fp32; leave it out"),
@@ -46,7 +46,7 @@ _SGD = {
     **_COMMON,
     "momentum": takes(at_least(0)),
     "nesterov": takes(boolean),
-    "dampening": fixed(0, 0.0, why="not offered by ztk; leave it out"),
+    "dampening": fixed(0, 0.0, why="not offered by name; pass torch.optim.SGD(..., dampening=...) to initialize"),
     "maximize": fixed(False, why="not offered by ztk; turn the sign of the loss"),
 }
 TYPES: dict[str, dict[str, Key]] = {"adam": _ADAM, "adamw": _ADAM, "lion": _LION, "sgd": _SGD}
