@@ -110,9 +110,13 @@ def config(stage: int, *, optimizer: str = "none", parameters: str = "none", **m
 
 
 def train(engine, *, rank: int, start: int = 0, steps: int = STEPS, drops: bool = False) -> None:
+    """drops: see `used`; at stage 3, where ranks must use the same modules, with the gradient zero where another rank drops one."""
     for step in range(start, start + steps):
-        only = used(step, rank=rank) if drops else (0, 1, 2)
-        engine.backward(engine(gradients(step, rank=rank), only=only))
+        only, given = used(step, rank=rank) if drops else (0, 1, 2), gradients(step, rank=rank)
+        if drops and engine.zero_optimization_stage() == 3:
+            given = {name: value * (int(name.split(".")[1]) in only) for name, value in given.items()}
+            only = used(step, rank=1)
+        engine.backward(engine(given, only=only))
         engine.step()
 
 

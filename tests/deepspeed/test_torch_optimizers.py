@@ -99,3 +99,31 @@ def test_clipping_and_states_in_a_scripts_hands(ranks):
         wanted = before.double() - lr * clipped / (clipped.abs() + eps)
         torch.testing.assert_close(found["after"][name].double(), wanted, rtol=0, atol=8 * 2**-24 * 4)
     assert "has made no step yet" in found["early"] and bool((found["state"] == 3).all())
+
+
+def test_parameters_without_a_gradient_are_skipped_if_asked(ranks):
+    """As torch does: a block that only one rank uses is trained, one that no rank uses keeps weights, moments and its count of steps.
+
+    The fused SGD has torch's bits, because products with 0.5 and 0.25 are exact.
+    """
+    cases = {
+        "nadam": CASES["nadam"],
+        "adamw": functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+        "sgd": functools.partial(optim.SGD, lr=0.25, momentum=0.5),
+    }
+    values = {label: plain(make, drops=True) for label, make in cases.items()}
+    places = [(0, "none", "none"), (2, "nvme", "none"), (3, "cpu", "cpu")]
+    assert not ranks(2).run(
+        elementwise.differing, cases=cases, expected=values, places=places, drops=True, skip_unused=True
+    )[0]
+    moved = ranks(2).run(elementwise.differing, cases=cases, expected=values, places=places[:1], drops=True)[0]
+    assert {text.split()[0] for text in moved} == set(cases)
+
+
+def test_adam_by_name_does_not_skip():
+    """It counts the steps of the run, not of a parameter."""
+    section = {"type": "AdamW", "params": {"lr": 0.01}}
+    with pytest.raises(ValueError, match=r"skip_unused=true .* pass torch.optim.AdamW"):
+        elementwise.begin(
+            None, ds_config=elementwise.config(0, optimizer="none") | {"optimizer": section, "skip_unused": True}
+        )

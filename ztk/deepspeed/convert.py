@@ -133,6 +133,8 @@ def _precision(settings: Settings, *, out: Overrides) -> None:
 
 def _optimizer(settings: Settings, *, out: Overrides) -> None:
     policy = settings.optimizer
+    if settings.skip_unused:
+        out.notes.append("skip_unused: run.py has no key for it, and its models use every parameter in every step")
     if policy is None:
         out.notes.append("optimizer: the configuration names none; run.py takes its own")
         out.add(optimizer__clip_grad_norm=settings.gradient_clipping)

@@ -195,11 +195,17 @@ def _trained(
     """None if there is no optimizer. trains: without one, there is one all the same."""
     if optimizer is not None:
         return groups_of_client(
-            optimizer, model=model, model_parameters=model_parameters, clip=settings.gradient_clipping
+            optimizer,
+            model=model,
+            model_parameters=model_parameters,
+            clip=settings.gradient_clipping,
+            skip_unused=settings.skip_unused,
         )
     policy = settings.optimizer
     if policy is None and trains:
         policy = default_optimizer(settings)
+    if policy is not None and settings.skip_unused:
+        policy = replace(policy, skip_unused=True)
     return policy and groups_of_config(policy, model=model, model_parameters=model_parameters)
 
 

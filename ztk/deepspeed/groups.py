@@ -58,7 +58,12 @@ def groups_of_config(policy: OptimizerPolicy, *, model: nn.Module, model_paramet
 
 
 def groups_of_client(
-    optimizer: torch.optim.Optimizer | Callable, *, model: nn.Module, model_parameters: Iterable | None, clip: float
+    optimizer: torch.optim.Optimizer | Callable,
+    *,
+    model: nn.Module,
+    model_parameters: Iterable | None,
+    clip: float,
+    skip_unused: bool = False,
 ) -> TrainedGroups:
     """A torch optimizer, or a callable that makes one of `model_parameters`. An optimizer's own parameters count, as in DeepSpeed.
 
@@ -74,6 +79,9 @@ def groups_of_client(
             f"optimizer: made a {type(optimizer).__name__}, which is no torch.optim.Optimizer: derive its class from it"
         )
     policy = _own_policy(optimizer, clip=clip) or OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
+    if skip_unused and policy.name in ("adamw", "adam"):  # torch's count the steps of every parameter
+        policy = OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
+    policy = replace(policy, skip_unused=skip_unused)
     if optimizer.state and policy.name != TORCH:  # a class may set states in its constructor
         raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
     return _trained(

@@ -223,6 +223,7 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
         clock=plan.clock,
         piece_size=piece_size(offload, optimizer=plan.flat_optimizer),
         initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
+        skip_unused=plan.optimizer.skip_unused,
     )
     if plan.tensors is not None:
         plan.tensors.sum_partial_gradients(plan.model)

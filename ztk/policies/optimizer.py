@@ -57,6 +57,9 @@ class OptimizerPolicy:
     momentum, nesterov: sgd only.
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
     clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
+    skip_unused: a parameter that got no gradient on any rank in a step is left alone by it, with its states, as torch's optimizers do; False:
+        it counts as one with the gradient zero, which momentum and decay move. For sgd, lion and torch: torch's AdamW counts the steps of
+        every parameter, ztk's those of the run.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
 
     Raises ValueError for a value out of range and for an option that the optimizer does not have.
@@ -71,6 +74,7 @@ class OptimizerPolicy:
     nesterov: bool = False
     clip_grad_norm: float = 0.0
     decay_all: bool = False
+    skip_unused: bool = False
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,6 +93,11 @@ class OptimizerPolicy:
             yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
         elif self.nesterov:
             yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
+        if self.skip_unused and self.name in ("adam", "adamw"):
+            yield (
+                f"skip_unused=true needs an optimizer that counts the steps of every parameter, and ztk's {self.name} corrects its bias by "
+                "those of the run: pass torch.optim.AdamW(...) as the optimizer, or use sgd or lion"
+            )
         yield from _group_faults(self, name=self.name)
         for group in self.groups:
             yield from _group_faults(group, name=self.name)

@@ -88,7 +88,7 @@ class ShardUpdate:
         self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
-        self._frozen: frozenset[str] = frozenset()
+        self._skipped: frozenset[str] = frozenset()
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
         self._ahead: dict[Piece, Pending] = {}  # states that are fetched ahead
@@ -110,16 +110,16 @@ class ShardUpdate:
             self._stores.optimizer.release(piece.states)
         self._ahead.clear()
 
-    def run(self, control: Tensor, *, frozen: frozenset[str] = frozenset()) -> None:
+    def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset()) -> None:
         """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
 
-        frozen: names of parameters that keep their values and their states.
+        skipped: names of parameters that keep their values and their states.
 
         With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. Where parameters
         are written to a store, the host waits for the decision to skip.
         """
         self._join()
-        self._frozen = frozen
+        self._skipped = skipped
         if self._on_host:
             control = on_host(control)
         if self._must_know_of_skips and is_set(control[0, Control.skip]):
@@ -251,7 +251,7 @@ class ShardUpdate:
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         if isinstance(self._optimizer, TorchStep):
-            places = {part.name: part.place for part in piece.fragments if part.name not in self._frozen}
+            places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
             # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
             self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
             if out is not None:
@@ -272,8 +272,8 @@ class ShardUpdate:
         out: Tensor | None,
     ) -> None:
         """The fused update of a piece, one call per parameter group."""
-        frozen = [fragment.place for fragment in piece.fragments if fragment.name in self._frozen]
-        kept = [(row[place], row[place].clone()) for place in frozen for row in (master, *rows.values())]
+        skipped = [fragment.place for fragment in piece.fragments if fragment.name in self._skipped]
+        kept = [(row[place], row[place].clone()) for place in skipped for row in (master, *rows.values())]
         assert isinstance(self._optimizer, FlatOptimizer)
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
@@ -286,7 +286,7 @@ class ShardUpdate:
             )
         for view, value in kept:
             view.copy_(value)
-        for place in frozen if out is not None else ():
+        for place in skipped if out is not None else ():
             out[place].copy_(master[place])
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:

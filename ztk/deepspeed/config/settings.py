@@ -52,6 +52,7 @@ class Settings:
     experts: ExpertParallel
     moe_layers: LayerOptions
     gradient_clipping: float
+    skip_unused: bool
     communication_data_type: str | None
     steps_per_print: int | None
     wall_clock_breakdown: bool
@@ -112,6 +113,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         experts=experts,
         moe_layers=moe_layers,
         gradient_clipping=clip,
+        skip_unused=top.get("skip_unused", False),
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
