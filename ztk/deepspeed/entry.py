@@ -13,6 +13,7 @@ from ztk.deepspeed import owners
 from ztk.deepspeed.autotp import check_asked_dtype, with_asked_degree
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
+from ztk.deepspeed.config.optimizer import make_torch_optimizer
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
 from ztk.deepspeed.log import logger, show_messages
@@ -22,6 +23,7 @@ from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
+from ztk.policies.optimizer import TORCH
 from ztk.runtime import Process
 from ztk.zero.construction import construction_suspended
 
@@ -204,6 +206,14 @@ def _trained(
     policy = settings.optimizer
     if policy is None and trains:
         policy = default_optimizer(settings)
+    if policy is not None and policy.name == TORCH:
+        return groups_of_client(
+            lambda parameters: make_torch_optimizer(settings.given["optimizer"], parameters=parameters),
+            model=model,
+            model_parameters=model_parameters,
+            clip=settings.gradient_clipping,
+            skip_unused=settings.skip_unused,
+        )
     if policy is not None and settings.skip_unused:
         policy = replace(policy, skip_unused=True)
     return policy and groups_of_config(policy, model=model, model_parameters=model_parameters)
