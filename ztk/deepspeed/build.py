@@ -22,6 +22,7 @@ from ztk.engine import Engine
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.pipeline import PipelinePolicy
+from ztk.policies.optimizer import TORCH
 from ztk.runtime import MemoryLedger, Process, Topology
 from ztk.runtime.part import Part
 from ztk.zero import DeviceStore
@@ -58,6 +59,7 @@ class Builder:
             self.model,
             process=self._arranged(),
             optimizer=trained.policy if trained else OptimizerPolicy(name="sgd", lr=0.0),
+            torch_optimizer=trained.client if trained and trained.policy.name == TORCH else None,
             precision=settings.precision,
             zero=settings.zero,
             offload=settings.offload,

@@ -61,7 +61,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets this rank's part of one optimizer state."""
     owner = _fitting(param, value=value)
-    check_state(owner, key=optim_state_key)
+    check_state(owner, key=optim_state_key, sets=True)
     owner.engine.zero.named_state.write_local(owner.bucket, name=owner.name, kind=optim_state_key, value=value)
 
 
