@@ -65,7 +65,7 @@ def random_bits_like(x: Tensor, *, start: int, step: int, seed: int) -> Tensor:
 
 
 def round_stochastic_bf16_cpu(x: Tensor, random: Tensor) -> Tensor:
-    """float32 x rounded to bfloat16 by the low 16 bits of `random`."""
+    """float32 x rounded to bfloat16 by the low 16 bits of `random`, int64 of x's shape."""
     bits = x.view(torch.int32)
     up = bits + (random & 0xFFFF).to(torch.int32)
     return (torch.where(x == x, up, bits) >> 16).to(torch.int16).view(torch.bfloat16)

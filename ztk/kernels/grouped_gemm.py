@@ -296,7 +296,10 @@ def grouped_matmul_pair(
     order: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`grouped_matmul` with each of two weights of one shape; x's gradient is summed over both before it is rounded."""
+    """`grouped_matmul` with each of two weights of one shape; x's gradient is summed over both before it is rounded.
+
+    Raises ValueError for weights that differ in shape or dtype, and as `grouped_matmul` does.
+    """
     if weight2.shape != weight.shape or weight2.dtype != weight.dtype:
         raise ValueError(
             f"grouped_matmul_pair: weights must be alike, not {tuple(weight.shape)} {weight.dtype} and "

@@ -150,6 +150,7 @@ def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor, dropped: bool =
 
     Gradients for y and weights. N is at most 16384. A position of -1 (see `moe_slots`) adds nothing; say `dropped` where there
     may be any, or y has more rows than there are positions: slots that no position names then get a gradient of zero.
+    Raises ValueError for other shapes.
     """
     if y.dim() != 2 or weights.shape != position.shape or (y.shape[0] != position.numel() and not dropped):
         raise ValueError(
