@@ -54,7 +54,7 @@ class DeferredGradients:
 
 @torch.no_grad()
 def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
-    """Computes the deferred products and gives every parameter the sum of its own, as a backward would."""
+    """Computes the deferred products, of their parameters' shapes, and gives every parameter the sum of its own, as a backward would."""
     uses: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
     for parameter, product in collected:
         uses.setdefault(parameter, []).append(product)

@@ -58,7 +58,7 @@ class PlannedComm(Comm):
     """The collectives of one rank of a plan: the other ranks are taken to do what this one does."""
 
     def __init__(self, *, rank: int, size: int, moved: Moved | None = None) -> None:
-        """moved: see `PlannedTransport`; a group of one moves nothing."""
+        """size: ranks. moved: see `PlannedTransport`; a group of one moves nothing."""
         transport = SingleRankTransport() if size == 1 else PlannedTransport(moved)
         super().__init__(transport, rank=rank, size=size, device=PLANNED)
 
