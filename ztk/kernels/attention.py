@@ -221,7 +221,8 @@ def attention_varlen(
     """`attention` inside each of the sequences packed one after another.
 
     q: [tokens, H, D]; k, v: [tokens, H_kv, D]; cu_seqlens: int32 [sequences + 1] on the same device, 0 first and `tokens`
-    last; max_seqlen: at least the longest length, known to the host. Returns [tokens, H, D]. Raises ValueError for other shapes, dtypes and devices.
+    last; max_seqlen: at least the longest length, known to the host. Returns [tokens, H, D].
+    Raises ValueError for other shapes, dtypes and devices.
     """
     _validate(q, k, v, causal=causal, window=window, scale=scale)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != q.device:
