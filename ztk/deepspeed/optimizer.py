@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, of_engine: bool = False) -> None:
-        """The engine calls it at a boundary."""
+        """The engine calls it at a boundary. Raises RuntimeError if a script does, ValueError for a hook that returns arguments."""
         if not of_engine:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
         assert closure is None
@@ -51,7 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(client, (), {})
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """The engine's full step, for a pipeline; returns its loss."""
+        """The engine's full step, for a pipeline; returns its loss, a scalar."""
         self._write_hyper()
         loss = self._engine.train_batch(micro_batches)
         self._mark_stepped()
@@ -110,9 +110,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.moving.reload(non_blocking=non_blocking)
 
     def state_dict(self) -> dict:
+        """Refused: raises RuntimeError, always. The states are sharded."""
         raise RuntimeError("the optimizer's states are sharded: engine.save_checkpoint(folder) saves them")
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Refused: raises RuntimeError, always. The states are sharded."""
         raise RuntimeError("the optimizer's states are sharded: engine.load_checkpoint(folder) loads them")
 
     def groups_state(self) -> list[dict]:
@@ -120,7 +122,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     def load_groups_state(self, state: list[dict]) -> None:
-        """Rates and other numbers as they were; the parameters of the groups are the model's now."""
+        """Rates and other numbers as they were; the parameters of the groups are the model's now.
+
+        Raises ValueError for another number of groups.
+        """
         if len(state) != len(self.param_groups):
             raise ValueError(
                 f"the checkpoint has {len(state)} parameter groups, this optimizer {len(self.param_groups)}; group alike, "

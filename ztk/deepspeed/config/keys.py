@@ -146,16 +146,19 @@ def shown(value: object) -> str:
 
 
 def anything(value: object) -> object:
+    """A value as it is."""
     return value
 
 
 def boolean(value: object) -> bool:
+    """true or false; ValueError for all else."""
     if isinstance(value, bool):
         return value
     raise ValueError("must be true or false")
 
 
 def number(value: object) -> float:
+    """A number, also as a text like "1e-8"; ValueError for all else, NaN, and what a 64-bit float does not hold."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         raise ValueError("must be a number that a 64-bit float holds")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
@@ -195,6 +198,7 @@ def whole_number(low: int = 0, *, high: int = INT64_MAX) -> Convert:
 
 
 def text(value: object) -> str:
+    """A text; ValueError for all else."""
     if isinstance(value, str):
         return value
     raise ValueError("must be a text")

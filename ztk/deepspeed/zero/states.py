@@ -1,4 +1,6 @@
-"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32. Collective calls: every rank makes them alike."""
+"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32, in its full shape.
+
+Collective calls: every rank makes them alike."""
 
 from collections.abc import Callable, Iterable
 
@@ -48,7 +50,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks."""
+    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks.
+
+    Raises ValueError for a frozen parameter, a state that the optimizer does not have, and another shape.
+    """
     owner = owned(param, value=value)
     if not owner.bucket.traits.trainable:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
