@@ -20,7 +20,7 @@ def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
     return taken
 
 
-def train_batch(engine, micro_batches: Iterable) -> Tensor:
+def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
     """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, a scalar on the device."""
     losses = []
     for batch in take(micro_batches, count=engine.accumulation_steps):
@@ -32,7 +32,7 @@ def train_batch(engine, micro_batches: Iterable) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def eval_batch(engine, micro_batches: Iterable) -> Tensor:
+def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:
     """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
     with engine.evaluating():
         batches = map(MicroBatch.of, micro_batches)

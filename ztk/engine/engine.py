@@ -147,11 +147,11 @@ class Engine:
 
         A micro-batch is a tuple of the module's arguments, a dict of keyword arguments, or a `MicroBatch`; the module returns its loss.
         """
-        return train_batch(self, micro_batches)
+        return train_batch(self, micro_batches=micro_batches)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
-        return eval_batch(self, micro_batches)
+        return eval_batch(self, micro_batches=micro_batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -171,6 +171,7 @@ class Wire:
 
 
 def needs_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor of any shape requires a gradient and has a dtype that can have one."""
     return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 

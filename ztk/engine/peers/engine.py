@@ -109,11 +109,11 @@ class PeerEngine:
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
         """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this rank's mean loss, a scalar."""
-        return train_batch(self, micro_batches)
+        return train_batch(self, micro_batches=micro_batches)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """This rank's mean loss over `micro_batches`, a scalar, without gradients and in eval mode."""
-        return eval_batch(self, micro_batches)
+        return eval_batch(self, micro_batches=micro_batches)
 
     def _update(self) -> bool:
         """Unscale, clip, update, next learning rate, as torch's users write it. False if the scaler skipped."""
