@@ -93,7 +93,7 @@ def differentiable(
     return lambda gate, up: Gated.apply(gate.contiguous(), up.contiguous())
 
 
-def check_inputs(op: str, gate: Tensor, *, up: Tensor) -> None:
+def check_inputs(op: str, *, gate: Tensor, up: Tensor) -> None:
     """Raise ValueError unless gate and up match in shape and dtype."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(

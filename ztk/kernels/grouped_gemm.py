@@ -359,7 +359,7 @@ def _eager_product(
 def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, Any]:
     T, E, D, N = shape
     k = min(2, E)
-    routing = random_routing(T, E, k, device)
+    routing = random_routing(T, E=E, k=k, device=device)
     routing.pop("weights")
     if not gather:
         routing |= {"order": None, "position": None}

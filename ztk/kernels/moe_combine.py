@@ -175,7 +175,7 @@ def _eager(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
     return (weights[:, :, None].to(y.dtype) * y[position]).sum(dim=1)
 
 
-def random_routing(T: int, E: int, k: int, device: str) -> dict[str, Tensor]:
+def random_routing(T: int, *, E: int, k: int, device: str) -> dict[str, Tensor]:
     """A routing of random tokens, one expert left without any: offsets, order, position, weights."""
     logits = torch.randn(T, E)
     if E > 2:
@@ -186,7 +186,7 @@ def random_routing(T: int, E: int, k: int, device: str) -> dict[str, Tensor]:
 
 def _make_inputs(shape, *, dtype, device) -> dict[str, object]:
     T, k, N = shape
-    routing = random_routing(T, k + 2, k, device)
+    routing = random_routing(T, E=k + 2, k=k, device=device)
     y = torch.randn(T * k, N, device=device).to(dtype)
     return {"y": y, "weights": routing["weights"], "position": routing["position"]}
 
