@@ -136,14 +136,17 @@ def reset_log() -> None:
 
 
 def has_comm_data() -> bool:
+    """Whether a call was logged."""
     return bool(comms_logger.records)
 
 
 def get_comm_operation_count() -> int:
+    """How many calls were logged."""
     return comms_logger.count()
 
 
 def get_logged_comm_ops() -> list[str]:
+    """The operations that were logged."""
     return list(comms_logger.records)
 
 
@@ -379,6 +382,7 @@ def _torchs(op: Callable) -> Callable:
 
 @_logged
 def batch_isend_irecv(p2p_op_list: list[P2POp]):
+    """torch.distributed's `batch_isend_irecv`."""
     return dist.batch_isend_irecv(p2p_op_list)
 
 
@@ -404,10 +408,12 @@ def _together(works: list, async_op: bool) -> _Works | None:
 
 
 def get_rank(group=None) -> int:
+    """This rank in `group`, None for all ranks."""
     return dist.get_rank(group)
 
 
 def get_world_size(group=None) -> int:
+    """The number of ranks in `group`, None for all."""
     return dist.get_world_size(group)
 
 
@@ -417,14 +423,17 @@ def get_local_rank() -> int:
 
 
 def get_world_group():
+    """The group of all ranks."""
     return dist.group.WORLD
 
 
 def get_global_rank(group=None, group_rank: int = 0) -> int:
+    """The global rank of `group_rank` in `group`, None for all ranks."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group=None) -> list[int]:
+    """The global ranks of `group`, None for all."""
     return dist.get_process_group_ranks(group)
 
 
@@ -435,16 +444,20 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def has_all_gather_into_tensor() -> bool:
+    """Always: torch has it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
+    """Always: torch has it."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
+    """Always: it is above."""
     return True
 
 
 def has_coalescing_manager() -> bool:
+    """Always: torch has it."""
     return True

@@ -24,7 +24,7 @@ class Accelerator:
     # Which device
 
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", "cuda:1" or "cpu"."""
+        """Its name: "cuda", "cuda:1" or "cpu"."""
         return self._name if device_index is None or not self._gpu else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None):

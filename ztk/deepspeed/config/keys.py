@@ -44,14 +44,17 @@ class Findings:
 
 
 def takes(convert: Convert, *, auto: bool = False, null: str | None = _NULL) -> Key:
+    """A key that the run follows."""
     return Key(effect=Effect.takes, convert=convert, auto=auto, null=null)
 
 
 def hint(convert: Convert, why: str, *, usual: tuple[object, ...] = (), auto: bool = False) -> Key:
+    """A key that is accepted with the note `why`, but for its usual values."""
     return Key(effect=Effect.hint, convert=convert, usual=usual, why=why, auto=auto)
 
 
 def fixed(*usual: object, why: str) -> Key:
+    """A key that is accepted with its usual values alone. why: of the refusal."""
     return Key(effect=Effect.fixed, convert=anything, usual=usual, why=why)
 
 
@@ -205,6 +208,8 @@ def text(value: object) -> str:
 
 
 def one_of(*words: str) -> Convert:
+    """One of these words."""
+
     def convert(value: object) -> str:
         if value in words:
             return value
@@ -215,4 +220,5 @@ def one_of(*words: str) -> Convert:
 
 
 def optional(convert: Convert) -> Convert:
+    """null, or what `convert` takes."""
     return lambda value: None if value is None else convert(value)
