@@ -29,12 +29,22 @@ FILES = sorted((ROOT / "ztk").rglob("*.py"))
 KERNEL_FILES = sorted((ROOT / "ztk" / "kernels").glob("*.py"))
 HOST_SYNCHRONISATION = {"item", "tolist", "cpu", "synchronize", "numpy"}
 MAX_LINES = 480
-# Packages whose public methods do not all have a docstring.
-METHODS_PENDING = set()
-# Packages with other libraries' signatures, or whose functions do not all take keywords yet.
-POSITIONAL_PENDING = {"config", "deepspeed", "engine", "kernels", "moe", "nn", "pipeline"}
-# Signatures of Python's, transformers' or ztk's own protocols.
-PROTOCOL_SIGNATURES = {"attention_forward", "find_class", "find_spec", "forward", "read"}
+# DeepSpeed's signatures.
+POSITIONAL_PACKAGES = {"deepspeed"}
+# Implementations of registered ops, which torch's dispatcher calls by position.
+POSITIONAL_FILES = {"_cross_entropy_cpu.py"}
+# Signatures of Python's, transformers' or ztk's own protocols, and of DeepSpeed's and torch's classes outside of these packages.
+PROTOCOL_SIGNATURES = {
+    "attention_forward",
+    "find_class",
+    "find_spec",
+    "forward",
+    "read",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "Linear.__init__",
+    "MoE.__init__",
+    "TiedLayerSpec.__init__",
+}
 # Exceptions that belong to a protocol of Python, or say that ztk is wrong, and not to a function's contract.
 PROTOCOL_ERRORS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
 
@@ -267,22 +277,30 @@ def test_public_methods_are_documented():
             if owner is not None and not function.name.startswith("_") and function.name not in documented:
                 yield f"{function.lineno}: {owner.name}.{function.name} has no docstring"
 
-    assert_kept(undocumented, files=[path for path in FILES if package_of(path) not in METHODS_PENDING])
+    assert_kept(undocumented, files=FILES)
 
 
-def positional_arguments(tree: ast.Module) -> Iterator[str]:
-    """Public functions with more than one positional argument: keywords say what a value is."""
+def positional_arguments(tree: ast.Module, *, is_kernel: bool = False) -> Iterator[str]:
+    """Public functions with more than one positional argument: keywords say what a value is.
+
+    In kernels, tensors keep torch's order, as in `F.layer_norm(x, weight, bias)`, and what Triton compiles keeps its own.
+    """
     for function, owner in public_functions(tree):
         is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
         count = len(function.args.posonlyargs + function.args.args) - (owner is not None and not is_static)
         autograd = owner is not None and any(ast.unparse(base).endswith("Function") for base in owner.bases)
-        if count > 1 and not autograd and function.name not in PROTOCOL_SIGNATURES:
+        names = {function.name, f"{owner.name}.{function.name}" if owner is not None else function.name}
+        kinds = [ast.unparse(argument.annotation) if argument.annotation else "" for argument in function.args.args]
+        tensors = is_kernel and (function in jit_functions(tree) or all(kind.startswith("Tensor") for kind in kinds))
+        if count > 1 and not autograd and not tensors and not names & PROTOCOL_SIGNATURES:
             yield f"{function.lineno}: {function.name} has {count} positional arguments: make all but the first keywords"
 
 
 def test_functions_take_keywords():
-    files = [path for path in FILES if package_of(path) not in POSITIONAL_PENDING]
-    assert_kept(lambda path: positional_arguments(parsed(path)), files=files)
+    files = [
+        path for path in FILES if package_of(path) not in POSITIONAL_PACKAGES and path.name not in POSITIONAL_FILES
+    ]
+    assert_kept(lambda path: positional_arguments(parsed(path), is_kernel=path in KERNEL_FILES), files=files)
 
 
 # Pages
@@ -383,6 +401,10 @@ def test_the_rules_find_planted_mistakes():
     assert not list(implicit_fusion(ast.parse("k[grid](x, num_warps=4, enable_fp_fusion=False)")))
     assert list(positional_arguments(ast.parse("def f(x, y): ...")))
     assert not list(positional_arguments(ast.parse("def f(x, *, y): ...")))
+    assert list(positional_arguments(ast.parse("def f(x: Tensor, n: int): ..."), is_kernel=True))
+    assert not list(positional_arguments(ast.parse("def f(x: Tensor, w: Tensor | None): ..."), is_kernel=True))
+    assert list(positional_arguments(ast.parse("class MoE:\n    def route(self, x, y): ...")))
+    assert not list(positional_arguments(ast.parse("class MoE:\n    def __init__(self, x, y): ...")))
     silent = "def f(x):\n    '''Half of x.'''\n    if x % 2:\n        raise ValueError('odd')\n    return x // 2"
     assert list(unnamed_errors(ast.parse(silent)))
     assert not list(unnamed_errors(ast.parse(silent.replace("Half of x.", "Half of x. Raises: ValueError: x is odd."))))
