@@ -174,6 +174,9 @@ SHAPE = re.compile(
     re.IGNORECASE,
 )
 
+# A module speaks for its functions only if it says so: "Shapes and dtypes are those of torch.distributed".
+SHAPES_OF_ALL = re.compile(r"\bshapes\b[^.:]* (are|as) ", re.IGNORECASE)
+
 
 def takes_tensors(function: ast.FunctionDef) -> bool:
     """Whether an argument or the result is a tensor, or a collection of tensors."""
@@ -202,11 +205,9 @@ def shared_texts() -> dict[str, str]:
     return method_texts(map(parsed, FILES))
 
 
-def sources(
-    function: ast.FunctionDef, *, owner: ast.ClassDef | None, tree: ast.Module, shared: dict[str, str]
-) -> list[str]:
-    """The docstrings that speak of a function: its own, its class's, its module's, and for a method its base classes' and protocols'."""
-    texts = [ast.get_docstring(function), ast.get_docstring(tree)]
+def sources(function: ast.FunctionDef, *, owner: ast.ClassDef | None, shared: dict[str, str]) -> list[str]:
+    """The docstrings that speak of a function: its own, and for a method its class's, base classes' and protocols'."""
+    texts = [ast.get_docstring(function)]
     if owner is not None:
         bases = [f"{ast.unparse(base).rpartition('.')[2]}.{function.name}" for base in owner.bases]
         texts += [ast.get_docstring(owner), *(shared.get(key) for key in (function.name, *bases))]
@@ -218,8 +219,9 @@ def shapeless(tree: ast.Module, *, shared: dict[str, str]) -> Iterator[str]:
     references = {node.name + "_reference": node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for function, owner in public_functions(tree):
         documented = references.get(function.name, function)
-        texts = sources(documented, owner=owner, tree=tree, shared=shared)
-        if takes_tensors(function) and not any(SHAPE.search(text) for text in texts):
+        own, of_all = sources(documented, owner=owner, shared=shared), ast.get_docstring(tree) or ""
+        says = SHAPES_OF_ALL.search(of_all) or any(SHAPE.search(text) for text in own)
+        if takes_tensors(function) and not says:
             yield f"{function.lineno}: {function.name} takes or returns a tensor: say its shape, [N, D] or scalar or any shape"
 
 
@@ -241,8 +243,12 @@ KNOWN_UNITS = re.compile(r"(\w+_)?world_size|[te]p_size|vocab_size|itemsize|warp
 def unitless(tree: ast.Module, *, shared: dict[str, str]) -> Iterator[str]:
     """Numeric arguments of public functions that are a time or a size, and have no unit in their name or in a sentence that names them."""
     for function, owner in public_functions(tree):
-        texts = sources(function, owner=owner, tree=tree, shared=shared)
-        sentences = [sentence for text in texts for sentence in re.split(r"(?<=\.)\s|\n\n", text)]
+        texts = sources(function, owner=owner, shared=shared)
+        sentences = [
+            sentence
+            for text in [*texts, ast.get_docstring(tree) or ""]
+            for sentence in re.split(r"(?<=\.)\s|\n\n", text)
+        ]
         for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
             name, kind = argument.arg, ast.unparse(argument.annotation) if argument.annotation else ""
             if not re.match(r"(int|float)\b", kind) or not QUANTITY.search(name) or KNOWN_UNITS.fullmatch(name):
@@ -419,6 +425,8 @@ def test_the_rules_on_docstrings_find_planted_mistakes():
     assert faults(shapeless, text=half.replace("of x.", "of x[i], see [Note: Halves] and `sizes[0]`."))  # no shapes
     for shape in ("x [N, D].", "x [.., n].", "x, float32 [].", "x, a scalar.", "x, of any shape."):
         assert not faults(shapeless, text=half.replace("x.", shape))
+    assert faults(shapeless, text="'''Of tensors [N, D].'''\n" + half)
+    assert not faults(shapeless, text="'''Halves. Shapes are those of torch.'''\n" + half)
     assert faults(shapeless, text=half + "\ndef f_reference(x: Tensor): ...")
     assert not faults(shapeless, text=half.replace("x.", "x [N].") + "\ndef f_reference(x: Tensor): ...")
     moves = "class Wire(Protocol):\n    '''Moves tensors [n].'''\n    def send(self, x: Tensor): ..."

@@ -53,7 +53,7 @@ def _mix_cpu(x: Tensor) -> Tensor:
 
 
 def random_bits_cpu(*, start: int, count: int, step: int, seed: int) -> Tensor:
-    """`random_bits` of the indices [start, start + count) as int64 values below 2^32."""
+    """`random_bits` of the indices [start, start + count): int64 [count], below 2^32."""
     key = int(_mix_cpu(torch.tensor((seed + step * 0x9E3779B9) & _MASK)))
     index = torch.arange(start, start + count)
     return _mix_cpu((((index & _MASK) + (index >> 32) * 0x85EBCA6B) & _MASK).bitwise_xor_(key))

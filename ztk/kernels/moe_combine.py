@@ -176,7 +176,7 @@ def _eager(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
 
 
 def random_routing(T: int, *, E: int, k: int, device: str) -> dict[str, Tensor]:
-    """A routing of random tokens, one expert left without any: offsets, order, position, weights."""
+    """A routing of T random tokens, one expert left without any: offsets [E + 1], order [T * k], position and weights [T, k]."""
     logits = torch.randn(T, E)
     if E > 2:
         logits[:, 1] = -100.0  # an expert without tokens

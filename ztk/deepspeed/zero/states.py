@@ -1,6 +1,6 @@
-"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32, in its full shape.
+"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32.
 
-Collective calls: every rank makes them alike."""
+Shapes of what is read and set are those of the full parameter. Collective calls: every rank makes them alike."""
 
 from collections.abc import Callable, Iterable
 
@@ -82,7 +82,7 @@ def safe_update_full_grad_vectorized(
 
 
 def divisor_of(owner: Owner) -> Tensor:
-    """What a reduced gradient is larger by than the averaged, unscaled one."""
+    """What a reduced gradient is larger by, a scalar, than the averaged, unscaled one."""
     engine = owner.engine
     return engine.control.loss_scale * engine.process.mesh.comm("data").size * engine.accumulation_steps
 
