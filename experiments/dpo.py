@@ -11,6 +11,7 @@ from experiments.answers import Answers
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.models import Values, build, warm_start
 from experiments.pretrain import build_reporter
+from experiments.ranks import started
 from experiments.reference import (
     FrozenReference,
     LoraOffReference,
@@ -19,7 +20,6 @@ from experiments.reference import (
     Reference,
     pair_logprobs,
 )
-from ztk import kernels
 from ztk.align import DpoPolicy, dpo_loss, dpo_losses
 from ztk.config import Config
 from ztk.engine import Engine
@@ -29,10 +29,8 @@ from ztk.runtime.seed import derive_seed
 
 def main(config: Config) -> None:
     """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
-    kernels.set_backend(config.kernels.backend)
-    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    run(config, process=process.arrange(policies.topology(config)))
-    process.stop()
+    with started(config) as process:
+        run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:

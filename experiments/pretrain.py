@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from experiments import policies
 from experiments.limits import Limits
+from experiments.ranks import started
 from experiments.streams import Corpus, held_out_sequences, on_device, open_corpus, open_held_out, open_stream
-from ztk import checkpoint, kernels
+from ztk import checkpoint
 from ztk.config import Config
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.engine import Engine
@@ -37,10 +38,8 @@ PROMPT_TOKENS = 16
 
 def main(config: Config) -> None:
     """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
-    kernels.set_backend(config.kernels.backend)
-    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    run(config, process=process.arrange(policies.topology(config)))
-    process.stop()
+    with started(config) as process:
+        run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> None:

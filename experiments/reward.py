@@ -9,7 +9,7 @@ from experiments.alignment import Measured, evaluate_pairs, open_stream, resume,
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.models import build
 from experiments.pretrain import build_reporter
-from ztk import kernels
+from experiments.ranks import started
 from ztk.align import PairwisePolicy, pairwise_losses
 from ztk.config import Config
 from ztk.engine import Engine
@@ -18,10 +18,8 @@ from ztk.runtime import Process
 
 def main(config: Config) -> None:
     """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
-    kernels.set_backend(config.kernels.backend)
-    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    run(config, process=process.arrange(policies.topology(config)))
-    process.stop()
+    with started(config) as process:
+        run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:

@@ -12,8 +12,9 @@ from experiments import policies
 from experiments.models import warm_start
 from experiments.pretrain import build_reporter
 from experiments.prompts import Prompts
+from experiments.ranks import started
 from experiments.rollouts import Run, Scored, Update, answer_of, draw, evaluate, measure, open_run, score_samples
-from ztk import checkpoint, kernels
+from ztk import checkpoint
 from ztk.config import Config
 from ztk.report import Reporter, RunFolder
 from ztk.rollout import RolloutStopped, Samples
@@ -28,11 +29,8 @@ UpdateModels = Callable[[Run], Update]
 
 def run_rank(config: Config, *, fill: Fill, update: UpdateModels) -> None:
     """Runs one rank from start to end; see `run_task`."""
-    kernels.set_backend(config.kernels.backend)
-    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    process = process.arrange(policies.topology(config))
-    run_task(config, process=process, fill=fill, update=update)
-    process.stop()
+    with started(config) as process:
+        run_task(config, process=process, fill=fill, update=update)
 
 
 def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateModels) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from experiments import policies
 from experiments.alignment import Measured, open_stream, resume, start_from, train
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.pretrain import build_engine, build_reporter
-from ztk import kernels
+from experiments.ranks import started
 from ztk.config import Config
 from ztk.engine import Engine
 from ztk.pipeline import MicroBatch
@@ -17,10 +16,8 @@ from ztk.runtime.seed import derive_seed
 
 def main(config: Config) -> None:
     """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
-    kernels.set_backend(config.kernels.backend)
-    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    run(config, process=process.arrange(policies.topology(config)))
-    process.stop()
+    with started(config) as process:
+        run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:

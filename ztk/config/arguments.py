@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.keys import expected, holds_int, holds_number, line_types, section_of
 from ztk.config.rules import ConfigError
-from ztk.config.suggest import did_you_mean, near_keys, near_options
+from ztk.config.suggest import near_keys, near_options
+from ztk.policies.suggest import did_you_mean
 
 OVERLAY_MARK = "# @package _global_"  # in a file whose option sets keys of several groups
 # Hydra's flags that are followed by a value.

@@ -13,7 +13,8 @@ from ztk.config.effects import EFFECTS
 from ztk.config.keys import expected, flatten, line_types, section_of, written
 from ztk.config.rules import ConfigError, range_of
 from ztk.config.schema import Config
-from ztk.config.suggest import did_you_mean, near_keys
+from ztk.config.suggest import near_keys
+from ztk.policies.suggest import did_you_mean
 
 # Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
 _SETS = {

@@ -56,12 +56,3 @@ def near_options(value: str, *, group: str, options: dict[str, list[str]]) -> li
     if not found:
         found = [f"{other}={value}" for other, names in options.items() if value in names]
     return found[:3]
-
-
-def did_you_mean(found: list[str]) -> str:
-    """`; did you mean a, b or c?`, or nothing."""
-    if not found:
-        return ""
-    return (
-        f"; did you mean {', '.join(found[:-1])} or {found[-1]}?" if len(found) > 1 else f"; did you mean {found[0]}?"
-    )

@@ -68,7 +68,7 @@ class Gauges:
         return {"memory": now, "at_peak": at_peak, "peak": self.peak_bytes()}
 
 
-def gather_objects(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:
+def gather_json(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:
     """A JSON value of every rank, in rank order, on every rank."""
     text = json.dumps(value).encode()
     longest = int(gather(torch.tensor([float(len(text))], device=device)).max())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
-from ztk.report.gauges import Gather, Gauges, gather_objects
+from ztk.report.gauges import Gather, Gauges, gather_json
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
 from ztk.report.status import read_summary
@@ -151,7 +151,7 @@ class Reporter:
 
         Of a run that was done before and made no step now, the record stays as it is.
         """
-        ranks = gather_objects(self._report(), gather=self._gather, device=self._gauges.device)
+        ranks = gather_json(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
             from ztk.report.plot import plot_run  # here: matplotlib takes a second, and only rank 0 draws

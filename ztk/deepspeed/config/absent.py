@@ -3,7 +3,8 @@
 A section that is switched off is accepted, with its keys checked: a misspelt key there would switch nothing on later either.
 """
 
-from ztk.deepspeed.config.keys import Findings, boolean, did_you_mean, fixed, hint, one_of, read_section, shown, takes
+from ztk.deepspeed.config.keys import Findings, boolean, fixed, hint, nearest, one_of, read_section, shown, takes
+from ztk.policies.suggest import did_you_mean
 
 # Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
 SECTIONS = {
@@ -65,7 +66,7 @@ def check_absent(given: dict, *, findings: Findings) -> None:
             continue
         wrong = [key for key in section if key not in keys]
         for key in wrong:
-            findings.faults.append(f"{name}.{key}: there is no such key{did_you_mean(key, known=keys)}")
+            findings.faults.append(f"{name}.{key}: there is no such key{did_you_mean(nearest(key, known=keys))}")
         if not wrong and (active := _active(section, keys=keys)):
             instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
             key = active if active == "enabled" else f"{active}={shown(section[active])}"

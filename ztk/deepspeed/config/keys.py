@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from ztk.policies.ranges import INT64_MAX, Range
+from ztk.policies.suggest import did_you_mean
 
 _LARGEST = int(sys.float_info.max)
 Convert = Callable[[object], object]  # raises ValueError("must be ...")
@@ -76,7 +77,7 @@ def read_section(
         key = keys.get(name)
         if key is None:
             fix = (elsewhere or {}).get(name)
-            reason = fix or f"there is no such key{did_you_mean(name, known=keys)}"
+            reason = fix or f"there is no such key{did_you_mean(nearest(name, known=keys))}"
             findings.faults.append(f"{path}{name}: {reason}")
             continue
         if value == "auto" and "auto" not in key.usual:
@@ -129,14 +130,14 @@ def _takes_null(key: Key) -> bool:
     return True
 
 
-def did_you_mean(name: str, *, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing."""
+def nearest(name: str, *, known: Iterable[str]) -> list[str]:
+    """The known name most like `name`, if one is."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not near:  # `enable` for `enabled`, `auto_ep_size` for `autoep_size`
         plain = {other.replace("_", ""): other for other in known}
         near = [plain[match] for match in difflib.get_close_matches(name.replace("_", ""), plain, n=1, cutoff=0.6)]
-    return f"; did you mean {near[0]}?" if near else ""
+    return near
 
 
 def shown(value: object) -> str:
@@ -213,7 +214,7 @@ def one_of(*words: str) -> Convert:
     def convert(value: object) -> str:
         if value in words:
             return value
-        near = did_you_mean(value, known=words) if isinstance(value, str) else ""
+        near = did_you_mean(nearest(value, known=words)) if isinstance(value, str) else ""
         raise ValueError(f"must be one of {', '.join(words)}{near}")
 
     return convert

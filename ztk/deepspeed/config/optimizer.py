@@ -6,14 +6,15 @@ from ztk.deepspeed.config.keys import (
     anything,
     at_least,
     boolean,
-    did_you_mean,
     fixed,
     hint,
+    nearest,
     read_section,
     shown,
     takes,
 )
 from ztk.optim import OptimizerPolicy
+from ztk.policies.suggest import did_you_mean
 
 SECTION = {
     "type": takes(anything),
@@ -89,7 +90,7 @@ def _unknown(name: object) -> str:
         return f"was removed from DeepSpeed in 0.19.8; use one of {words}"
     if plain in _NOT_OFFERED:
         return f"not offered by ztk yet; use one of {words}"
-    return f"must be one of {words}{did_you_mean(plain, known=TYPES)}"
+    return f"must be one of {words}{did_you_mean(nearest(plain, known=TYPES))}"
 
 
 def _policy(name: str, *, values: dict, clip: float, findings: Findings) -> OptimizerPolicy | None:

@@ -9,14 +9,15 @@ from ztk.deepspeed.config.keys import (
     anything,
     at_least,
     boolean,
-    did_you_mean,
     fixed,
+    nearest,
     one_of,
     read_section,
     shown,
     takes,
     whole_number,
 )
+from ztk.policies.suggest import did_you_mean
 
 SECTION = {"type": takes(anything), "params": takes(anything)}
 
@@ -98,7 +99,7 @@ def read_scheduler(given: object, *, findings: Findings) -> ScheduleChoice | Non
             findings.faults.append(f"scheduler.type: is missing; give one of {', '.join(TYPES)}")
         return None
     if not isinstance(name, str) or name not in TYPES:
-        near = did_you_mean(str(name), known=TYPES)
+        near = did_you_mean(nearest(str(name), known=TYPES))
         findings.faults.append(f"scheduler.type={shown(name)}: must be one of {', '.join(TYPES)}{near}")
         return None
     params: Any = section.get("params") or {}
