@@ -393,7 +393,7 @@ def surface(process: Process) -> dict:
         "attribute": lambda: engine.no_such_thing,
         "vector": lambda: engine.backward(loss.expand(2)),
         "optimizer.step": optimizer.step,
-        "state_dict": optimizer.state_dict,
+        "skip_step": lambda: setattr(optimizer, "skip_step", True),
         "loss_scaler": lambda: optimizer.loss_scaler.update_scale(False),
     }.items():
         try:

@@ -333,8 +333,8 @@ def pinned(process: Process, *, stage: int) -> dict:
     settings = scripts.config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     first = deepspeed.initialize(model=model, config=settings, mesh_param=(2, 1))[0]
     losses = scripts.loop(process, first, steps=2)
-    with pytest.raises(ValueError, match=r"must be \(2, 1\), all ranks data-parallel"):
-        deepspeed.initialize(model=scripts.build(), config=settings, mesh_param=(1, 2))
+    with pytest.raises(ValueError, match=r"mesh_param=\(2, 2\): 2 ranks must be data-parallel ranks"):
+        deepspeed.initialize(model=scripts.build(), config=settings, mesh_param=(2, 2))
     try:
         deepspeed.initialize(model=model, config=settings)
         text = ""

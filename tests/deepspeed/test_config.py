@@ -91,7 +91,7 @@ def test_all_faults_come_in_one_error():
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps: is missing"),
         ({"communication_data_type": "int8"}, "must be one of"),
         ({"communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp32"}}, "give one of them"),
-        ({"gradient_allreduce_op": "sum"}, "not offered"),
+        ({"gradient_allreduce_op": "max"}, "must be one of"),
         ({"train_micro_batch_size_per_gpu": 3}, "would fit"),
         ({"train_batch_size": "auto"}, "Hugging Face"),
         ({"data_efficiency": {"enabled": True}}, "not offered"),

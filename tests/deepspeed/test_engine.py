@@ -41,7 +41,7 @@ def test_what_an_engine_answers(ranks):
     errors = found["errors"]
     assert "engine.step() updates" in errors["loss_scaler"]
     assert "no_such_thing" in errors["attribute"] and "scalar" in errors["vector"]
-    assert "engine.step()" in errors["optimizer.step"] and "save_checkpoint" in errors["state_dict"]
+    assert "engine.step()" in errors["optimizer.step"] and "align_overflow" in errors["skip_step"]
     assert "no_sync" in errors["step"]
 
 
@@ -114,3 +114,87 @@ def test_a_script_with_deepspeeds_arguments(ranks, tmp_path):
 def test_other_ways_of_joining_are_refused(arguments, part):
     with pytest.raises(ValueError, match=part):
         deepspeed.init_distributed(**arguments)
+
+
+def optimizer_states(process, *, stage: int) -> dict:
+    """Saved after two steps, loaded into a fresh optimizer of another stage, two steps more."""
+    first, optimizer, *_ = deepspeed.initialize(model=scripts.build(), config=config(stage=stage))
+    losses = scripts.loop(process, first, steps=2)
+    state, model = optimizer.state_dict(), {name: value.clone() for name, value in first.module_state_dict().items()}
+    losses += scripts.loop(process, first, steps=2, start=2)
+    first.destroy()
+    module = scripts.build()
+    module.load_state_dict(model)
+    second, other, *_ = deepspeed.initialize(model=module, config=config(stage=3 - stage))
+    other.param_groups[0]["lr"] = 7.0
+    other.load_state_dict(state)
+    again = scripts.loop(process, second, steps=2, start=2)
+    with pytest.raises(ValueError, match="group alike"):
+        other.load_state_dict(state | {"param_groups": []})
+    second.destroy()
+    return {"losses": losses, "again": again, "state": state}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizers_state_dict(ranks, stage):
+    """In torch's format, with the values of the plain optimizer; loaded, the run goes on as if nothing had been."""
+    model = scripts.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(2):
+        x, y = scripts.data(step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    expected = optimizer.state_dict()
+    for found in ranks(2).run(optimizer_states, stage=stage):
+        state = found["state"]
+        assert state["param_groups"][0]["params"] == expected["param_groups"][0]["params"] == [0, 1, 2, 3]
+        for number, own in expected["state"].items():
+            assert set(state["state"][number]) == set(own) and state["state"][number]["step"] == own["step"] == 2
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(state["state"][number][key], own[key], atol=1e-6, rtol=1e-5)
+        assert found["again"] == pytest.approx(found["losses"][2:], abs=1e-6)
+
+
+def asked_along(process, *, stage: int) -> dict:
+    """What scripts ask while they train."""
+    settings = config(stage=stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, zero={})
+    engine, optimizer, *_ = deepspeed.initialize(model=scripts.build(), config=settings)
+    timer, weight, found = engine.tput_timer, engine.module.fc1.weight, {"overflows": []}
+    for step in range(4):
+        x, y = (value.chunk(2)[process.rank] for value in scripts.data(step))
+        x = x * (float("inf") if step == 1 and process.rank == 1 else 1)
+        engine.backward(torch.nn.functional.cross_entropy(engine(x).float(), y))
+        found["overflows"].append(optimizer.check_overflow(external=True))
+        engine.step()
+    timer.update_epoch_count()
+    found["speed"], found["epoch"], found["skipped"] = (
+        timer.avg_samples_per_sec(),
+        timer.epoch_count,
+        engine.skipped_steps,
+    )
+    with engine.no_sync():
+        x, y = (value.chunk(2)[process.rank] for value in scripts.data(7))
+        engine.backward(torch.nn.functional.cross_entropy(engine(x).float(), y))
+        found["own"] = deepspeed.safe_get_full_grad(weight)
+        with pytest.raises(RuntimeError, match="between the backward at a boundary"):
+            optimizer.check_overflow()
+    engine.allreduce_gradients()
+    found["mean"] = deepspeed.safe_get_full_grad(weight)
+    engine.step()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_scripts_ask_while_they_train(ranks, stage):
+    first, second = ranks(2).run(asked_along, stage=stage)
+    for found in (first, second):
+        assert found["overflows"] == [False, True, False, False] and found["skipped"] == 1
+        assert found["speed"] > 0 and found["epoch"] == 1
+    assert not torch.equal(first["own"], second["own"]) and torch.equal(first["mean"], second["mean"])
+    mean = (first["own"] + second["own"]) / 2
+    torch.testing.assert_close(
+        first["mean"], mean, atol=2e-4, rtol=2**-9
+    )  # fp16: 2^-11 for each rank and the sum, some of it subnormal

@@ -244,3 +244,190 @@ def test_attributes_by_dotted_names():
     helper.recursive_setattr(model, "0.0", new)
     helper.recursive_setattr(model, "1", new)
     assert model[0][0] is new and model[1] is new
+
+
+def test_constants_are_deepspeeds():
+    runtime, files = module_of("deepspeed.runtime.constants"), module_of("deepspeed.checkpoint.constants")
+    assert (runtime.TRAIN_BATCH_SIZE, runtime.BFLOAT16_OLD, runtime.GRADIENT_CLIPPING_DEFAULT) == (
+        "train_batch_size",
+        "bfloat16",
+        1.0,
+    )
+    assert (runtime.ROUTE_TRAIN, runtime.PIPE_REPLICATED, runtime.ZERO_FORCE_DS_CPU_OPTIMIZER_DEFAULT) == (
+        "train",
+        "ds_pipe_replicated",
+        True,
+    )
+    assert (files.DS_VERSION, files.FP32_FLAT_GROUPS, files.UNIVERSAL_CHECKPOINT_VERSION_VALUE) == (
+        "ds_version",
+        "fp32_flat_groups",
+        0.4,
+    )
+    file = torch.load(RECORDED / "stage2" / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
+    assert {files.PARAM_SHAPES, files.BUFFER_NAMES, files.DS_VERSION} <= set(
+        file
+    )  # the keys of files that DeepSpeed wrote
+
+
+def test_files_by_the_checkpoint_engine(tmp_path):
+    """As open-instruct and ArcticTraining import it."""
+    engines = module_of("deepspeed.runtime.checkpoint_engine")
+    same = module_of("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine").TorchCheckpointEngine
+    engine, info = (
+        engines.TorchCheckpointEngine(),
+        engines.CheckpointCommitInfo(tag="a", save_dir=str(tmp_path), save_latest=True),
+    )
+    assert isinstance(engine, same)
+    engine.create(info)
+    engine.makedirs(tmp_path / "a", exist_ok=True)
+    engine.save({"weight": torch.ones(2), "stage": 3}, tmp_path / "a" / "x.pt")
+    assert engine.commit(info) and not engine.is_decoupled()
+    assert engine.load(tmp_path / "a" / "x.pt", map_location="cpu")["stage"] == 3
+    file = RECORDED / "stage3" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert "optimizer_state_dict" in engine.load(file)
+    torch.save(Path("x"), tmp_path / "code.pt")
+    with pytest.raises(Exception, match="Weights only load failed"):
+        engine.load(tmp_path / "code.pt")
+
+
+def test_a_configuration_of_another_project(caplog):
+    from pydantic import Field, ValidationError
+
+    base = module_of("deepspeed.runtime.config_utils").DeepSpeedConfigModel
+
+    class Config(base):
+        size: int = 1
+        old: str = Field("0", json_schema_extra={"deprecated": True, "new_param": "size", "new_param_fn": int})
+
+    assert Config(size="auto").size == 1 and Config(size=3).size == 3
+    with caplog.at_level("WARNING", logger="ztk.deepspeed"):
+        assert Config(old="7").size == 7
+    assert "old is deprecated; use size" in caplog.text
+    with pytest.raises(ValidationError):
+        Config(sise=3)
+    with pytest.raises(ValidationError):
+        Config(strict=True, size="auto")
+    with pytest.raises(ValueError, match="keep size"):
+        Config(old="7", size=3)
+
+
+def test_a_gate_is_the_layers_own():
+    """The same choices as `MoE` makes with the same weights, for every k."""
+    sharded, moe = module_of("deepspeed.moe.sharded_moe"), module_of("deepspeed.moe.layer")
+    tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    for k in (1, 2, 3):
+        torch.manual_seed(0)
+        layer = moe.MoE(
+            8, torch.nn.Linear(8, 8), num_experts=4, k=k, min_capacity=2, use_rts=False, top2_2nd_expert_sampling=False
+        )
+        gate = sharded.TopKGate(8, 4, k=k, min_capacity=2, use_rts=False, top2_2nd_expert_sampling=False)
+        gate.wg.load_state_dict(layer.deepspeed_moe.gate.wg.state_dict())
+        l_aux, combine, dispatch, counts = gate(tokens)
+        experts = layer.deepspeed_moe.experts.deepspeed_experts
+        assert len(experts) == layer.deepspeed_moe.experts.num_local_experts == 4
+        sent = torch.einsum("tec,tm->ecm", dispatch.float(), tokens)
+        results = torch.stack([expert(part) for expert, part in zip(experts, sent, strict=True)])
+        out, own_aux, own_counts = layer(tokens)
+        torch.testing.assert_close(torch.einsum("tec,ecm->tm", combine, results), out)
+        assert torch.equal(l_aux, own_aux) and torch.equal(counts, own_counts)
+        assert gate.eval()(tokens)[1].shape[:2] == (12, 4)
+    with pytest.raises(ValueError, match="used_token works with k=1"):
+        gate(tokens, used_token=torch.ones(12))
+
+
+def exchanged(process) -> tuple[list, list]:
+    own = (torch.arange(4.0) + 10 * process.rank).requires_grad_()
+    out = module_of("deepspeed.moe.sharded_moe")._AllToAll.apply(None, own)
+    (out * torch.arange(1.0, 5.0)).sum().backward()
+    return out.tolist(), own.grad.tolist()
+
+
+def test_an_exchange_of_tokens(ranks):
+    first, second = ranks(2).run(exchanged)
+    assert first == ([0, 1, 10, 11], [1, 2, 1, 2]) and second == ([2, 3, 12, 13], [3, 4, 3, 4])
+
+
+def replaced(process, *, stage: int) -> dict:
+    """As OpenRLHF saves a model: every layer's full weight on every rank, and back."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    )
+    gather = module_of("deepspeed.module_inject.layers").GatherReplacedLayerParams
+    parts = sum(value.numel() for value in engine.module.parameters())
+    differing = []
+    for name, value in engine.module.named_parameters():
+        with gather(value, engine.module, enabled=True):
+            if not torch.equal(value.detach(), before[name]):
+                differing.append(name)
+    with gather(list(engine.module.parameters()), engine.module):
+        full = sum(value.numel() for value in engine.module.parameters())
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    found = {"differing": differing, "parts": parts, "full": full, "total": sum(v.numel() for v in before.values())}
+    found["after"] = sum(value.numel() for value in engine.module.parameters())
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_full_weights_of_divided_layers(ranks, stage):
+    for found in ranks(2).run(replaced, stage=stage):
+        assert found["differing"] == [] and found["full"] == found["total"]
+        assert found["after"] == found["parts"] < found["total"]
+
+
+def test_optimizers_that_step_by_themselves():
+    """LAMB against its formula, Adagrad against torch's."""
+    lamb, adagrad = module_of("deepspeed.ops.lamb").FusedLamb, module_of("deepspeed.ops.adagrad").DeepSpeedCPUAdagrad
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([1.0, -1.0])
+    lamb(
+        [weight], lr=0.1, eps=0.0
+    ).step()  # the first update of Adam is a sign times 0.1; sqrt(2) long it would be, 5 is the weight
+    corrected = (1 - 0.999) ** 0.5 / (1 - 0.9) * 0.1 / 0.001**0.5  # the averages of one gradient, corrected
+    ratio = 5 / (2**0.5 * 0.1 / 0.001**0.5)
+    expected = torch.tensor([3.0, 4.0]) - 0.1 * ratio * corrected * torch.tensor([1.0, -1.0])
+    torch.testing.assert_close(weight.detach(), expected)
+    for make in (adagrad, torch.optim.Adagrad):
+        other = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        other.grad = torch.tensor([1.0, -1.0])
+        make([other], lr=0.1).step()
+        torch.testing.assert_close(other.detach(), torch.tensor([2.9, 4.1]))
+    with pytest.raises(ValueError, match="max_grad_norm=1.0"):
+        lamb([weight], max_grad_norm=1.0)
+
+
+def test_small_names(capsys):
+    engine = module_of("deepspeed.runtime.engine")
+    assert engine.DeepSpeedOptimizerCallable and engine.DeepSpeedSchedulerCallable and engine.MoE
+    build = module_of("deepspeed.git_version_info")
+    assert build.torch_info["version"] == "0.0" and build.installed_ops == {} and build.accelerator_name == ""
+    module_of("deepspeed.utils.logging").print_dist("a word", ranks=[0])
+    assert "a word" in capsys.readouterr().out
+    assert not module_of("deepspeed.runtime.zero.utils").is_zero_param(torch.nn.Parameter(torch.zeros(1)))
+
+
+def test_the_command_behind_another_command(monkeypatch):
+    from ztk.deepspeed.runner import command, remote
+
+    runner, seen = module_of("deepspeed.launcher.runner"), []
+    monkeypatch.setattr(remote, "EXPORT_ENVS", list(remote.EXPORT_ENVS))
+    monkeypatch.setattr(runner, "EXPORT_ENVS", [*runner.EXPORT_ENVS, "ARCTIC"])
+    monkeypatch.setattr(command, "run", lambda args: seen.append(args) or (3 if "bad" in args else 0))
+    runner.main(["--num_gpus", "2", "a.py"])
+    with pytest.raises(SystemExit, match="3"):
+        runner.main(["bad"])
+    assert seen == [["--num_gpus", "2", "a.py"], ["bad"]]
+    assert set(remote.exported({"ARCTIC_X": "1", "OTHER": "2"}, files=[])) == {"ARCTIC_X", "PYTHONPATH"}

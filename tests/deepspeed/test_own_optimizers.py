@@ -58,7 +58,6 @@ def test_gradients_are_dropped_or_zeroed():
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (lambda p: FusedAdam(p, bias_correction=False), "bias_correction=False"),
         (lambda p: DeepSpeedCPUAdam(p, amsgrad=True), "amsgrad=True"),
         (lambda p: DeepSpeedCPULion(p, fp32_optimizer_states=False), "fp32_optimizer_states=False"),
     ],

@@ -1,14 +1,19 @@
-"""The configurations that OpenRLHF 0.11, Lightning's DeepSpeedStrategy and DeepSpeed-Chat write: accepted, with the effect they expect.
+"""What other projects import, and the configurations that OpenRLHF 0.11, Lightning's DeepSpeedStrategy and DeepSpeed-Chat write: accepted, with
+the effect they expect.
 
 Keys and defaults are theirs (openrlhf/utils/deepspeed, lightning/pytorch/strategies/deepspeed.py, dschat/utils/ds_utils.py); batch sizes are
 those that their trainers fill in.
 """
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from ztk.deepspeed.config import Settings, parse_config
+from ztk.deepspeed.names.tree import module_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed_users.md"
 
 STAGES = (0, 1, 2, 3)
 SIZES = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 8}
@@ -184,3 +189,60 @@ def test_deepspeed_chat(stage, dtype):
         assert made.offload.parameters == ("cpu" if offload and stage == 3 else "none")
         if dtype == "fp16" and trains:
             assert made.precision.loss_scale.window == 100
+
+
+# What each project imports: module, names. Read from their sources in November 2026.
+IMPORTS = [
+    ("open-instruct", "comm", "get_rank init_distributed"),
+    ("open-instruct", "runtime.checkpoint_engine.torch_checkpoint_engine", "TorchCheckpointEngine"),
+    ("open-instruct", "runtime.engine", "DeepSpeedEngine"),
+    ("open-instruct", "runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
+    ("open-instruct", "runtime.zero.offload_config", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("open-instruct", "runtime.zero.partition_parameters", "ZeroParamStatus"),
+    ("open-instruct", "utils", "groups logger"),
+    (
+        "open-instruct",
+        "utils.groups",
+        "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size",
+    ),
+    ("open-instruct", "zero", "GatheredParameters Init"),
+    ("ArcticTraining", "accelerator", "get_accelerator"),
+    ("ArcticTraining", "checkpoint.utils", "clone_tensors_for_torch_save"),
+    ("ArcticTraining", "comm", "init_distributed"),
+    ("ArcticTraining", "git_version_info", "accelerator_name installed_ops torch_info"),
+    ("ArcticTraining", "launcher.runner", "EXPORT_ENVS main"),
+    ("ArcticTraining", "ops.adam", "DeepSpeedCPUAdam FusedAdam"),
+    ("ArcticTraining", "runtime.checkpoint_engine", "TorchCheckpointEngine"),
+    ("ArcticTraining", "runtime.engine", "DeepSpeedEngine MoE autocast_if_enabled"),
+    (
+        "ArcticTraining",
+        "runtime.sequence_parallel.ulysses_sp",
+        "TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute",
+    ),
+    ("ArcticTraining", "runtime.zero", "GatheredParameters"),
+    ("ArcticTraining", "runtime.zero.partition_parameters", "ZeroParamStatus"),
+    ("ArcticTraining", "utils", "groups logger"),
+    ("ArcticTraining", "utils.logging", "print_dist"),
+    ("ArcticTraining", "utils.timer", "SynchronizedWallClockTimer"),
+    ("OpenRLHF", "checkpoint.utils", "clone_tensors_for_torch_save"),
+    ("OpenRLHF", "module_inject.layers", "GatherReplacedLayerParams"),
+    ("OpenRLHF", "runtime.zero.offload_config", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("OpenRLHF", "runtime.zero.partition_parameters", "ZeroParamStatus"),
+    ("OpenRLHF", "ops.adam", "DeepSpeedCPUAdam FusedAdam"),
+    ("OpenRLHF", "zero", "GatheredParameters Init"),
+    ("DeepSpeed-Chat", "compression.helper", "recursive_getattr recursive_setattr"),
+    ("DeepSpeed-Chat", "ops.adam", "DeepSpeedCPUAdam FusedAdam"),
+    ("DeepSpeed-Chat", "runtime.zero.partition_parameters", "ZeroParamStatus"),
+    ("Lightning", "checkpoint.utils", "clone_tensors_for_torch_save"),
+    ("Lightning", "utils.zero_to_fp32", "get_fp32_state_dict_from_zero_checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("project", "module", "names"), IMPORTS, ids=lambda value: str(value)[:40])
+def test_imports(project, module, names):
+    """Each name is there, and stands in the page's table."""
+    found = module_of(f"deepspeed.{module}")
+    for name in names.split():
+        assert getattr(found, name) is not None
+    text = " ".join(f"`{name}`" for name in names.split())
+    assert f"| {project} | `{module}` | {text} |" in PAGE.read_text()

@@ -7,7 +7,7 @@ import torch
 
 from ztk.kernels import Control, Setting, State, set_backend, step_control
 
-GROUPS = 2
+GROUPS = 3
 
 
 def make(**settings):
@@ -22,7 +22,12 @@ def make(**settings):
     state = torch.zeros(8)
     state[State.loss_scale], state[State.hysteresis_left] = 1024.0, values["hysteresis"]
     state[State.good_steps] = -1.0
-    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0, 0.0, 0.0], [2e-3, 0.8, 0.95, 1e-6, 0.0, 0.9, 0.0, 0.0]])
+    rows = [
+        [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0, 0.0, 0.0],
+        [2e-3, 0.8, 0.95, 1e-6, 0.0, 0.9, 0.0, 0.0],
+        [1e-3, 0.9, 0.99, 1e-8, 0.0, 0.0, 1.0, 0.0],
+    ]
+    hyper = torch.tensor(rows)  # the last one without bias correction
     return {
         "state": state,
         "hyper": hyper,
@@ -105,8 +110,9 @@ def test_bias_corrections_are_exact(step):
     tensors["state"][State.step] = step
     run(tensors, finite=".")
     for row, hyper in zip(tensors["control"].tolist(), tensors["hyper"].tolist(), strict=True):
-        assert row[Control.bias_correction1] == pytest.approx(1 - hyper[1] ** (step + 1), rel=1e-6)
-        assert row[Control.bias_correction2_sqrt] == pytest.approx(math.sqrt(1 - hyper[2] ** (step + 1)), rel=1e-6)
+        first, second = (1.0, 1.0) if hyper[6] else (1 - hyper[1] ** (step + 1), math.sqrt(1 - hyper[2] ** (step + 1)))
+        assert row[Control.bias_correction1] == pytest.approx(first, rel=1e-6)
+        assert row[Control.bias_correction2_sqrt] == pytest.approx(second, rel=1e-6)
         assert row[Control.step] == step + 1
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ztk.deepspeed import owners
+from ztk.deepspeed.averaging import set_averaging
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.experts import expert_topology, give_layer_options
 from ztk.deepspeed.gradients import show_gradients
@@ -65,7 +66,9 @@ class Builder:
             pipeline=self._pipeline(),
             experts=settings.experts.pattern,
             parts=self.parts,
+            model_divides_sequences=True,
         )
+        set_averaging(engine, settings=settings)
         owners.register(engine)
         show_gradients(self.model)
         if settings.zero.shards_parameters:

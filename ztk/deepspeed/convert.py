@@ -76,6 +76,12 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
         if key not in _SAID and key not in told and not is_off:
             out.notes.append(f"{key}: {_INSTEAD.get(key, 'run.py has no word for it')}")
+    if settings.autocast is not None:
+        out.notes.append("torch_autocast: run.py computes in one dtype; choose precision=bf16")
+    if not settings.managed_accumulation:
+        out.notes.append("managed_gradient_accumulation: run.py counts micro-batches by train.accumulation_steps")
+    if settings.optimizer is not None and not settings.optimizer.bias_correction:
+        out.notes.append("optimizer.params.bias_correction: run.py's Adam always corrects the bias")
     if settings.leaves.wanted:
         out.notes.append("zero_optimization.leaf_module: run.py gathers its models by full layers")
 

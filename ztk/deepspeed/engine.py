@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ztk.deepspeed import owners
+from ztk.deepspeed.averaging import set_averaging
 from ztk.deepspeed.build import Builder
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.getters import Getters
@@ -59,6 +60,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._since_step = 0  # micro-batches that `step` ended since the optimizer stepped
         self.global_samples = 0
         self._boundary: bool | None = None
+        self._in_step = False
+        self._backwards = 0  # since the last step
         self._in_no_sync = False
         self._step_applied = False
         self._compiled = False
@@ -82,11 +85,16 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._states.need(StateKind.lp_params, what="forward")
         if self.settings.casts_inputs:
             args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
-        with self._watcher.forward():
+        with self._watcher.forward(), self.autocast():
             output = self.engine(*args, **kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._announce()  # for scripts that call loss.backward() themselves
         return output
+
+    def autocast(self) -> AbstractContextManager:
+        """torch.autocast as `torch_autocast` of the configuration has it; without that section, what the script has switched on."""
+        dtype = self.settings.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """The backward of a scalar loss. Returns the loss divided by the accumulation steps, as its gradients are.
@@ -99,6 +107,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         steps = self.settings.batch.accumulation
         self._states.need(StateKind.lp_params, StateKind.lp_grads, what="backward")
         self._announce()
+        self._backwards += 1
         with self._watcher.backward(loss):
             self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph)
         return loss / steps if scale_wrt_gas else loss
@@ -118,11 +127,14 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._states.need(what="step")
         if self._in_no_sync:
             raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; call it after the block")
-        self._step_applied = False
+        self._step_applied, self._in_step = False, True
         is_boundary = self.is_gradient_accumulation_boundary()
-        with self._watcher.step():
-            if is_boundary:
-                self._take_model_step(lr_kwargs or {})
+        try:
+            with self._watcher.step():
+                if is_boundary:
+                    self._take_model_step(lr_kwargs or {})
+        finally:
+            self._in_step = False
         self.micro_steps += 1
         self._since_step = 0 if is_boundary else self._since_step + 1
         if is_boundary:
@@ -131,10 +143,15 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._announce()
         assert self.optimizer is not None
+        if not self.settings.managed_accumulation and self.engine.zero.reduction.has_gradients:
+            self.engine.zero.reduction.reduce_now()  # backwards have not known that they were the last ones
         self.optimizer.step(of_engine=True)
         # A step may have ended early: the engine counts complete ones.
         self.engine.micro_steps = self.engine.global_steps * self.engine.accumulation_steps
-        self.global_samples += self.settings.batch.train
+        batch = self.settings.batch
+        micro = batch.train // batch.accumulation
+        self.global_samples += batch.train if self.settings.managed_accumulation else micro * self._backwards
+        self._backwards = 0
         assert self.optimizer is not None
         self._step_applied = not self.optimizer.overflow
         if self._step_applied and self.lr_scheduler is not None:
@@ -162,6 +179,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         Works at every stage; at 2 and 3 the price is unsharded gradients. Raises RuntimeError inside another such block or `no_sync`.
         """
         self._need_optimizer()
+        self._need_managed("coalesce_grad_reduction")
         if self._in_no_sync:
             raise RuntimeError("coalesce_grad_reduction() inside no_sync() or itself: leave the outer block first")
         with self.no_sync():
@@ -206,7 +224,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def _set_batch(self, batch: BatchSizes) -> None:
         self.settings = replace(self.settings, batch=batch)
         self.engine.accumulation_steps = batch.accumulation
-        self.engine.control.set_gradient_divisor(self.dp_world_size * batch.accumulation)
+        set_averaging(self.engine, settings=self.settings)
         if batch.accumulation > 1 and self.engine.zero.gradient_dtype.itemsize < 4 and self.global_rank == 0:
             logger.warning(
                 "gradients of %d micro-batches add up in %s, which stagnates; set data_types.grad_accum_dtype to fp32",
@@ -216,12 +234,15 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The optimizer steps at the coming `step()`."""
+        if not self.settings.managed_accumulation:
+            return self._in_step
         if self._boundary is not None:
             return self._boundary
         return self._since_step + 1 >= self.settings.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decides it from now on; None goes back to counting."""
+        """Decides it from now on; None goes back to counting. Raises RuntimeError where the script owns the boundary already."""
+        self._need_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -299,6 +320,12 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.engine.boundary = self.is_gradient_accumulation_boundary()
         self.engine.prepare_backward()
         take_changes(self.engine)
+
+    def _need_managed(self, what: str) -> None:
+        if not self.settings.managed_accumulation:
+            raise RuntimeError(
+                f"{what}() with managed_gradient_accumulation=false: every engine.step() ends a step there; leave one of them out"
+            )
 
     def _need_optimizer(self) -> None:
         if self.optimizer is None:

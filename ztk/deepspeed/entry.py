@@ -12,17 +12,16 @@ from torch.utils.data import DataLoader, Dataset
 from ztk.deepspeed import owners
 from ztk.deepspeed.autotp import check_asked_dtype, with_asked_degree
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
-from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
 from ztk.deepspeed.log import logger, show_messages
-from ztk.deepspeed.mpu import arranged, parts_of
+from ztk.deepspeed.mpu import arranged, in_sequences, parts_of
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
-from ztk.runtime import Process
 from ztk.zero.construction import construction_suspended
 
 
@@ -53,7 +52,8 @@ def initialize(
     training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
     lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer; it outranks the configuration's.
     mpu: says which ranks share a model that the script has cut itself, see `ztk.deepspeed.mpu`.
-    mesh_param: (data-parallel ranks, ranks per sequence); the second must be 1.
+    mesh_param: (data-parallel ranks, ranks per sequence), as sequence_parallel_size in the configuration: the script's own layers divide
+        sequences over neighbouring ranks, see `ztk.deepspeed.ulysses`.
     config, config_params: dict, path, or base64 of JSON.
 
     Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments, among them a model
@@ -64,14 +64,16 @@ def initialize(
     _check_free(model)
     source = with_asked_degree(_source(args, config=config, config_params=config_params), model=model)
     process = this_process(distributed_port, dist_init_required=dist_init_required)
-    _check_mesh(mesh_param, process=process)
     is_pipeline = isinstance(model, PipelineModule)
     if is_pipeline:
         process = model.process  # which knows the stages
     elif mpu is not None:
         process = arranged(process, mpu)
+    process = in_sequences(process, mesh_param=mesh_param, config=read_source(source))
     settings = parse_config(source, world_size=process.mesh.replicas)
     check_asked_dtype(model, settings=settings)
+    if is_pipeline and not settings.managed_accumulation:
+        raise ValueError("managed_gradient_accumulation=false: a pipeline's train_batch() is one step; leave it out")
     show_messages(settings.log_level)
     if model_parameters is not None:
         # An empty list, of a script that only evaluates, is as good as none; an iterator that was used before is a mistake.
@@ -119,15 +121,6 @@ def initialize(
 
         checkpointing.configure_from(settings.activation_checkpointing, comm=engine.process.mesh.comm("tp"))
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
-
-
-def _check_mesh(mesh_param: tuple[int, int] | None, *, process: Process) -> None:
-    if mesh_param is None or tuple(mesh_param) == (process.world_size, 1):
-        return
-    raise ValueError(
-        f"mesh_param={mesh_param}: must be ({process.world_size}, 1), all ranks data-parallel, or be left out: sequences that a script "
-        "cuts itself are not offered; run.py topology=sp2 cuts those of the native models"
-    )
 
 
 def _check_free(model: nn.Module) -> None:

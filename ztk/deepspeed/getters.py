@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ztk.deepspeed.parsed import DeepSpeedConfig
-from ztk.deepspeed.process_groups import data_parallel_group_of
+from ztk.deepspeed.process_groups import data_parallel_group_of, sequence_group_of
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import MonitorMaster
 from ztk.engine import Engine
@@ -15,6 +15,7 @@ from ztk.runtime import Tier
 if TYPE_CHECKING:
     from ztk.deepspeed.config import Settings
     from ztk.deepspeed.optimizer import ShardedOptimizer
+    from ztk.deepspeed.watch.clock import Throughput
     from ztk.deepspeed.watch.watcher import Watcher
 
 
@@ -154,7 +155,13 @@ class Getters:
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among those that compute on different data."""
-        return self.engine.process.mesh.comm("data").rank
+        mesh = self.engine.process.mesh
+        return mesh.comm("data").rank // mesh.topology.sequence
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this rank's sequences; None where sequences are not divided."""
+        mesh = self.engine.process.mesh
+        return sequence_group_of(mesh.topology) if mesh.topology.sequence > 1 else None
 
     def get_model_parallel_rank(self) -> int:
         """This rank's place among those that share the layers."""
@@ -198,6 +205,11 @@ class Getters:
     def flops_profiler(self) -> FlopsProfiler | None:
         """The profiler of the configuration; None: it asks for none."""
         return self._watcher.flops
+
+    @property
+    def tput_timer(self) -> "Throughput":
+        """Samples per second: `avg_samples_per_sec()`, `update_epoch_count()`; counted from the first read on, or where they are printed."""
+        return self._watcher.throughput
 
     def dataloader_drop_last(self) -> bool:
         """Whether a loader leaves out a last batch that is not full."""
@@ -244,7 +256,13 @@ class Getters:
 
     @property
     def dp_world_size(self) -> int:
-        """The number of ranks that compute on different data."""
+        """Ranks with different data; those that share a sequence count as one."""
+        mesh = self.engine.process.mesh
+        return mesh.comm("data").size // mesh.topology.sequence
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks over which gradients are averaged."""
         return self.engine.process.mesh.comm("data").size
 
     @property

@@ -99,20 +99,31 @@ def _show(parameter: nn.Parameter) -> Tensor | None:
         _warn_once(engine, owner=owner)
         return None
     engine.zero.reduction.settle()
+    value = _of_buffer(owner)
+    if value is None:
+        return None
+    value = value.to(parameter.dtype)
+    _shown[parameter] = value, value.clone()
+    return value
+
+
+def local_gradient(owner: Owner) -> Tensor | None:
+    """fp32: what the backwards so far have left of a gradient that is not reduced, this rank's own; None if nothing."""
+    return None if owner.bucket.gradient.squares is not None else _of_buffer(owner)
+
+
+def _of_buffer(owner: Owner) -> Tensor | None:
     gradient, index = owner.bucket.gradient, [place.name for place in owner.bucket.layout.placements].index(owner.name)
     is_reduced = gradient.squares is not None
     if gradient.full is None or not (is_reduced or gradient.has_arrived(index)):
         return None
     place = owner.bucket.layout.placements[index]
     full = gradient.full[place.offset : place.stop].view(place.shape)
-    value = (full.float() / _divisor(engine, is_reduced=is_reduced)).to(parameter.dtype)
-    _shown[parameter] = value, value.clone()
-    return value
+    return full.float() / _divisor(owner.engine, is_reduced=is_reduced)
 
 
 def _divisor(engine: Engine, *, is_reduced: bool) -> Tensor:
-    ranks = engine.process.mesh.comm("data").size if is_reduced else 1
-    return engine.control.loss_scale * ranks * engine.accumulation_steps
+    return engine.control.loss_scale * (engine.control.gradient_divisor if is_reduced else engine.accumulation_steps)
 
 
 def _warn_once(engine: Engine, *, owner: Owner) -> None:

@@ -93,6 +93,11 @@ def groups_of_client(
         options["betas"] = tuple(map(float, first["betas"]))
     if "eps" in first:
         options["eps"] = float(first["eps"])
+    corrected = {bool(group.get("bias_correction", True)) for group in optimizer.param_groups}
+    if len(corrected) > 1:
+        raise ValueError("optimizer: bias_correction differs between groups, and one Adam runs them all; make it equal")
+    if corrected == {False}:
+        options["bias_correction"] = False
     policy = OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)
     return _trained(
         policy, model=model, groups=optimizer.param_groups, client=optimizer, defaults=dict(optimizer.defaults)

@@ -35,8 +35,8 @@ def loader_of(
     if not iterable and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise ValueError(f"training_data={type(data).__name__}: must be a dataset with __getitem__ and __len__")
     if sampler is None and not iterable:
-        group = process.mesh.comm("data")
-        sampler = DistributedSampler(data, num_replicas=group.size, rank=group.rank, shuffle=route == "train")
+        mesh = process.mesh
+        sampler = DistributedSampler(data, num_replicas=mesh.replicas, rank=mesh.replica, shuffle=route == "train")
     return DataLoader(
         data,
         batch_size=batch_size,

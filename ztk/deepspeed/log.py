@@ -30,6 +30,14 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Prints on the `ranks`, as `log_dist` logs, whatever the level of the log."""
+    connected = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if connected else -1
+    if not connected or (ranks and (ranks[0] == -1 or rank in ranks)):
+        sys.stdout.write(f"[Rank {rank}] {message}\n")
+
+
 @functools.cache
 def warning_once(message: str) -> None:
     """A warning that the process says once."""

@@ -1,18 +1,30 @@
 """The second item that `initialize` returns: what a script sees of the sharded optimizer."""
 
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ztk.checkpoint.full import is_cut
 from ztk.deepspeed.gradients import forget_gradients
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
 from ztk.deepspeed.loss_scaler import EngineLossScale
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
+from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.zero.state.offload import StateKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packed:
+    """Parameters by their numbers in a state_dict, the groups with these numbers, and the names of the states."""
+
+    owners: dict[int, Owner]
+    groups: list[dict]
+    names: tuple[str, ...]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -109,13 +121,91 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`DeepSpeedEngine.reload_states`."""
         self.moving.reload(non_blocking=non_blocking)
 
+    def check_overflow(self, partition_gradients: bool = True, external: bool = False) -> bool:
+        """Whether a gradient that the coming step would use is not finite, on any rank. A collective call; waits for the device.
+
+        Raises RuntimeError unless a step is due. partition_gradients, external: accepted; the answer is the same.
+        """
+        del partition_gradients, external
+        zero = self._engine.zero
+        zero.reduction.settle()
+        own = [bucket.gradient.squares for bucket in zero.buckets if bucket.gradient.squares is not None]
+        if not own:
+            raise RuntimeError(
+                "check_overflow(): no reduced gradient now; call it between the backward at a boundary and step()"
+            )
+        found = self._engine.comm.gather_scalars(torch.cat(own).sum().view(1), label="overflow")
+        return not bool(found.isfinite().all())
+
+    @property
+    def skip_step(self) -> bool:
+        """False: a step is skipped where its own gradients overflow."""
+        return False
+
+    @skip_step.setter
+    def skip_step(self, value: bool) -> None:
+        if value:
+            raise RuntimeError(
+                "optimizer.skip_step=True: not offered, an engine skips the steps whose own gradients overflow; leave align_overflow out"
+            )
+
     def state_dict(self) -> dict:
-        """Refused: raises RuntimeError, always. The states are sharded."""
-        raise RuntimeError("the optimizer's states are sharded: engine.save_checkpoint(folder) saves them")
+        """As torch.optim's: full states, fp32, in main memory of every rank, and the groups with numbers for parameters. A collective call.
+
+        Master weights are not in it; `engine.save_checkpoint` saves everything, without making anything full.
+        """
+        steps = self._engine.control.state[State.step].cpu()
+        packed = self._packed()
+        state = {
+            number: {
+                "step": steps.clone(),
+                **{key: value.cpu() for key, value in self._states_of(owner, packed=packed).items()},
+            }
+            for number, owner in packed.owners.items()
+        }
+        return {"state": state if packed.names else {}, "param_groups": packed.groups}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Refused: raises RuntimeError, always. The states are sharded."""
-        raise RuntimeError("the optimizer's states are sharded: engine.load_checkpoint(folder) loads them")
+        """Sets states and groups from what `state_dict` gave, at any stage and number of ranks; the number of steps, too. A collective call.
+
+        Raises ValueError for groups or states of another optimizer.
+        """
+        packed = self._packed()
+        given, state = state_dict["param_groups"], state_dict["state"]
+        if [group["params"] for group in given] != [group["params"] for group in packed.groups]:
+            raise ValueError("load_state_dict: the groups hold other parameters than this optimizer's; group alike")
+        if state and (set(state) != set(packed.owners) or any(set(packed.names) - set(own) for own in state.values())):
+            raise ValueError(f"load_state_dict: needs {', '.join(packed.names)} of every trained parameter")
+        for number, owner in packed.owners.items() if state else ():
+            for key in packed.names:
+                owner.engine.zero.named_state.write(owner.bucket, values={owner.name: state[number][key]}, kind=key)
+        if state:
+            self._engine.control.state[State.step] = float(next(iter(state.values())).get("step", 0.0))
+        for group, saved in zip(self.param_groups, given, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _packed(self) -> "_Packed":
+        """Raises ValueError where ranks hold parts of the model."""
+        if is_cut(self._engine):
+            raise ValueError(
+                "the optimizer's state_dict, where ranks hold parts of the model: engine.save_checkpoint and load_checkpoint do it"
+            )
+        numbers, owners, groups = 0, {}, []
+        for group in self.param_groups:
+            first = numbers
+            for parameter in group["params"]:
+                owner = owner_of(parameter)
+                if owner is not None and owner.bucket.traits.trainable:
+                    owners[numbers] = owner
+                numbers += 1
+            plain = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**plain, "params": list(range(first, numbers))})
+        return _Packed(owners=owners, groups=groups, names=tuple(self._engine.zero.optimizer.state_names))
+
+    @staticmethod
+    def _states_of(owner: Owner, *, packed: "_Packed") -> dict[str, Tensor]:
+        named = owner.engine.zero.named_state
+        return {key: named.read(owner.bucket, name=owner.name, kind=key) for key in packed.names}
 
     def groups_state(self) -> list[dict]:
         """The groups without their parameters, for a checkpoint."""

@@ -19,7 +19,24 @@ class _GradNone:
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
 
-class FusedAdam(_GradNone, torch.optim.Adam):
+class _Adam(torch.optim.Adam):
+    """Adam that may be told not to correct the bias of its averages, which torch's always does."""
+
+    def _keep(self, bias_correction: bool) -> None:
+        """In the groups, where `initialize` reads it."""
+        for group in (self.defaults, *self.param_groups):
+            group["bias_correction"] = bias_correction
+
+    def step(self, closure=None):
+        """Raises RuntimeError without bias correction: only an engine's step does that."""
+        if not all(group["bias_correction"] for group in self.param_groups):
+            raise RuntimeError(
+                "bias_correction=False: this optimizer steps so only inside an engine; pass it to initialize"
+            )
+        return super().step(closure)
+
+
+class FusedAdam(_GradNone, _Adam):
     """AdamW, or Adam with L2 regularisation if adam_w_mode is false. Raises ValueError for what ztk's Adam does not do."""
 
     def __init__(
@@ -34,14 +51,15 @@ class FusedAdam(_GradNone, torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _must_be(bias_correction=(bias_correction, True), amsgrad=(amsgrad, False))
+        _must_be(amsgrad=(amsgrad, False))
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adam_w_mode
         )
+        self._keep(bias_correction)
         self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(_Adam):
     """The same under the name that offloaded runs use; where it runs is up to `offload_optimizer`."""
 
     def __init__(
@@ -57,13 +75,13 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _must_be(
-            bias_correction=(bias_correction, True),
             amsgrad=(amsgrad, False),
             fp32_optimizer_states=(fp32_optimizer_states, True),
         )
         super().__init__(
             model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adamw_mode
         )
+        self._keep(bias_correction)
         self.adam_w_mode = adamw_mode
 
 
@@ -119,6 +137,83 @@ class DeepSpeedCPULion(_Lion):
     ) -> None:
         _must_be(fp32_optimizer_states=(fp32_optimizer_states, True))
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """`deepspeed.ops.adagrad`: torch's Adagrad."""
+
+    def __init__(
+        self,
+        model_params: Iterable,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _must_be(amsgrad=(amsgrad, False), fp32_optimizer_states=(fp32_optimizer_states, True))
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class FusedLamb(torch.optim.Optimizer):
+    """`deepspeed.ops.lamb`: Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update.
+
+    min_coeff, max_coeff: bounds of that factor. max_grad_norm: must be 0, `gradient_clipping` clips. You et al. 2020,
+    https://arxiv.org/abs/1904.00962
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        _must_be(eps_inside_sqrt=(eps_inside_sqrt, False), amsgrad=(amsgrad, False), max_grad_norm=(max_grad_norm, 0.0))
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group=group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, *, group: dict) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
+        average = state.setdefault("exp_avg", torch.zeros_like(parameter))
+        square = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+        state["step"] = step = state.get("step", 0) + 1
+        average.lerp_(parameter.grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        rate = group["lr"]
+        if group["bias_correction"]:
+            rate *= (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+        update = average / (square.sqrt() + group["eps"]) + group["weight_decay"] * parameter
+        weight, length = parameter.norm(), update.norm()
+        ratio = (weight / length).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((weight > 0) & (length > 0), ratio, torch.ones_like(ratio))
+        parameter.sub_(update * (rate * ratio))
 
 
 def _must_be(**options: tuple[object, object]) -> None:

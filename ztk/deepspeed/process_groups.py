@@ -232,6 +232,18 @@ def data_parallel_group_of(topology: Topology) -> dist.ProcessGroup:
     return _group(members("dp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 
+def sequence_group_of(topology: Topology) -> dist.ProcessGroup:
+    """This rank's along "sp" of an engine's mesh."""
+    _need_ranks()
+    return _group(members("sp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
+
+
+def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of these ranks, connected when it is first asked for; all of them must ask."""
+    _need_ranks()
+    return _group(ranks)
+
+
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD

@@ -44,6 +44,7 @@ class StepControl:
         self._settings = control_settings(
             loss_scale, gradient_divisor=gradient_divisor, clip_grad_norm=optimizer.clip_grad_norm, device=device
         )
+        self.gradient_divisor = float(gradient_divisor)
         self._lr_table = (torch.ones(1) if lr_table is None else lr_table).to(device)
         self._scale_before = self.state[State.loss_scale].clone()
 
@@ -52,8 +53,10 @@ class StepControl:
         """The factor on the loss, a device scalar []."""
         return self.state[State.loss_scale]
 
-    def set_gradient_divisor(self, divisor: int) -> None:
-        """Data-parallel size times accumulation steps, from the next step on."""
+    def set_gradient_divisor(self, divisor: float) -> None:
+        """What reduced gradients are larger by than the averaged one, from the next step on: usually data-parallel size times accumulation
+        steps."""
+        self.gradient_divisor = float(divisor)
         self._settings[Setting.gradient_divisor] = divisor
 
     def decide(self, sum_of_squares: Tensor) -> None:

@@ -59,6 +59,11 @@ class Engine:
         counted = (self.micro_steps + 1) % self.accumulation_steps == 0
         return self._synchronise and (counted if self.boundary is None else self.boundary)
 
+    @property
+    def synchronises(self) -> bool:
+        """False inside `no_sync`."""
+        return self._synchronise
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards inside add up locally and are not reduced; at stages 2 and 3 too, at the price of full gradients."""

@@ -19,6 +19,7 @@ class Hyper(IntEnum):
     eps = 3
     weight_decay = 4
     momentum = 5
+    uncorrected = 6  # not 0: Adam's averages are used as they are
 
 
 class State(IntEnum):

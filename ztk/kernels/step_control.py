@@ -4,7 +4,7 @@
     grad_norm        = sqrt(sumsq) / (loss_scale * gradient_divisor)
     grad_coefficient = min(1, max_norm / (grad_norm + 1e-6)) / (loss_scale * gradient_divisor)
     lr               = hyper.lr * lr_table[min(step, len - 1)]            (step before this one)
-    bias_correction  = 1 - beta^(step + 1), by repeated squaring in float64: float32 loses 1 - 0.999
+    bias_correction  = 1 - beta^(step + 1), by repeated squaring in float64: float32 loses 1 - 0.999; 1 where hyper.uncorrected is set
 
 A step with found_inf advances neither step nor lr. The loss scale follows DeepSpeed's DynamicLossScaler and apex's
 update_scale_hysteresis.cu: an overflow uses up one unit of hysteresis, and when none is left multiplies the scale by
@@ -118,8 +118,11 @@ def _step_control(
     tl.store(p_control + 5, tl.load(p_hyper + 3, mask=m_g, other=0.0), mask=m_g)
     tl.store(p_control + 6, tl.load(p_hyper + 4, mask=m_g, other=0.0), mask=m_g)
     tl.store(p_control + 7, tl.load(p_hyper + 5, mask=m_g, other=0.0), mask=m_g)
-    tl.store(p_control + 8, _one_minus_power(b_beta1, this_step).to(tl.float32), mask=m_g)
-    tl.store(p_control + 9, tl.sqrt(_one_minus_power(b_beta2, this_step).to(tl.float32)), mask=m_g)
+    m_plain = tl.load(p_hyper + 6, mask=m_g, other=0.0) != 0.0
+    b_correction1 = _one_minus_power(b_beta1, this_step).to(tl.float32)
+    b_correction2 = tl.sqrt(_one_minus_power(b_beta2, this_step).to(tl.float32))
+    tl.store(p_control + 8, tl.where(m_plain, 1.0, b_correction1), mask=m_g)
+    tl.store(p_control + 9, tl.where(m_plain, 1.0, b_correction2), mask=m_g)
     tl.store(p_control + 10, b_zero + this_step.to(tl.float32), mask=m_g)
 
     # Phase 4: counters and the next loss scale
@@ -165,15 +168,15 @@ def step_control_reference(
     this_step = int(old[State.step]) + 1
     multiplier = lr_table[min(this_step, lr_table.numel()) - 1].item()
     rows = []
-    for lr, beta1, beta2, eps, weight_decay, momentum, *_ in hyper.tolist():
+    for lr, beta1, beta2, eps, weight_decay, momentum, uncorrected, _ in hyper.tolist():
         row = [0.0] * CONTROL_COLUMNS
         row[Control.skip] = float(found_inf)
         row[Control.grad_coefficient] = coefficient
         row[Control.lr] = lr * multiplier
         row[Control.beta1], row[Control.beta2], row[Control.eps] = beta1, beta2, eps
         row[Control.weight_decay], row[Control.momentum] = weight_decay, momentum
-        row[Control.bias_correction1] = 1.0 - beta1**this_step
-        row[Control.bias_correction2_sqrt] = math.sqrt(1.0 - beta2**this_step)
+        row[Control.bias_correction1] = 1.0 if uncorrected else 1.0 - beta1**this_step
+        row[Control.bias_correction2_sqrt] = 1.0 if uncorrected else math.sqrt(1.0 - beta2**this_step)
         row[Control.step] = this_step
         rows.append(row)
     control.copy_(torch.tensor(rows, dtype=torch.float32, device="cpu"))

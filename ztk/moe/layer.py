@@ -1,6 +1,7 @@
 """A mixture of experts around any expert module, with DeepSpeed's arguments and meaning."""
 
 import copy
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,17 @@ class MoE(nn.Module):
     def num_local_experts(self) -> int:
         """Experts on this rank."""
         return len(self.experts)
+
+    @property
+    def deepspeed_moe(self) -> SimpleNamespace:
+        """The gate and the experts under the names of DeepSpeed's layer: `moe.deepspeed_moe.experts.deepspeed_experts[0]`."""
+        own = list(self.experts.values())
+        return SimpleNamespace(
+            gate=SimpleNamespace(wg=self.gate, k=self.policy.k),
+            experts=SimpleNamespace(deepspeed_experts=own, num_local_experts=len(own)),
+            num_local_experts=len(own),
+            ep_size=self.ep_size,
+        )
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [.., C] -> (output [.., C], l_aux, exp_counts). used_token: [T], 0 for tokens that go to no expert; for k=1."""

@@ -23,6 +23,7 @@ class HyperParameters:
     eps: float
     weight_decay: float
     momentum: float
+    uncorrected: float = 0.0  # 1: without bias correction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,4 +86,5 @@ def _row(policy: OptimizerPolicy, *, group: ParameterGroup | None, shape: Sequen
         eps=value("eps") or 0.0,
         weight_decay=value("weight_decay") if decays else 0.0,
         momentum=value("momentum"),
+        uncorrected=float(not policy.bias_correction),
     )

@@ -50,6 +50,7 @@ def parallelize(
     initial_values: InitialValues | None = None,
     fast_linear: bool = False,
     sample_batch: object | None = None,
+    model_divides_sequences: bool = False,
 ) -> Engine:
     """Makes `model` train under a memory strategy on the mesh of `process`. A collective call: every rank makes it with the same
     arguments.
@@ -66,6 +67,8 @@ def parallelize(
         twice as fast, depending on the processor, with other rounding than plain torch. 16-bit types that the processor cannot multiply
         always use it.
     sample_batch: a micro-batch to measure layers with, for partition="profile".
+    model_divides_sequences: ranks of the mesh's sequence axis get parts of sequences from the caller, whose layers exchange what they need;
+        otherwise the native decoder is changed to do both.
 
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
@@ -89,7 +92,8 @@ def parallelize(
     apply_fast_products(plan, fast_linear=fast_linear)
     apply_pipeline(plan, sample_batch=sample_batch)
     apply_tensor(plan, parts=parts)
-    apply_sequence(plan)
+    if not model_divides_sequences:
+        apply_sequence(plan)
     apply_experts(plan)
     apply_copies(plan)
     groups = group_parameters(optimizer, shapes=plan.trained)

@@ -54,6 +54,8 @@ class OptimizerPolicy:
     eps: None means 1e-8; adam and adamw only.
     momentum, nesterov: sgd only.
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
+    bias_correction: adam and adamw only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
+        https://arxiv.org/abs/1810.04805).
     clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
 
@@ -69,6 +71,7 @@ class OptimizerPolicy:
     nesterov: bool = False
     clip_grad_norm: float = 0.0
     decay_all: bool = False
+    bias_correction: bool = True
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,6 +90,8 @@ class OptimizerPolicy:
             yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
         elif self.nesterov:
             yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
+        if not self.bias_correction and self.name not in _DEFAULT_EPS:
+            yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
         yield from _group_faults(self, name=self.name)
         for group in self.groups:
             yield from _group_faults(group, name=self.name)

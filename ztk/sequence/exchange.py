@@ -3,15 +3,31 @@
 A tensor of n bytes costs each rank n bytes each way, for any number of ranks N; ring attention costs n (N - 1).
 """
 
+from typing import Protocol
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ztk.runtime import Comm
 from ztk.runtime.differentiable import through
 
 
-def to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+class Handle(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> object: ...
+
+
+class Exchange(Protocol):
+    """The ranks that share a sequence: a `ztk.runtime.Comm`, or a process group of a script."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Handle: ...
+
+
+def to_heads(x: Tensor, *, comm: Exchange, label: str) -> Tensor:
     """[B, T / n, H, D], all heads of a part of the sequence -> [B, T, H / n, D], some heads of the full sequence."""
     return through(
         x,
@@ -20,7 +36,7 @@ def to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:
     )
 
 
-def to_sequence(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+def to_sequence(x: Tensor, *, comm: Exchange, label: str) -> Tensor:
     """[B, T, H / n, D] -> [B, T / n, H, D]."""
     return through(
         x,
@@ -29,17 +45,17 @@ def to_sequence(x: Tensor, *, comm: Comm, label: str) -> Tensor:
     )
 
 
-def _to_heads(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+def _to_heads(x: Tensor, *, comm: Exchange, label: str) -> Tensor:
     source = rearrange(x, "b t (n h) d -> n b t h d", n=comm.size).contiguous()
     return rearrange(_exchange(source, comm=comm, label=label), "n b t h d -> b (n t) h d")
 
 
-def _to_sequence(x: Tensor, *, comm: Comm, label: str) -> Tensor:
+def _to_sequence(x: Tensor, *, comm: Exchange, label: str) -> Tensor:
     source = rearrange(x, "b (n t) h d -> n b t h d", n=comm.size).contiguous()
     return rearrange(_exchange(source, comm=comm, label=label), "n b t h d -> b t (n h) d")
 
 
-def _exchange(source: Tensor, *, comm: Comm, label: str) -> Tensor:
+def _exchange(source: Tensor, *, comm: Exchange, label: str) -> Tensor:
     out = torch.empty_like(source)
     comm.all_to_all(source.view(-1), out=out.view(-1), label=label).wait()
     return out

@@ -76,6 +76,7 @@ class GradientReduction:
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
         self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
         self._announced = Backward()
+        self.prescale = 1.0  # a rank's gradients are multiplied by it before they are added up
         self.needs_scaled_loss = False  # a loss scale other than 1 is in effect
         self.loss_is_scaled = False  # the coming backward's: `Engine.scale` says so
         self._current: Backward | None = None  # the backward that runs
@@ -235,6 +236,9 @@ class GradientReduction:
             self._before_last()
         bucket.gradient.fill_missing(acquire=functools.partial(self._acquire, bucket))
         full, local, label = bucket.gradient.full, None, bucket.traits.name
+        assert full is not None, "fill_missing has seen to it"
+        if self.prescale != 1.0:
+            full.mul_(self.prescale)
         if self._policy.stage == 0:
             shard = bucket.own(full)
             work = bucket.comm.all_reduce(full, label=label)

@@ -36,7 +36,7 @@ _ADAM = {
     "betas": takes(_betas),
     "eps": takes(at_least(0)),
     "adam_w_mode": takes(boolean),
-    "bias_correction": fixed(True, why="not offered: ztk always corrects the bias; leave it out"),
+    "bias_correction": takes(boolean),
     "amsgrad": fixed(False, why="not offered by ztk; leave it out"),
     "torch_adam": hint(boolean, "there is one Adam, it needs no compiler", usual=(False,)),
     "set_grad_none": hint(boolean, "gradients live in flat buffers", usual=(True,)),

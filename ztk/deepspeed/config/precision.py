@@ -1,5 +1,7 @@
 """fp16, bf16, and in which dtype gradients are communicated and accumulated."""
 
+import torch
+
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
@@ -9,6 +11,7 @@ from ztk.deepspeed.config.keys import (
     hint,
     number,
     one_of,
+    optional,
     read_section,
     takes,
     whole_number,
@@ -47,12 +50,13 @@ BF16 = {
     "bf16_optimizer_states": fixed(False, why="not offered: ztk keeps fp32 optimizer states; leave it out"),
 }
 AUTOCAST = {
-    "enabled": fixed(
-        False,
-        why="not offered: use bf16 or fp16, or torch.autocast inside the model, around its own forward",
+    "enabled": takes(boolean),
+    "dtype": takes(optional(dtype_word)),
+    "lower_precision_safe_modules": hint(
+        anything,
+        "gradients are communicated in communication_data_type; torch decides which layers compute in 16 bit",
+        usual=(None,),
     ),
-    "dtype": hint(anything, "without effect while torch_autocast.enabled is false"),
-    "lower_precision_safe_modules": hint(anything, "without effect while torch_autocast.enabled is false"),
 }
 DATA_TYPES = {
     "grad_accum_dtype": takes(dtype_word),
@@ -78,7 +82,7 @@ class Precision:
             findings=findings,
             elsewhere={"check_overflow": "there is no such key; did you mean check_grad_overflow?"},
         )
-        read_section(given.get("torch_autocast", {}), path="torch_autocast.", keys=AUTOCAST, findings=findings)
+        self.autocast = _autocast(given.get("torch_autocast", {}), findings=findings)
         types = read_section(given.get("data_types", {}), path="data_types.", keys=DATA_TYPES, findings=findings)
         self.fp16, self.bf16 = bool(fp16.get("enabled")), bool(bf16.get("enabled"))
         self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self.fp16 else 0.0
@@ -103,6 +107,23 @@ class Precision:
         except ValueError as error:
             findings.faults.append(f"fp16: {error}")
             return PrecisionPolicy()
+
+
+def _autocast(given: object, *, findings: Findings) -> torch.dtype | None:
+    """The dtype of `torch_autocast`, None while it is off."""
+    section = read_section(given, path="torch_autocast.", keys=AUTOCAST, findings=findings)
+    if not section.get("enabled"):
+        findings.notes += [
+            f"torch_autocast.{key}: without effect while torch_autocast.enabled is false"
+            for key in section
+            if key != "enabled"
+        ]
+        return None
+    if _WORDS[section.get("dtype") or "bf16"] != "bf16":
+        findings.faults.append(
+            f"torch_autocast.dtype={section['dtype']}: not offered, fp16 needs a loss scale: use bfloat16, or the section fp16"
+        )
+    return torch.bfloat16
 
 
 def _drop_hysteresis(fp16: dict, *, findings: Findings) -> None:

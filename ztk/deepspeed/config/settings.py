@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from ztk.deepspeed.config.absent import check_absent, read_checkpoint
 from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activation_checkpointing
+from ztk.deepspeed.config.averaging import Averaging, read_averaging
 from ztk.deepspeed.config.batch import BatchSizes, solve_batch
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.experts import ExpertParallel, read_expert_parallel
@@ -31,11 +34,15 @@ class Settings:
     """What a configuration says, as the engine takes it.
 
     optimizer, schedule, activation_checkpointing: None if the configuration has no such section.
+    managed_accumulation: micro-batches are counted; otherwise every `step()` steps. autocast: the dtype of torch.autocast around the forward.
     static_loss_scale: 0 for dynamic. notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
     """
 
     given: dict = field(repr=False)
     batch: BatchSizes
+    averaging: Averaging
+    managed_accumulation: bool
+    autocast: torch.dtype | None
     precision: PrecisionPolicy
     grad_accum_dtype: str | None
     static_loss_scale: float
@@ -71,6 +78,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)
     tensor = read_tensor_parallel(given.get("tensor_parallel"), world_size=world_size, findings=findings)
     batch = solve_batch(top, world_size=world_size // tensor.degree, findings=findings)
+    averaging = read_averaging(top, findings=findings)
     zero = Zero(given.get("zero_optimization", {}), findings=findings)
     precision = Precision(given, top=top, stage=zero.stage, findings=findings)
     offload = read_offload(
@@ -96,6 +104,9 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     return Settings(
         given=given,
         batch=batch,
+        averaging=averaging,
+        managed_accumulation=top.get("managed_gradient_accumulation", True),
+        autocast=precision.autocast,
         precision=precision.policy,
         grad_accum_dtype=precision.grad_accum_dtype,
         static_loss_scale=precision.static_loss_scale,

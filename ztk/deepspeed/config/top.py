@@ -32,6 +32,12 @@ def _steps(value: object) -> int | None:
         raise ValueError(f"{error}; or null for never") from None
 
 
+def _positive(value: object) -> float:
+    if at_least(0)(value) == 0:
+        raise ValueError("must be above 0")
+    return number(value)
+
+
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
     *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline"),
@@ -52,9 +58,7 @@ KEYS: dict[str, Key] = {
     "log_level": takes(optional(one_of(*LEVELS))),
     "zero_allow_untested_optimizer": hint(boolean, "every optimizer that ztk offers is tested with every stage"),
     "zero_force_ds_cpu_optimizer": hint(boolean, "there is one optimizer, for every place"),
-    "managed_gradient_accumulation": fixed(
-        True, why=f"{_NOT_YET}; engine.set_gradient_accumulation_boundary(bool) says where a step ends"
-    ),
+    "managed_gradient_accumulation": takes(boolean),
     **dict.fromkeys(
         (
             "zero_optimization.reduce_bucket_size",
@@ -63,12 +67,12 @@ KEYS: dict[str, Key] = {
         ),
         hint(anything, "TRL writes it so for its reference models; a key with a dot is not read, by DeepSpeed neither"),
     ),
-    "prescale_gradients": fixed(False, why=_NOT_YET),
-    "gradient_predivide_factor": fixed(1, 1.0, why=_NOT_YET),
-    "gradient_allreduce_op": fixed("mean", why=f"{_NOT_YET}; for a sum multiply the learning rate"),
+    "prescale_gradients": takes(boolean),
+    "gradient_predivide_factor": takes(_positive),
+    "gradient_allreduce_op": takes(one_of("mean", "sum")),
     "seq_parallel_communication_data_type": fixed("fp32", None, why=_NOT_YET),
-    "sequence_parallel_size": fixed(1, why=_NOT_YET),
-    "data_parallel_size": fixed(None, why="is the number of ranks that were started; leave it out"),
+    "sequence_parallel_size": takes(whole_number(1)),  # both: `initialize` makes the mesh before it reads the rest
+    "data_parallel_size": takes(whole_number(1)),
     "disable_allgather": fixed(False, why=_NOT_YET),
     "disable_python_gc": fixed(False, why=_NOT_YET),
     "dump_state": takes(boolean),

@@ -54,6 +54,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.accelerator": {"ztk.deepspeed.device": "get_accelerator Accelerator"},
     "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
     "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.constants": "ztk.deepspeed.checkpoint_constants",
     "deepspeed.checkpoint.utils": {"ztk.deepspeed.checkpoints": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.comm",
@@ -61,7 +62,10 @@ MODULES: dict[str, Row] = {
     "deepspeed.compression.helper": {"ztk.deepspeed.helpers": "recursive_getattr recursive_setattr"},
     "deepspeed.constants": "ztk.deepspeed.constants",
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
-    "deepspeed.git_version_info": {"ztk.deepspeed.version": "version git_hash git_branch"},
+    "deepspeed.git_version_info": {
+        "ztk.deepspeed.engine_names": "accelerator_name installed_ops torch_info",
+        "ztk.deepspeed.version": "version git_hash git_branch",
+    },
     "deepspeed.inference": {
         "ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig",
         "ztk.deepspeed.serving.engine": "InferenceEngine",
@@ -69,12 +73,21 @@ MODULES: dict[str, Row] = {
     "deepspeed.inference.config": {"ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig"},
     "deepspeed.inference.engine": {"ztk.deepspeed.serving.engine": "InferenceEngine"},
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"ztk.deepspeed.runner.remote": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "deepspeed.launcher.runner": {
+        "ztk.deepspeed.runner.command": "main",
+        "ztk.deepspeed.runner.remote": "DEEPSPEED_ENVIRONMENT_NAME EXPORT_ENVS",
+    },
+    "deepspeed.module_inject": {},
+    "deepspeed.module_inject.layers": {"ztk.deepspeed.zero.replaced": "GatherReplacedLayerParams"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
     "deepspeed.ops": {"ztk.deepspeed.op_builders": "__compatible_ops__"},
+    "deepspeed.ops.adagrad": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "deepspeed.ops.adam.cpu_adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam"},
+    "deepspeed.ops.adam.fused_adam": {"ztk.deepspeed.own_optimizers": "FusedAdam"},
+    "deepspeed.ops.lamb": {"ztk.deepspeed.own_optimizers": "FusedLamb"},
     "deepspeed.ops.lion": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.ops.op_builder": {"ztk.deepspeed.op_builders": "*"},
     "deepspeed.ops.op_builder.all_ops": {"ztk.deepspeed.op_builders": "ALL_OPS"},
@@ -91,7 +104,10 @@ MODULES: dict[str, Row] = {
     # deepspeed.moe
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {"ztk.moe": "MoE"},
-    "deepspeed.moe.sharded_moe": {"ztk.deepspeed.experts.sharded_moe": "top1gating top2gating topkgating"},
+    "deepspeed.moe.sharded_moe": {
+        "ztk.deepspeed.experts.gate": "TopKGate _AllToAll",
+        "ztk.deepspeed.experts.sharded_moe": "top1gating top2gating topkgating",
+    },
     "deepspeed.moe.utils": {
         "ztk.moe": (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
@@ -102,6 +118,17 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
+    "deepspeed.runtime.checkpoint_engine": {
+        "ztk.deepspeed.checkpoint_engine": "CheckpointCommitInfo TorchCheckpointEngine",
+    },
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": {
+        "ztk.deepspeed.checkpoint_engine": "CheckpointCommitInfo CheckpointEngine",
+    },
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
+        "ztk.deepspeed.checkpoint_engine": "TorchCheckpointEngine",
+    },
+    "deepspeed.runtime.config_utils": {"ztk.deepspeed.config_model": "DeepSpeedConfigModel"},
+    "deepspeed.runtime.constants": "ztk.deepspeed.runtime_constants",
     "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "DeepSpeedDataLoader RepeatingLoader"},
     "deepspeed.runtime.base_optimizer": {"ztk.deepspeed.optimizer_types": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizer_types": "BF16_Optimizer"},
@@ -109,7 +136,11 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.config": "DeepSpeedConfigError",
         "ztk.deepspeed.parsed": "DeepSpeedConfig",
     },
-    "deepspeed.runtime.engine": {"ztk.deepspeed.engine": "DeepSpeedEngine"},
+    "deepspeed.runtime.engine": {
+        "ztk.deepspeed.engine": "DeepSpeedEngine",
+        "ztk.deepspeed.engine_names": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable autocast_if_enabled",
+        "ztk.moe": "MoE",
+    },
     "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_Optimizer"},
     "deepspeed.runtime.fp16.unfused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_UnfusedOptimizer"},
@@ -132,6 +163,12 @@ MODULES: dict[str, Row] = {
             "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
         ),
     },
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"ztk.deepspeed.ulysses.state": "*"},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "ztk.deepspeed.ulysses.hf": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+        "ztk.deepspeed.ulysses.tiles": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
+    },
     "deepspeed.runtime.utils": {
         "ztk.deepspeed.helpers": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_only_unique_item move_to_device set_random_seed"
@@ -144,6 +181,8 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.zero.offload_config": {
         "ztk.deepspeed.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
+    "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero": "DeepSpeedZeRoOffload"},
+    "deepspeed.runtime.zero.utils": {"ztk.deepspeed.engine_names": "is_zero_param"},
     "deepspeed.runtime.zero.partition_parameters": "ztk.deepspeed.zero.partition_parameters",
     "deepspeed.runtime.zero.stage3": {
         "ztk.deepspeed.optimizer_types": "DeepSpeedZeroOptimizer_Stage3",
@@ -157,6 +196,9 @@ MODULES: dict[str, Row] = {
             "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
         ),
     },
+    # deepspeed.sequence
+    "deepspeed.sequence": {},
+    "deepspeed.sequence.layer": {"ztk.deepspeed.ulysses.layer": "DistributedAttention"},
     # deepspeed.utils
     "deepspeed.utils": {
         "ztk.deepspeed.helpers": "OnDevice instrument_w_nvtx",
@@ -168,7 +210,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.utils.groups": {"ztk.deepspeed.process_groups": "*"},
     "deepspeed.utils.init_on_device": {"ztk.deepspeed.helpers": "OnDevice"},
     "deepspeed.utils.nvtx": {"ztk.deepspeed.helpers": "instrument_w_nvtx"},
-    "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist"},
+    "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist print_dist"},
     "deepspeed.utils.tensor_fragment": {"ztk.deepspeed.saved_types": "fragment_address", **_PARAMETER_STATES},
     "deepspeed.utils.timer": {
         "ztk.deepspeed.timers": (

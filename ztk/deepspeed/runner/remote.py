@@ -28,7 +28,7 @@ _NODE = {
     "impi": "$PMI_RANK",
     "slurm": "$SLURMD_NODENAME",
 }
-_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO")  # variables that begin like this go with the run
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO"]  # variables that begin like this go with the run
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
@@ -99,7 +99,7 @@ def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[s
 
     Raises ValueError for another line.
     """
-    found = {key: value for key, value in environment.items() if key.startswith(_EXPORTED)}
+    found = {key: value for key, value in environment.items() if key.startswith(tuple(EXPORT_ENVS))}
     found["PYTHONPATH"] = python_path()
     for path in files:
         for line in path.read_text().splitlines() if path.is_file() else ():

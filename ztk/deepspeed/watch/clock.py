@@ -50,13 +50,25 @@ class WallClock:
 
 
 class Throughput:
-    """Samples per second, from the first forward of a step to its end; the first two steps are not counted."""
+    """Samples per second, from the first forward of a step to its end; the first two steps are not counted.
+
+    Scripts see it as `engine.tput_timer`. epoch_count: rises when a script says so.
+    """
 
     def __init__(self, policy: ThroughputPolicy, *, device: torch.device) -> None:
         self._policy, self._device = policy, device
         self._started: float | None = None
         self._steps = self._samples = 0
         self._seconds = self._last = 0.0
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        """A script begins another epoch; only the printed line shows it."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Over the steps that counted; minus infinity before the first."""
+        return self._samples / self._seconds if self._samples else float("-inf")
 
     def start(self) -> None:
         """Of a micro-batch; the first of a step counts."""
@@ -78,8 +90,8 @@ class Throughput:
         """DeepSpeed's line; None while nothing is counted."""
         if not self._samples:
             return None
-        average = self._samples / self._seconds
-        words = f"epoch=0/micro_step={micro_steps}/global_step={steps}, RunningAvgSamplesPerSec={average:.6g}"
+        average = self.avg_samples_per_sec()
+        words = f"epoch={self.epoch_count}/micro_step={micro_steps}/global_step={steps}, RunningAvgSamplesPerSec={average:.6g}"
         words += f", CurrSamplesPerSec={self._last:.6g}"
         if self._device.type == "cuda":
             now, most = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)

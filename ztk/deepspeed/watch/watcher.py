@@ -44,6 +44,7 @@ class Watcher:
         self._every = settings.steps_per_print or (_USUAL if wanted else None)
         self._is_first, self._stages = process.rank == 0, process.mesh.comm("pp")
         self._throughput = Throughput(watching.throughput, device=process.device)
+        self._is_read = False  # by a script, from when on it counts
         self._seconds: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
         if settings.dump_state and self._is_first:
@@ -57,10 +58,16 @@ class Watcher:
     def _engine(self) -> Engine:
         return self._facade.engine
 
+    @property
+    def throughput(self) -> Throughput:
+        """For scripts; from the first time on steps are counted even if nothing is printed."""
+        self._is_read = True
+        return self._throughput
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the module's forward."""
-        if self._every:
+        if self._every or self._is_read:
             self._throughput.start()
         profiled = self._profiles_now()
         if profiled:
@@ -92,7 +99,7 @@ class Watcher:
     def batch(self) -> Iterator[None]:
         """Around a pipeline's full step, whose forwards and backwards alternate: its time is `step`'s. Of a step that is profiled every
         stage's first forward is."""
-        if self._every:
+        if self._every or self._is_read:
             self._throughput.start()
         if self._profiles_now():
             assert self.flops is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ztk.deepspeed.gradients import local_gradient
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.zero.piece_states import FROZEN, GRADIENT, MASTER
 
@@ -22,13 +23,16 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient that the coming step will use, before clipping: averaged, without loss scale.
 
-    Between the backward at a boundary and `step()`; None at other times and for a parameter of no engine.
+    Between the backward at a boundary and `step()`. Inside `no_sync`: this rank's own sum so far, divided by the accumulation steps alone.
+    None at other times and for a parameter of no engine.
     """
     owner = owner_of(param)
     if owner is None or not owner.bucket.traits.trainable:
         return None
     gradient = owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=GRADIENT)
-    return None if gradient is None else gradient / divisor_of(owner)
+    if gradient is not None:
+        return gradient / divisor_of(owner)
+    return None if owner.engine.synchronises else local_gradient(owner)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -83,8 +87,8 @@ def safe_update_full_grad_vectorized(
 
 def divisor_of(owner: Owner) -> Tensor:
     """What a reduced gradient is larger by, a scalar, than the averaged, unscaled one."""
-    engine = owner.engine
-    return engine.control.loss_scale * engine.process.mesh.comm("data").size * engine.accumulation_steps
+    control = owner.engine.control
+    return control.loss_scale * control.gradient_divisor
 
 
 def weights_of(owner: Owner) -> str:

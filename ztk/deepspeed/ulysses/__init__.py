@@ -1,0 +1,1 @@
+"""Sequences that a script divides over ranks: DeepSpeed's names over the all-to-alls of `ztk.sequence`."""

@@ -1,0 +1,111 @@
+"""Computing a long sequence in tiles: what a tile needs for its backward is recomputed, so memory is that of one tile.
+
+DeepSpeed's three names over torch's activation checkpointing; gradients of weights add up over the tiles by autograd itself, so
+`compute_params`, which tells DeepSpeed when a gradient is complete, is accepted and not needed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Tensor],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str | None,
+    compute_params: Iterable | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> Tensor:
+    """fn(**tiles, **kwargs_to_pass) for each of `shards` ranges of the sequence, dimension 1 of every tensor in kwargs_to_shard.
+
+    output_unshard_dimension: where results are joined; 0 stacks losses. output_reduction: "mean", "sum" or None of the joined results.
+    """
+    del grad_requiring_tensor_key, compute_params
+    if output_reduction not in ("mean", "sum", None):
+        raise ValueError(f"output_reduction={output_reduction!r}: must be mean, sum or None")
+    size = -(-seqlen // shards)
+    tiles = [
+        {name: value[:, start : start + size] for name, value in kwargs_to_shard.items()}
+        for start in range(0, seqlen, size)
+    ]
+    parts = [checkpoint(fn, **tile, **kwargs_to_pass, use_reentrant=False) for tile in tiles]
+    joined = torch.stack(parts) if output_unshard_dimension == 0 else torch.cat(parts, dim=output_unshard_dimension)
+    return joined if output_reduction is None else getattr(joined, output_reduction)()
+
+
+class SequenceTiledCompute:
+    """`sequence_tiled_compute` by its other name."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: list[str],
+        keys_to_pass: list[str],
+        grad_requiring_tensor_key: str | None,
+        compute_params: Iterable | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> Tensor:
+        cut = len(keys_to_shard)
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            dict(zip(keys_to_shard, args[:cut], strict=True)),
+            dict(zip(keys_to_pass, args[cut:], strict=True)),
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+class TiledMLP:
+    """An MLP whose forward is `TiledMLP.apply(fn, self, x, shards, compute_params)`."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, Tensor], Tensor], self: Any, x: Tensor, shards: int, compute_params: Iterable | None = None
+    ) -> Tensor:
+        """fn(self, x) over `shards` ranges of x [.., T, C]."""
+        del compute_params
+        return torch.cat([checkpoint(fn, self, tile, use_reentrant=False) for tile in x.chunk(shards, dim=-2)], dim=-2)
+
+
+class TiledFusedLogitsLoss:
+    """A loss over tiles of tokens, so that all logits never exist at once."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        self: Any,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        shards: int,
+        compute_params: Iterable | None,
+        output_reduction: str,
+    ) -> Tensor:
+        """The mean or sum of fn(self, x, y[, mask]) over `shards` ranges of the flattened tokens: x [B, T, ..], y [B, T, ..], mask [B, T]."""
+        del compute_params
+        if output_reduction not in ("mean", "sum"):
+            raise ValueError(f"output_reduction={output_reduction!r}: must be mean or sum")
+        if x.ndim < 2 or y.ndim < 2 or x.shape[:2] != y.shape[:2] or (mask is not None and mask.shape != x.shape[:2]):
+            shapes = f"x {tuple(x.shape)}, y {tuple(y.shape)}" + (
+                f", mask {tuple(mask.shape)}" if mask is not None else ""
+            )
+            raise ValueError(f"{shapes}: must begin with the same [B, T]")
+        tensors = (x, y) if mask is None else (x, y, mask)
+        tiles = zip(*(value.flatten(0, 1).chunk(shards, dim=0) for value in tensors), strict=True)
+        losses = torch.stack([checkpoint(fn, self, *tile, use_reentrant=False) for tile in tiles])
+        return losses.mean() if output_reduction == "mean" else losses.sum()
