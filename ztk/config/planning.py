@@ -15,7 +15,7 @@ from ztk.policies.plan import untraced
 PLAN = "plan"
 
 
-def planning_faults(config: Config, machine: Machine) -> Iterator[str]:
+def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     if config.task.name != PLAN:
         return

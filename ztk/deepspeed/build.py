@@ -103,6 +103,8 @@ class Builder:
         """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.
 
         Full parameters never exist on the way, and master weights start from their values in the model's dtype.
+
+        Raises ValueError if experts or layers are cut over ranks already.
         """
         cut = {
             "experts are spread": expert_topology(self.model, at_least=self.settings.experts.size).expert,

@@ -220,7 +220,7 @@ class GradientReduction:
         self.finish()
 
     def resident_buffers(self) -> list[Tensor]:
-        """The full gradients that stay on the device, at stages 0 and 1."""
+        """The full gradients that stay on the device, at stages 0 and 1: a flat one per bucket."""
         return list(self._resident.values())
 
     def _settle_order(self, completed: list[Bucket]) -> None:

@@ -194,7 +194,7 @@ class Zero:
                 self.gathering.reshard(bucket)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter), with no more than one bucket full at a time: at stage 3 a parameter is valid until the next one.
+        """(name, parameter in its full shape), with no more than one bucket full at a time: at stage 3 a parameter is valid until the next one.
 
         Every rank must iterate to the end.
         """

@@ -32,6 +32,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
+    """This rank's place among those that share its sequences."""
     return dist.get_rank() % get_sequence_parallel_world_size()
 
 
@@ -47,10 +48,12 @@ def get_sequence_data_parallel_group() -> dist.ProcessGroup | None:
 
 
 def get_sequence_data_parallel_world_size() -> int:
+    """The number of ranks."""
     return dist.get_world_size()
 
 
 def get_sequence_data_parallel_rank() -> int:
+    """This rank among all."""
     return dist.get_rank()
 
 

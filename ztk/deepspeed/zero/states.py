@@ -1,4 +1,6 @@
-"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32. Collective calls: every rank makes them alike."""
+"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32.
+
+Shapes of what is read and set are those of the full parameter. Collective calls: every rank makes them alike."""
 
 from collections.abc import Callable, Iterable
 
@@ -54,7 +56,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks."""
+    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks.
+
+    Raises ValueError for a frozen parameter, a state that the optimizer does not have, and another shape.
+    """
     owner = owned(param, value=value)
     if not owner.bucket.traits.trainable:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
@@ -83,7 +88,7 @@ def safe_update_full_grad_vectorized(
 
 
 def divisor_of(owner: Owner) -> Tensor:
-    """What a reduced gradient is larger by than the averaged, unscaled one."""
+    """What a reduced gradient is larger by, a scalar, than the averaged, unscaled one."""
     control = owner.engine.control
     return control.loss_scale * control.gradient_divisor
 
