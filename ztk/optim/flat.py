@@ -45,14 +45,15 @@ def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
     match policy.name:
         case "muon":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": True}
-            dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[policy.ns_dtype])
-            muon = Muon(steps=policy.ns_steps, nesterov=policy.nesterov, dtype=dtype)
+            assert policy.ns_steps is not None, "settled"
+            dtype = torch.float32 if policy.ns_dtype == "fp32" else torch.bfloat16
+            muon = Muon(steps=policy.ns_steps, nesterov=bool(policy.nesterov), dtype=dtype)
         case "adamw" | "adam":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": policy.name == "adamw"}
         case "lion":
             names, kernel, options = ("exp_avg",), kernels.lion, {}
         case "sgd" if policy.momentum:
-            names, kernel, options = ("momentum_buffer",), kernels.sgd, {"nesterov": policy.nesterov}
+            names, kernel, options = ("momentum_buffer",), kernels.sgd, {"nesterov": bool(policy.nesterov)}
         case "sgd":
             names, kernel, options = (), kernels.sgd, {}
         case _:

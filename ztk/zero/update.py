@@ -280,7 +280,6 @@ class ShardUpdate:
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
             master, out = resident, None  # master weight and parameter are one
-        # pyrefly: ignore[missing-attribute]  # there while the update runs
         elif resident is not None and resident.device == states.device:
             master, out = rows.pop(MASTER), resident
         else:
