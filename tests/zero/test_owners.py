@@ -40,6 +40,7 @@ def test_what_one_rank_sends_is_what_the_other_expects():
         ordered = sorted(planned.matrices, key=lambda m: places[m.name])
         ends = [places[m.name] + len(m.held[rank]) for m in ordered]
         assert [0, *ends[:-1]] == [places[m.name] for m in ordered]
-        assert ends[-1] == sum(planned.sent(rank, to=owner) for owner in range(3))
+        assert ends[-1] == sum(planned.sent(rank))
     for owner in range(3):
-        assert sum(planned.sent(rank, to=owner) for rank in range(3)) == 20 * len(planned.owned(owner))
+        assert planned.received(owner) == [planned.sent(rank)[owner] for rank in range(3)]
+        assert sum(planned.received(owner)) == 20 * len(planned.owned(owner))

@@ -12,7 +12,7 @@ Bytes are counted as "muon": a rank's elements of all matrices in each direction
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +49,20 @@ FetchMomentum = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedMomen
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Batch:
-    """A round among the ranks of `comm`, this rank's pieces with ranges of its matrices, and their parameter groups by name."""
+    """A round among the ranks of `comm`, this rank's pieces with ranges of its matrices, and their parameter groups by name.
+
+    places: where a matrix's ranges begin among this rank's. own: the matrices that it orthogonalises. to_owners: elements that it has of each
+    rank's matrices; from_ranks: that each rank has of its own. Computed once: both grow with the number of ranks.
+    """
 
     comm: Comm
     round: Round
     pieces: tuple[tuple[Bucket, Piece], ...]
     groups: dict[str, int]
+    places: dict[str, int]
+    own: tuple[Matrix, ...]
+    to_owners: tuple[int, ...]
+    from_ranks: tuple[int, ...]
 
 
 class MatrixUpdate:
@@ -117,6 +125,10 @@ class MatrixUpdate:
                         if any(fragment.name in names for fragment in piece.fragments)
                     ),
                     groups={name: of_name[name][1].group for name in names},
+                    places=planned.places(comm.rank),
+                    own=tuple(planned.owned(comm.rank)),
+                    to_owners=tuple(planned.sent(comm.rank)),
+                    from_ranks=tuple(planned.received(comm.rank)),
                 )
 
     def _held(self, bucket: Bucket, *, start: int, stop: int, rank: int) -> range:
@@ -133,10 +145,7 @@ class MatrixUpdate:
         rank = batch.comm.rank
         numel = sum(len(matrix.held[rank]) for matrix in batch.round.matrices)
         parts = self.pool.acquire(numel, dtype=self._muon.dtype)
-        places = {
-            matrix.name: batch.round.places(rank)[matrix.name] - matrix.held[rank].start
-            for matrix in batch.round.matrices
-        }
+        places = {matrix.name: batch.places[matrix.name] - matrix.held[rank].start for matrix in batch.round.matrices}
         self._update_momentum(batch, parts=parts, places=places, control=control, fetch=fetch, skipped=skipped)
         results = self._orthogonalise(batch, parts=parts)
         self._give_back(batch, results=results, parts=parts)
@@ -180,10 +189,9 @@ class MatrixUpdate:
 
     def _orthogonalise(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
         """The results of this rank's matrices, each [numel]."""
-        comm, own = batch.comm, batch.round.owned(batch.comm.rank)
+        own = batch.own
         if self._is_replicated:
-            places = batch.round.places(comm.rank)
-            flat = [parts[places[matrix.name] :][: matrix.numel].clone() for matrix in own]
+            flat = [parts[batch.places[matrix.name] :][: matrix.numel].clone() for matrix in own]
         else:
             flat = self._collect(batch, parts=parts)
         return [
@@ -193,11 +201,11 @@ class MatrixUpdate:
 
     def _collect(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
         """This rank's matrices, each [numel] in memory of its own, so that all begin at an aligned address."""
-        comm, own = batch.comm, batch.round.owned(batch.comm.rank)
-        receive = [batch.round.sent(rank, to=comm.rank) for rank in range(comm.size)]
-        received = self.pool.acquire(sum(receive), dtype=parts.dtype)
-        send = [batch.round.sent(comm.rank, to=owner) for owner in range(comm.size)]
-        self._move(batch, source=parts, out=received, send=send, receive=receive, label="directions")
+        comm, own = batch.comm, batch.own
+        received = self.pool.acquire(sum(batch.from_ranks), dtype=parts.dtype)
+        self._move(
+            batch, source=parts, out=received, send=batch.to_owners, receive=batch.from_ranks, label="directions"
+        )
         flat = [torch.empty(matrix.numel, dtype=parts.dtype, device=parts.device) for matrix in own]
         offset = 0
         for rank in range(comm.size):
@@ -210,21 +218,19 @@ class MatrixUpdate:
 
     def _give_back(self, batch: _Batch, *, results: list[Tensor], parts: Tensor) -> None:
         """Fills `parts` with the results of this rank's ranges."""
-        comm, own = batch.comm, batch.round.owned(batch.comm.rank)
-        send = [batch.round.sent(rank, to=comm.rank) for rank in range(comm.size)]
-        sent = self.pool.acquire(sum(send), dtype=parts.dtype)
+        comm, own = batch.comm, batch.own
+        sent = self.pool.acquire(sum(batch.from_ranks), dtype=parts.dtype)
         offset = 0
         for rank in range(comm.size):
             for values, matrix in zip(results, own, strict=True):
                 held = matrix.held[rank]
                 sent[offset : offset + len(held)].copy_(values[held.start : held.stop])
                 offset += len(held)
-        receive = [batch.round.sent(comm.rank, to=owner) for owner in range(comm.size)]
-        self._move(batch, source=sent, out=parts, send=send, receive=receive, label="results")
+        self._move(batch, source=sent, out=parts, send=batch.from_ranks, receive=batch.to_owners, label="results")
         self.pool.release(sent)
 
     def _move(
-        self, batch: _Batch, *, source: Tensor, out: Tensor, send: list[int], receive: list[int], label: str
+        self, batch: _Batch, *, source: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
     ) -> None:
         if batch.comm.size == 1:
             out.copy_(source)

@@ -36,17 +36,25 @@ class Round:
         """The matrices of `rank`, in order."""
         return [matrix for matrix, owner in zip(self.matrices, self.owners, strict=True) if owner == rank]
 
-    def sent(self, rank: int, *, to: int) -> int:
-        """Elements that `rank` has of the matrices of rank `to`."""
-        return sum(len(matrix.held[rank]) for matrix in self.owned(to))
+    def sent(self, rank: int) -> list[int]:
+        """By rank, elements that `rank` has of that rank's matrices."""
+        counts = [0] * len(self.matrices[0].held)
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            counts[owner] += len(matrix.held[rank])
+        return counts
+
+    def received(self, rank: int) -> list[int]:
+        """By rank, elements that that rank has of the matrices of `rank`."""
+        own = self.owned(rank)
+        return [sum(len(matrix.held[other]) for matrix in own) for other in range(len(self.matrices[0].held))]
 
     def places(self, rank: int) -> dict[str, int]:
         """Where the ranges of `rank` begin in its buffer, by matrix: those of rank 0's matrices first."""
         places, offset = {}, 0
-        for owner in range(len(self.matrices[0].held)):
-            for matrix in self.owned(owner):
-                places[matrix.name] = offset
-                offset += len(matrix.held[rank])
+        ordered = sorted(zip(self.owners, self.matrices, strict=True), key=lambda pair: pair[0])  # stable
+        for _, matrix in ordered:
+            places[matrix.name] = offset
+            offset += len(matrix.held[rank])
         return places
 
 
