@@ -36,7 +36,7 @@ def planning_faults(config: Config, machine: Machine) -> Iterator[str]:
 def take_measured(choices: DictConfig) -> list[str]:
     """Fills what the command line leaves open of `hardware=here` from its file. Returns one line per fault."""
     hardware = choices.hardware
-    if choices.task.name != PLAN:
+    if choices.task.name != PLAN and not choices.kernels.log_every:
         return []  # nothing of it has an effect, which the rules say
     if hardware.name != HERE:
         return (
