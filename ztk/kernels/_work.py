@@ -58,7 +58,8 @@ def _first(args: tuple) -> Tensor:
 def _passes(name: str) -> tuple[int, ...]:
     """How often each argument passes through memory."""
     found = []
-    for argument in operator(name)._schema.arguments:
+    schema = operator(name)._schema  # pyrefly: ignore[missing-attribute]  # an OpOverload
+    for argument in schema.arguments:
         changes = argument.alias_info is not None and argument.alias_info.is_write
         written = argument.name == _OUT or argument.name in _WRITTEN.get(name, ())
         skipped = argument.name in _NOT_READ.get(name, ())
