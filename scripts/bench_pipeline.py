@@ -101,7 +101,7 @@ class _Wait(torch.autograd.Function):
             return torch.zeros_like(parameter)
 
         if deferred.is_active:
-            deferred.defer(parameter, weight_gradient)
+            deferred.defer(parameter, product=weight_gradient)
             return d_out, None, None
         return d_out, weight_gradient(), None
 

@@ -29,16 +29,24 @@ FILES = sorted((ROOT / "ztk").rglob("*.py"))
 KERNEL_FILES = sorted((ROOT / "ztk" / "kernels").glob("*.py"))
 HOST_SYNCHRONISATION = {"item", "tolist", "cpu", "synchronize", "numpy"}
 MAX_LINES = 480
-# Packages whose public functions do not all name the exceptions that they raise.
-RAISES_PENDING = {"deepspeed", "kernels"}
-# Packages whose public methods do not all have a docstring.
-METHODS_PENDING = {"deepspeed"}
-# Packages with other libraries' signatures, or whose functions do not all take keywords yet.
-POSITIONAL_PENDING = {"config", "deepspeed", "engine", "kernels", "moe", "nn", "pipeline"}
-# Signatures of Python's, transformers' or ztk's own protocols.
-PROTOCOL_SIGNATURES = {"attention_forward", "find_class", "find_spec", "forward", "read"}
-# Exceptions that belong to a protocol of Python and not to a function's contract.
-PROTOCOL_ERRORS = {"AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
+# DeepSpeed's signatures.
+POSITIONAL_PACKAGES = {"deepspeed"}
+# Implementations of registered ops, which torch's dispatcher calls by position.
+POSITIONAL_FILES = {"_cross_entropy_cpu.py"}
+# Signatures of Python's, transformers' or ztk's own protocols, and of DeepSpeed's and torch's classes outside of these packages.
+PROTOCOL_SIGNATURES = {
+    "attention_forward",
+    "find_class",
+    "find_spec",
+    "forward",
+    "read",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "Linear.__init__",
+    "MoE.__init__",
+    "TiedLayerSpec.__init__",
+}
+# Exceptions that belong to a protocol of Python, or say that ztk is wrong, and not to a function's contract.
+PROTOCOL_ERRORS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
 
 Rule = Callable[[Path], Iterable[str]]
 
@@ -157,8 +165,102 @@ def unnamed_errors(tree: ast.Module) -> Iterator[str]:
 
 
 def test_docstrings_name_the_errors():
-    files = [path for path in FILES if package_of(path) not in RAISES_PENDING]
-    assert_kept(lambda path: unnamed_errors(parsed(path)), files=files)
+    assert_kept(lambda path: unnamed_errors(parsed(path)), files=FILES)
+
+
+# What a docstring says of a tensor: its dimensions in brackets, as [N, D] and [.., n], or that any will do.
+SHAPE = re.compile(
+    r"(?<![\w)\]\"'])\[[\w ., *+/()-]*\]|\b(scalars?|shapes?|shaped|flat|flattened|one number|elements?|elementwise)\b",
+    re.IGNORECASE,
+)
+
+# A module speaks for its functions only if it says so: "Shapes and dtypes are those of torch.distributed".
+SHAPES_OF_ALL = re.compile(r"\bshapes\b[^.:]* (are|as) ", re.IGNORECASE)
+
+
+def takes_tensors(function: ast.FunctionDef) -> bool:
+    """Whether an argument or the result is a tensor, or a collection of tensors."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    kinds = [argument.annotation for argument in arguments] + [function.returns]
+    return any(re.search(r"\bTensor\b", ast.unparse(kind)) for kind in kinds if kind is not None)
+
+
+def method_texts(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """What an implementation need not repeat: Class.method -> what is said of it and its class, method -> the same of all protocols."""
+    texts: dict[str, str] = {}
+    for tree in trees:
+        for function, owner in public_functions(tree):
+            if owner is None or function.name.startswith("_"):
+                continue
+            about = "\n\n".join((ast.get_docstring(function) or "", ast.get_docstring(owner) or ""))
+            is_protocol = any(ast.unparse(base).startswith("Protocol") for base in owner.bases)
+            for key in (f"{owner.name}.{function.name}", *([function.name] if is_protocol else [])):
+                texts[key] = "\n\n".join((texts.get(key, ""), about))
+    return texts
+
+
+@functools.cache
+def shared_texts() -> dict[str, str]:
+    """`method_texts` of ztk."""
+    return method_texts(map(parsed, FILES))
+
+
+def sources(function: ast.FunctionDef, *, owner: ast.ClassDef | None, shared: dict[str, str]) -> list[str]:
+    """The docstrings that speak of a function: its own, and for a method its class's, base classes' and protocols'."""
+    texts = [ast.get_docstring(function)]
+    if owner is not None:
+        bases = [f"{ast.unparse(base).rpartition('.')[2]}.{function.name}" for base in owner.bases]
+        texts += [ast.get_docstring(owner), *(shared.get(key) for key in (function.name, *bases))]
+    return [text for text in texts if text]
+
+
+def shapeless(tree: ast.Module, *, shared: dict[str, str]) -> Iterator[str]:
+    """Public functions over tensors for which no docstring gives a shape. NAME_reference has the shapes of NAME."""
+    references = {node.name + "_reference": node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for function, owner in public_functions(tree):
+        documented = references.get(function.name, function)
+        own, of_all = sources(documented, owner=owner, shared=shared), ast.get_docstring(tree) or ""
+        says = SHAPES_OF_ALL.search(of_all) or any(SHAPE.search(text) for text in own)
+        if takes_tensors(function) and not says:
+            yield f"{function.lineno}: {function.name} takes or returns a tensor: say its shape, [N, D] or scalar or any shape"
+
+
+def test_docstrings_give_shapes():
+    assert_kept(lambda path: shapeless(parsed(path), shared=shared_texts()), files=FILES)
+
+
+# Arguments that are a time or a size, and so need a unit.
+QUANTITY = re.compile(r"timeout|interval|delay|duration|latency|bandwidth|capacity|budget|deadline|memory|size")
+UNIT = re.compile(
+    r"seconds?|bytes?|[GM]i?B|KiB|bits?|elements?|features?|columns?|entries|tokens?|positions?|rows?|samples?|groups?|blocks?|pieces?"
+    r"|layers?|steps?|ranks?|threads?|jobs?|overflows?|numbers?",
+    re.IGNORECASE,
+)
+# Names whose unit is the same everywhere: ranks, tokens, bytes as in torch, threads, and pure numbers.
+KNOWN_UNITS = re.compile(r"(\w+_)?world_size|[te]p_size|vocab_size|itemsize|warp_size|\w+_factor")
+
+
+def unitless(tree: ast.Module, *, shared: dict[str, str]) -> Iterator[str]:
+    """Numeric arguments of public functions that are a time or a size, and have no unit in their name or in a sentence that names them."""
+    for function, owner in public_functions(tree):
+        texts = sources(function, owner=owner, shared=shared)
+        sentences = [
+            sentence
+            for text in [*texts, ast.get_docstring(tree) or ""]
+            for sentence in re.split(r"(?<=\.)\s|\n\n", text)
+        ]
+        for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
+            name, kind = argument.arg, ast.unparse(argument.annotation) if argument.annotation else ""
+            if not re.match(r"(int|float)\b", kind) or not QUANTITY.search(name) or KNOWN_UNITS.fullmatch(name):
+                continue
+            given = any(part in name.split("_") for part in ("seconds", "bytes", "steps", "tokens", "rows", "groups"))
+            about = [sentence for sentence in sentences if re.search(rf"\b{name}\b", sentence)]
+            if not given and not any(re.search(rf"\b({UNIT.pattern})\b", s, re.IGNORECASE) for s in about):
+                yield f"{function.lineno}: {function.name}({name}): say its unit"
+
+
+def test_docstrings_give_units():
+    assert_kept(lambda path: unitless(parsed(path), shared=shared_texts()), files=FILES)
 
 
 def documented_methods() -> set[str]:
@@ -181,22 +283,30 @@ def test_public_methods_are_documented():
             if owner is not None and not function.name.startswith("_") and function.name not in documented:
                 yield f"{function.lineno}: {owner.name}.{function.name} has no docstring"
 
-    assert_kept(undocumented, files=[path for path in FILES if package_of(path) not in METHODS_PENDING])
+    assert_kept(undocumented, files=FILES)
 
 
-def positional_arguments(tree: ast.Module) -> Iterator[str]:
-    """Public functions with more than one positional argument: keywords say what a value is."""
+def positional_arguments(tree: ast.Module, *, is_kernel: bool = False) -> Iterator[str]:
+    """Public functions with more than one positional argument: keywords say what a value is.
+
+    In kernels, tensors keep torch's order, as in `F.layer_norm(x, weight, bias)`, and what Triton compiles keeps its own.
+    """
     for function, owner in public_functions(tree):
         is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
         count = len(function.args.posonlyargs + function.args.args) - (owner is not None and not is_static)
         autograd = owner is not None and any(ast.unparse(base).endswith("Function") for base in owner.bases)
-        if count > 1 and not autograd and function.name not in PROTOCOL_SIGNATURES:
+        names = {function.name, f"{owner.name}.{function.name}" if owner is not None else function.name}
+        kinds = [ast.unparse(argument.annotation) if argument.annotation else "" for argument in function.args.args]
+        tensors = is_kernel and (function in jit_functions(tree) or all(kind.startswith("Tensor") for kind in kinds))
+        if count > 1 and not autograd and not tensors and not names & PROTOCOL_SIGNATURES:
             yield f"{function.lineno}: {function.name} has {count} positional arguments: make all but the first keywords"
 
 
 def test_functions_take_keywords():
-    files = [path for path in FILES if package_of(path) not in POSITIONAL_PENDING]
-    assert_kept(lambda path: positional_arguments(parsed(path)), files=files)
+    files = [
+        path for path in FILES if package_of(path) not in POSITIONAL_PACKAGES and path.name not in POSITIONAL_FILES
+    ]
+    assert_kept(lambda path: positional_arguments(parsed(path), is_kernel=path in KERNEL_FILES), files=files)
 
 
 # Pages
@@ -297,6 +407,40 @@ def test_the_rules_find_planted_mistakes():
     assert not list(implicit_fusion(ast.parse("k[grid](x, num_warps=4, enable_fp_fusion=False)")))
     assert list(positional_arguments(ast.parse("def f(x, y): ...")))
     assert not list(positional_arguments(ast.parse("def f(x, *, y): ...")))
+    assert list(positional_arguments(ast.parse("def f(x: Tensor, n: int): ..."), is_kernel=True))
+    assert not list(positional_arguments(ast.parse("def f(x: Tensor, w: Tensor | None): ..."), is_kernel=True))
+    assert list(positional_arguments(ast.parse("class MoE:\n    def route(self, x, y): ...")))
+    assert not list(positional_arguments(ast.parse("class MoE:\n    def __init__(self, x, y): ...")))
     silent = "def f(x):\n    '''Half of x.'''\n    if x % 2:\n        raise ValueError('odd')\n    return x // 2"
     assert list(unnamed_errors(ast.parse(silent)))
     assert not list(unnamed_errors(ast.parse(silent.replace("Half of x.", "Half of x. Raises: ValueError: x is odd."))))
+
+
+def test_the_rules_on_docstrings_find_planted_mistakes():
+    def faults(rule: Callable, *, text: str, shared: str = "") -> list[str]:
+        return list(rule(ast.parse(text), shared=method_texts([ast.parse(shared)])))
+
+    half = "def f(x: Tensor):\n    '''Half of x.'''"
+    assert faults(shapeless, text=half)
+    assert faults(shapeless, text=half.replace("of x.", "of x[i], see [Note: Halves] and `sizes[0]`."))  # no shapes
+    for shape in ("x [N, D].", "x [.., n].", "x, float32 [].", "x, a scalar.", "x, of any shape."):
+        assert not faults(shapeless, text=half.replace("x.", shape))
+    assert faults(shapeless, text="'''Of tensors [N, D].'''\n" + half)
+    assert not faults(shapeless, text="'''Halves. Shapes are those of torch.'''\n" + half)
+    assert faults(shapeless, text=half + "\ndef f_reference(x: Tensor): ...")
+    assert not faults(shapeless, text=half.replace("x.", "x [N].") + "\ndef f_reference(x: Tensor): ...")
+    moves = "class Wire(Protocol):\n    '''Moves tensors [n].'''\n    def send(self, x: Tensor): ..."
+    assert not faults(shapeless, text="class A:\n    def send(self, x: Tensor): ...", shared=moves)
+    assert faults(shapeless, text="class A:\n    def recv(self, x: Tensor): ...", shared=moves)
+    assert faults(
+        shapeless, text="class A:\n    def send(self, x: Tensor): ...", shared=moves.replace("(Protocol)", "")
+    )
+    assert not faults(
+        shapeless, text="class A(Wire):\n    def send(self, x: Tensor): ...", shared=moves.replace("(Protocol)", "")
+    )
+    wait = "def f(x, *, timeout: float):\n    '''Waits ten seconds. timeout: then it fails.'''"
+    assert faults(unitless, text=wait)
+    assert not faults(unitless, text=wait.replace("timeout: then", "timeout: seconds; then"))
+    assert not faults(unitless, text=wait.replace("timeout: float", "timeout_seconds: float"))
+    assert not faults(unitless, text="def f(*, world_size: int): ...")
+    assert faults(unitless, text="def f(*, bucket_size: int | None): ...")

@@ -54,7 +54,7 @@ def test_keys_that_a_sweep_varies_count(tmp_path):
 def recorded(folder, *overrides: str):
     """A run folder with a configuration and a checkpoint."""
     (folder / "checkpoints" / "step-000002").mkdir(parents=True)
-    save(config_of(*overrides, folder=folder), folder / "config.yaml")
+    save(config_of(*overrides, folder=folder), path=folder / "config.yaml")
     return folder
 
 
@@ -99,7 +99,7 @@ def test_the_decay_of_wsd_follows_the_length_of_the_run_unless_it_is_given(tmp_p
 
 
 def test_a_run_without_a_checkpoint_is_compared_with_nothing(tmp_path):
-    save(config_of("optimizer.lr=1e-3", folder=tmp_path), tmp_path / "config.yaml")
+    save(config_of("optimizer.lr=1e-3", folder=tmp_path), path=tmp_path / "config.yaml")
     check_resumed(config_of("checkpoint.resume=auto", folder=tmp_path))
 
 

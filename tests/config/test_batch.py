@@ -51,7 +51,7 @@ def test_a_run_that_goes_on_in_its_folder_keeps_its_global_batch(tmp_path):
     options = ("train.micro_batch_size=2", "checkpoint.every=5", "checkpoint.resume=auto")
     first = compose(*options, "launch.ranks=4", output_dir=tmp_path, machine=CPU)
     assert sizes(first) == (8, 1) and first.checkpoint.resume == "auto"
-    save(first, tmp_path / "config.yaml")
+    save(first, path=tmp_path / "config.yaml")
     assert sizes(compose(*options, output_dir=tmp_path, machine=STARTED)) == (8, 2)
     assert sizes(compose(*options[:2], output_dir=tmp_path, machine=STARTED)) == (6, 1)  # a run of its own
 

@@ -145,7 +145,7 @@ def test_arguments_outrank_the_file(tmp_path):
         ({"mpu_": object()}, "get_tensor_model_parallel_group"),
         ({"deepspeed_config": {"activation_checkpointing": {"profiles": True}}}, "did you mean profile"),
     ],
-    ids=str,
+    ids=("mpu_", "misspelt"),
 )
 def test_what_is_wrong_is_refused(options, fix):
     with pytest.raises(ValueError, match=fix):

@@ -41,6 +41,8 @@ WRONG = [
     ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 4}}, "has no effect at stage 2"),
     ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type: is missing"),
     ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}}, "there is no such key"),
+    ({"optimizer": {"type": "NAdam", "params": {"lr": -1}}}, "torch.optim.NAdam says: Invalid learning rate"),
+    ({"optimizer": {"type": "RMSprop", "params": {"betas": [0.9, 0.99]}}}, "unexpected keyword argument 'betas'"),
     ({"scheduler": {"type": "WarmupLr"}}, "did you mean WarmupLR"),
     ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean overlap_comm"),
     ({"tensor_parallel": {"autotp_sice": 2}}, "did you mean autotp_size"),

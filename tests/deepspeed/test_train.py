@@ -61,11 +61,12 @@ def test_groups_of_parameters(ranks):
 NAMED = [
     ({"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}, functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)),
     ({"type": "adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}, adam),
+    ({"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.5}}, functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5)),
     ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}, sgd),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("section", "make"), NAMED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("section", "make"), NAMED, ids=lambda value: value["type"] if isinstance(value, dict) else "")
 def test_optimizers_by_name(ranks, section, make):
     found = ranks(2).run(train, ds_config=config(stage=1, optimizer=section))[0]
     close(found, plain(optimizer=make))

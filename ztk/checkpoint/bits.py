@@ -27,7 +27,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; valid while the tensor lives."""
+    """The memory of a contiguous CPU tensor of any shape, as bytes; valid while the tensor lives."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 

@@ -24,6 +24,7 @@ from ztk.checkpoint.groups import torch_param_groups
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.checkpoint.torch_optimizer import decode_all
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at once
 SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size
@@ -193,6 +194,13 @@ def _small_state(manifest: Manifest) -> dict[str, object]:
     """The state of torch's optimizers besides tensors of the parameters' size."""
     if manifest.state_names is None:
         return {}
+    if manifest.torch_optimizer is not None:
+        return {
+            f"optim.state.{name}.{key}": value
+            for entry in manifest.torch_optimizer["parameters"]
+            for name in entry["params"]
+            for key, value in decode_all(entry["scalars"]).items()
+        }
     steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
     trained = [info.name for info in manifest.parameters if info.trainable]
     small: dict[str, object] = {f"optim.state.{name}.step": steps for name in trained}

@@ -30,8 +30,8 @@ def full_state_dict(
 ) -> dict[str, Tensor] | None:
     """The full model's state_dict in main memory: on rank 0, or `everywhere`; None on the others.
 
-    The dtype is the one that the model computes in; tied names and persistent buffers are included. A collective call.
-    `engine.module.state_dict()` has only this rank's parts.
+    The dtype is the one that the model computes in, the shapes are those of the full parameters; tied names and persistent buffers are
+    included. A collective call. `engine.module.state_dict()` has only this rank's parts.
     """
     keeps = everywhere or engine.process.comm.rank == 0
     state = gather_state(engine, keeps=keeps, exclude_frozen=exclude_frozen)
@@ -45,9 +45,10 @@ def is_cut(engine: Subject) -> bool:
 
 
 def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Weights in main memory by name, with tied names and persistent buffers; empty on ranks that do not keep them. A collective call.
+    """Weights in main memory by name, in their full shapes, with tied names and persistent buffers; empty on ranks that do not keep them.
 
-    keeps: true on rank 0, and on either all others or none of them. A rank also has its own parts in memory until all are assembled.
+    A collective call. keeps: true on rank 0, and on either all others or none of them. A rank also has its own parts in memory until all are
+    assembled.
     """
     comm, module = engine.process.comm, engine.module
     cut = is_cut(engine)
@@ -73,7 +74,7 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a state_dict, under every name."""
+    """The buffers of a state_dict, of any shape, under every name."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:

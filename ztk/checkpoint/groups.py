@@ -32,7 +32,8 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
 
 
 def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind; None for lion, which torch lacks."""
+    """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind; None for lion, which torch lacks, and for a
+    class of which only the name is known."""
     made = []
     for group in groups:
         optimizer = _torch_optimizer(group)
@@ -45,6 +46,8 @@ def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | N
 
 def _torch_optimizer(group: dict[str, Any]) -> torch.optim.Optimizer | None:
     parameters, options = [torch.nn.Parameter(torch.zeros(1))], group["options"]
+    if "class" in options:  # a torch optimizer's own step, whose options are not in the table
+        return None
     common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     if "decoupled" in options:
         kind = torch.optim.AdamW if options["decoupled"] else torch.optim.Adam

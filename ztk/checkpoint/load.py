@@ -20,6 +20,7 @@ from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
 from ztk.checkpoint.subject import Subject
+from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
 from ztk.runtime.part import Part
 
 
@@ -81,6 +82,8 @@ def load(
         matched = match(manifest, info=info, options=options)
         names = engine.zero.optimizer.state_names
         check_fits(manifest, state_names=names, info=info, options=options, matched=matched)
+        if not weights_only:
+            check_progress(engine, manifest=manifest)
         reader = StateReader(manifest)
         if comm.rank == 0:
             reader.check_files()
@@ -92,6 +95,7 @@ def load(
             engine.zero.state.load(source, keep=frozenset(matched.kept))
             _load_buffers(engine, reader=reader, keep=matched.kept)
             rng = reader.rng_states(comm.rank) if same_world and not weights_only else None
+        restore_progress(engine, manifest=None if weights_only else manifest, keep=matched.kept)
         engine.zero.state.share_parameters()
         if not weights_only:
             _restore_progress(engine, manifest=manifest)

@@ -67,7 +67,8 @@ class Manifest:
     tied: other name -> canonical name. layout: how it was sharded, for information only.
     data, extra: JSON values from the training program.
     model: the model's description, see `ztk.checkpoint.architecture`. groups: the optimizer's hyperparameters, each with the names
-        of its parameters under "params". left_out: frozen parameters that a checkpoint of trained ones does not have.
+        of its parameters under "params". torch_optimizer: what a torch optimizer keeps besides, see `ztk.checkpoint.torch_optimizer`.
+        left_out: frozen parameters that a checkpoint of trained ones does not have.
     """
 
     step: int
@@ -88,6 +89,7 @@ class Manifest:
     files: list[StateFile]
     model: dict[str, Any] | None = None
     groups: list[dict[str, Any]] | None = None
+    torch_optimizer: dict[str, Any] | None = None
     left_out: list[str] = field(default_factory=list)
     format: str = FORMAT
     version: int = VERSION

@@ -71,7 +71,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of the buffers that belong into a state_dict."""
+    """(name, buffer of any shape) of those that belong into a state_dict."""
     seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():

@@ -19,7 +19,7 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], *, device: torch.device) -> None:
-    """Sets the generators in `states` that this device has. An imported checkpoint has none."""
+    """Sets the generators in `states`, uint8 [n] each, that this device has. An imported checkpoint has none."""
     if not states:
         return
     torch.set_rng_state(states[_CPU])

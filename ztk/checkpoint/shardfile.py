@@ -124,7 +124,7 @@ class Staging:
         self._filled = dict.fromkeys(self._values, 0)
 
     def append(self, key: str, *, value: Tensor) -> None:
-        """The next elements of slice `key`."""
+        """The next elements of slice `key`, in any shape."""
         start = self._filled[key]
         self._values[key][start : start + value.numel()].copy_(value.detach().reshape(-1))
         self._filled[key] = start + value.numel()

@@ -58,7 +58,7 @@ class TensorFileWriter:
             raise
 
     def append(self, key: str, *, value: Tensor) -> None:
-        """Appends the next elements of tensor `key`, on any device. OSError passes through."""
+        """Appends the next elements of tensor `key`, in any shape and on any device. OSError passes through."""
         flat = value.detach().reshape(-1)
         step = flat.numel() if flat.device.type == "cpu" else COPY_BYTES // flat.itemsize
         for start in range(0, flat.numel(), max(step, 1)):

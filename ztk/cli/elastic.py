@@ -22,7 +22,7 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
     folder = Path(config.output_dir)
     places, losses = list(range(config.launch.ranks)), []
     while True:
-        configuration.save(config, folder / "config.yaml")
+        configuration.save(config, path=folder / "config.yaml")
         command = worker_command(folder / "config.yaml")
         launch = config.launch
         try:

@@ -202,7 +202,7 @@ class Session:
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
         assert self._external is not None, "the machine's launcher started this process"
         if self._external.rank == 0:
-            configuration.save(config, Path(config.output_dir, "config.yaml"))
+            configuration.save(config, path=Path(config.output_dir, "config.yaml"))
         self._external.remember_folder(config.output_dir)
         agreement = self._external.agree(configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
         config = configuration.from_yaml(agreement.text)

@@ -54,7 +54,7 @@ class JobSweeper(Sweeper):
     request: SweepRequest
 
     def __init__(self, *, max_batch_size: int | None, params: Mapping[str, Any] | None = None) -> None:
-        """As Hydra's own: jobs that a launcher gets at once, and the grid of an option file."""
+        """As Hydra's own. max_batch_size: jobs that a launcher gets at once. params: the grid of an option file."""
         self._max_batch_size, self._params = max_batch_size, params or {}
         self._configs: dict[str, str] = {}  # hash -> config.yaml
 

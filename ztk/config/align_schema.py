@@ -7,12 +7,16 @@ from ztk.config.key import key
 
 
 class DpoLossName(StrEnum):
+    """dpo.loss: the loss over pairs."""
+
     sigmoid = "sigmoid"
     ipo = "ipo"
     hinge = "hinge"
 
 
 class DpoReferenceName(StrEnum):
+    """dpo.reference: what the policy is compared with."""
+
     frozen = "frozen"
     lora_off = "lora_off"
     precomputed = "precomputed"
@@ -20,6 +24,8 @@ class DpoReferenceName(StrEnum):
 
 
 class RewardLossName(StrEnum):
+    """reward.loss: the loss of a reward model."""
+
     bradley_terry = "bradley_terry"
     per_token = "per_token"
 

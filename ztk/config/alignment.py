@@ -15,7 +15,7 @@ RECORDS = (DataName.chat, DataName.preferences)
 BUILT_IN_LENGTH = 12  # bytes of a prompt and an answer of the sorting task
 
 
-def alignment_faults(config: Config, machine: Machine) -> Iterator[str]:
+def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     name, data = config.task.name, config.data.name
     if name not in ALIGNMENT_TASKS:

@@ -126,12 +126,13 @@ def to_config(
     return config
 
 
-def save(config: Config, path: str | os.PathLike) -> None:
+def save(config: Config, *, path: str | os.PathLike) -> None:
     """Writes `config.yaml`."""
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
 def to_yaml(config: Config) -> str:
+    """What `save` writes, as a text."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -141,6 +142,7 @@ def load(path: str | os.PathLike) -> Config:
 
 
 def from_yaml(text: str) -> Config:
+    """Reads what `to_yaml` returned."""
     recorded = rename_recorded(OmegaConf.to_container(OmegaConf.create(text)))
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded))
 
@@ -216,7 +218,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:
     launch = config.launch
-    device = "cpu" if config.task.name in ANSWERING else device_of(config, machine)
+    device = "cpu" if config.task.name in ANSWERING else device_of(config, machine=machine)
     launch.device = type(launch.device)(device)
     launch.ranks = settled_ranks(config, machine=machine)
     config.topology.data = replicas_of(config.topology, ranks=launch.ranks)

@@ -19,4 +19,5 @@ class Effect:
 
 
 def keys_of(section: str, *names: str) -> tuple[str, ...]:
+    """The keys of these names in a section."""
     return tuple(f"{section}.{name}" for name in names)

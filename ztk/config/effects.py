@@ -34,9 +34,9 @@ _MODEL = "task=generate, task=serve or task=eval"
 CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
 
 
-def offloads(config: Config, tier: Tier) -> bool:
+def offloads(config: Config, *, tier: Tier) -> bool:
     """Whether anything is stored on `tier`. Parameters on `auto` never use another tier than the optimizer states."""
-    return config.offload.optimizer == tier or config.offload.parameters == tier
+    return tier in (config.offload.optimizer, config.offload.parameters)
 
 
 def times_kernels(config: Config) -> bool:
@@ -44,7 +44,7 @@ def times_kernels(config: Config) -> bool:
     return config.task.name not in (*ANSWERING, "plan") and bool(config.kernels.log_every)
 
 
-def device_of(config: Config, machine: Machine) -> str:
+def device_of(config: Config, *, machine: Machine) -> str:
     """`cpu` or `cuda`."""
     if config.task.name == "plan":
         return "cuda"  # a plan is that of GPUs, wherever it is made
@@ -177,18 +177,20 @@ EFFECTS = (
     ),
     Effect(
         keys=keys_of("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
-        when=lambda c, m: offloads(c, Tier.nvme),
+        when=lambda c, m: offloads(c, tier=Tier.nvme),
         only="offload=nvme",
     ),
     Effect(
         keys=("offload.nvme_path",),
-        when=lambda c, m: offloads(c, Tier.nvme),
+        when=lambda c, m: offloads(c, tier=Tier.nvme),
         only="offload=nvme",
         required=False,
     ),
     Effect(
         keys=("offload.pin_memory",),
-        when=lambda c, m: (offloads(c, Tier.nvme) or offloads(c, Tier.cpu)) and device_of(c, m) == "cuda",
+        when=lambda c, m: (
+            (offloads(c, tier=Tier.nvme) or offloads(c, tier=Tier.cpu)) and device_of(c, machine=m) == "cuda"
+        ),
         only="offload=cpu or offload=nvme beside a GPU",
         required=False,
     ),

@@ -7,6 +7,8 @@ from ztk.config.key import key
 
 
 class WeightFormat(StrEnum):
+    """inference.weights: how weights are stored."""
+
     stored = "stored"
     int8 = "int8"
     int4 = "int4"

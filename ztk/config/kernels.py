@@ -34,7 +34,7 @@ def _row_faults(config: Config, *, asked: str, every: int) -> Iterator[str]:
 
 def _ceiling_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     hardware = config.hardware
-    if hardware.name not in (None, HERE) and device_of(config, machine) == "cpu":
+    if hardware.name not in (None, HERE) and device_of(config, machine=machine) == "cpu":
         yield (
             f"hardware={hardware.name}: this run computes on the CPU, whose share of the floor would be another device's: use hardware=here, "
             "or leave it out"

@@ -56,6 +56,7 @@ def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read(config: Config, *, key: str) -> Any:
+    """The value of a key like "zero.stage"."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -63,6 +64,7 @@ def read(config: Config, *, key: str) -> Any:
 
 
 def write(config: Config, *, key: str, value: Any) -> None:
+    """Sets a key like "zero.stage"."""
     *sections, name = key.split(".")
     owner: Any = config
     for section in sections:
@@ -99,6 +101,7 @@ def holds_number(hint: Any) -> bool:
 
 
 def holds_int(hint: Any) -> bool:
+    """Whether a key of this type takes a whole number."""
     return hint is int or (isinstance(hint, types.UnionType) and int in typing.get_args(hint))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from ztk.config.effects import CEILINGS
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, ZeroEngine
@@ -15,7 +16,7 @@ from ztk.policies.plan import untraced
 PLAN = "plan"
 
 
-def planning_faults(config: Config, machine: Machine) -> Iterator[str]:
+def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     if config.task.name != PLAN:
         return
@@ -47,7 +48,7 @@ def take_measured(choices: DictConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     for name, value in measured.items():
-        if hardware[name] is None:
+        if hardware[name] is None and (choices.task.name == PLAN or name in CEILINGS):
             hardware[name] = value
     return []
 

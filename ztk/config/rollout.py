@@ -22,7 +22,7 @@ ROLLOUT_TASKS = ("grpo", "ppo")
 TASK_LENGTHS = {PromptTask.sorting: (6, 6)}  # bytes of a prompt and of an answer, its end included
 
 
-def rollout_faults(config: Config, machine: Machine) -> Iterator[str]:
+def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     name = config.task.name
     if name not in ROLLOUT_TASKS:

@@ -8,45 +8,61 @@ from ztk.config.key import key
 
 
 class RolloutWeightsName(StrEnum):
+    """rollout.weights: when parameters are gathered at stage 3."""
+
     full = "full"
     streamed = "streamed"
 
 
 class RolloutIdentity(StrEnum):
+    """rollout.identity: how log-probabilities of rollouts are compared."""
+
     exact = "exact"
     corrected = "corrected"
     off = "off"
 
 
 class BaselineName(StrEnum):
+    """advantage.baseline: what a reward is compared with."""
+
     critic = "critic"
     mean = "mean"
     leave_one_out = "leave_one_out"
 
 
 class AdvantageScale(StrEnum):
+    """advantage.scale: what an advantage is divided by."""
+
     group = "group"
     batch = "batch"
     none = "none"
 
 
 class RatioName(StrEnum):
+    """policy.ratio: of what the ratio of probabilities is."""
+
     token = "token"
     sequence = "sequence"
 
 
 class PolicyForm(StrEnum):
+    """policy.form: how the policy's loss is clipped."""
+
     clipped = "clipped"
     cispo = "cispo"
 
 
 class AverageName(StrEnum):
+    """policy.average: what the policy's loss is a mean of."""
+
     sequence = "sequence"
     tokens = "tokens"
     constant = "constant"
 
 
 class KlEstimator(StrEnum):
+    """kl.estimator: the estimate of the divergence."""
+
     k1 = "k1"
     k2 = "k2"
     k3 = "k3"
@@ -54,16 +70,22 @@ class KlEstimator(StrEnum):
 
 
 class KlPlace(StrEnum):
+    """kl.place: where the divergence enters."""
+
     reward = "reward"
     loss = "loss"
 
 
 class ReferenceName(StrEnum):
+    """kl.reference: what the divergence is measured to."""
+
     frozen = "frozen"
     none = "none"
 
 
 class PromptTask(StrEnum):
+    """rollout.task: prompts that are made on the spot."""
+
     sorting = "sorting"
 
 

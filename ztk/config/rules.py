@@ -151,7 +151,7 @@ def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
     faults = list(_range_faults(config)) + effect_faults(config, given=given, machine=machine)
     faults += topology_faults(config, given=given, machine=machine)
     faults += answering_faults(config, given=given, machine=machine)
-    faults += [fault for rule in _RULES for fault in rule(config, machine)]
+    faults += [fault for rule in _RULES for fault in rule(config, machine=machine)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
 
@@ -193,7 +193,7 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _nvme(config: Config, machine: Machine) -> Iterator[str]:
-    if not offloads(config, Tier.nvme):
+    if not offloads(config, tier=Tier.nvme):
         return
     yield from offload.page_faults(config.offload)
     folder = Path(config.offload.nvme_path or config.output_dir).expanduser().absolute()
@@ -355,7 +355,7 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
 
 def _launch(config: Config, machine: Machine) -> Iterator[str]:
     launch = config.launch
-    device = device_of(config, machine)
+    device = device_of(config, machine=machine)
     if config.task.name == PLAN:
         return  # it starts no rank
     if machine.started_ranks and launch.ranks not in (None, machine.started_ranks):

@@ -7,6 +7,8 @@ from ztk.config.key import key
 
 
 class SchedulerName(StrEnum):
+    """scheduler.name: how the learning rate moves."""
+
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
@@ -16,11 +18,15 @@ class SchedulerName(StrEnum):
 
 
 class WarmupShape(StrEnum):
+    """scheduler.warmup_shape: how it rises."""
+
     linear = "linear"
     log = "log"
 
 
 class DecayShape(StrEnum):
+    """scheduler.decay_shape: how wsd decays."""
+
     linear = "linear"
     cosine = "cosine"
     sqrt = "sqrt"

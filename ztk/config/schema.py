@@ -49,12 +49,16 @@ PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for nam
 
 
 class DType(StrEnum):
+    """In what the model computes."""
+
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
 
 
 class DataName(StrEnum):
+    """data.name: where sequences come from."""
+
     stdlib = "stdlib"  # the source code of the Python standard library on this machine
     files = "files"  # whatever `data.path` names
     synthetic = "synthetic"  # random tokens, for benchmarks
@@ -64,16 +68,22 @@ class DataName(StrEnum):
 
 
 class OnError(StrEnum):
+    """What becomes of a record that cannot be used."""
+
     refuse = "refuse"  # before ranks start
     skip = "skip"  # leave it out, and count it
 
 
 class ModelInit(StrEnum):
+    """The first values of a Hugging Face model."""
+
     pretrained = "pretrained"  # the weights in the folder
     random = "random"  # drawn as transformers draws them; the folder needs only its config.json
 
 
 class OptimizerName(StrEnum):
+    """optimizer.name: the update."""
+
     adamw = "adamw"
     adam = "adam"
     sgd = "sgd"
@@ -81,18 +91,24 @@ class OptimizerName(StrEnum):
 
 
 class KernelBackend(StrEnum):
+    """kernels: which implementation of an op runs."""
+
     auto = "auto"  # Triton on a GPU, torch's vectorised kernels on a CPU
     triton = "triton"  # Triton, or refuse
     reference = "reference"  # the plain torch reference everywhere
 
 
 class LoggerMode(StrEnum):
+    """logger.mode: where wandb writes."""
+
     offline = "offline"
     online = "online"
     disabled = "disabled"
 
 
 class DeviceName(StrEnum):
+    """launch.device: what ranks run on."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"

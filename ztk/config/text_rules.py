@@ -52,7 +52,7 @@ def _vocabulary(config: Config) -> int:
     return SubwordTokenizer.open(str(data.tokenizer)).vocab_size
 
 
-def text_faults(config: Config, machine: Machine) -> Iterator[str]:
+def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     data = config.data
     if data.mixture is not None and data.name is DataName.files and data.path is not None:

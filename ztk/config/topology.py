@@ -47,7 +47,7 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
     if config.task.name in ANSWERING:
         return 1
     named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
-    everything = machine.gpus if device_of(config, machine) == "cuda" else 0
+    everything = machine.gpus if device_of(config, machine=machine) == "cuda" else 0
     return machine.started_ranks or config.launch.ranks or named or everything or RANKS_WITHOUT_GPU
 
 

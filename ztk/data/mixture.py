@@ -75,6 +75,8 @@ def mixed_held_out_batches(
 ) -> Iterator[Batch]:
     """As `held_out_batches`, of several sources: each in proportion to its weight, one sequence at least, spread evenly over its tokens.
 
+    parts: tokens [n] of each source.
+
     Raises:
         ValueError: a part is shorter than one sequence.
     """
@@ -89,7 +91,10 @@ def mixed_held_out_batches(
 def held_out_picks(
     parts: Sequence[Tensor], *, weights: Sequence[float], seq_len: int, num_sequences: int
 ) -> list[tuple[int, int]]:
-    """The sequences to evaluate on: (source, number of the sequence in it). Raises ValueError if a part is shorter than one sequence."""
+    """The sequences to evaluate on: (source, number of the sequence in it). parts: tokens [n] of each source.
+
+    Raises ValueError if a part is shorter than one sequence.
+    """
     picks = []
     for source, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         available = sequences_in(part, seq_len=seq_len)

@@ -13,7 +13,7 @@ _MIX = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: odd, bits well spread
 
 
 class Permutation:
-    """A pseudo-random bijection on [0, size), the same for the same seed parts everywhere."""
+    """A pseudo-random bijection of the numbers in [0, size), the same for the same seed parts everywhere."""
 
     def __init__(self, size: int, *, seed: tuple[object, ...]) -> None:
         assert size > 0

@@ -190,8 +190,8 @@ class SyntheticStream(Stream):
 def held_out_batches(data: Tensor, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
     """This rank's micro-batches of `num_sequences` sequences, or of all if there are fewer, spread evenly over `data`; always the same ones.
 
-    Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean losses is the mean over
-    all tokens, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
+    data: tokens [n].     Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean losses is the
+    mean over all tokens, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = sequences_in(data, seq_len=seq_len)
@@ -211,7 +211,7 @@ def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor]) -> It
 
 
 def sequences_in(data: Tensor, *, seq_len: int) -> int:
-    """How many full sequences `data` has. Raises ValueError if it has none."""
+    """How many full sequences `data`, tokens [n], has. Raises ValueError if it has none."""
     if seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len}: must be at least 1")
     if len(data) < seq_len + 1:

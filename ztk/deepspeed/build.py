@@ -22,6 +22,7 @@ from ztk.engine import Engine
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.pipeline import PipelinePolicy
+from ztk.policies.optimizer import TORCH
 from ztk.runtime import MemoryLedger, Process, Topology
 from ztk.runtime.part import Part
 from ztk.zero import DeviceStore
@@ -58,6 +59,7 @@ class Builder:
             self.model,
             process=self._arranged(),
             optimizer=trained.policy if trained else OptimizerPolicy(name="sgd", lr=0.0),
+            torch_optimizer=trained.client if trained and trained.policy.name == TORCH else None,
             precision=settings.precision,
             zero=settings.zero,
             offload=settings.offload,
@@ -101,6 +103,8 @@ class Builder:
         """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.
 
         Full parameters never exist on the way, and master weights start from their values in the model's dtype.
+
+        Raises ValueError if experts or layers are cut over ranks already.
         """
         cut = {
             "experts are spread": expert_topology(self.model, at_least=self.settings.experts.size).expert,

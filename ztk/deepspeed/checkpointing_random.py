@@ -24,9 +24,11 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, Tensor]:
+        """The states by name, uint8 [n] each."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replaces all states by these, uint8 [n] each."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -46,7 +48,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, random numbers come from the state `name`, which moves on; outside nothing has been drawn."""
+        """Inside, random numbers come from the state `name`, which moves on; outside nothing has been drawn.
+
+        Raises ValueError for a name that was not added.
+        """
         if name not in self.states_:
             raise ValueError(f"cuda rng state {name} is not added: call add({name!r}, seed) before")
         accelerator = get_accelerator()
@@ -85,7 +90,7 @@ _OFFSET = 2718  # Megatron's
 
 @contextmanager
 def repeating(states: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the named states are `states` again."""
+    """Inside, the named states are `states` again, uint8 [n] each."""
     now = _tracker.get_states()
     _tracker.set_states(states)
     try:

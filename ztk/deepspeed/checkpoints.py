@@ -32,7 +32,7 @@ LATEST = "latest"
 def save_checkpoint(
     engine, *, folder: str | os.PathLike, tag: object, client_state: dict, save_latest: bool, trained_only: bool = False
 ) -> None:
-    """Collective. See `DeepSpeedEngine.save_checkpoint`."""
+    """Collective. See `DeepSpeedEngine.save_checkpoint`. Raises ValueError for a tag that is no name of a folder."""
     folder, comm, is_default = Path(folder), engine.engine.comm, tag is None
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
@@ -135,7 +135,10 @@ def save_16bit_model(engine, *, folder: str | os.PathLike, filename: str, exclud
 def module_state_dict(
     engine, *, destination: dict | None, prefix: str, keep_vars: bool, exclude_frozen: bool
 ) -> dict[str, torch.Tensor]:
-    """See `DeepSpeedEngine.module_state_dict`. Collective at stage 3 and where ranks hold parts of the model."""
+    """See `DeepSpeedEngine.module_state_dict`. Collective at stage 3 and where ranks hold parts of the model.
+
+    Values have the shapes of the full parameters. Raises ValueError for keep_vars where they are copies.
+    """
     module = engine.module
     if engine.settings.zero.shards_parameters or is_cut(engine.engine):
         if keep_vars:
@@ -156,7 +159,10 @@ def module_state_dict(
 
 
 def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, custom: Callable | None) -> None:
-    """See `DeepSpeedEngine.load_module_state_dict`. Collective."""
+    """See `DeepSpeedEngine.load_module_state_dict`. Collective. state: values in the shapes of the full parameters.
+
+    Raises ValueError for other shapes, and if strict for names that one has and the other has not.
+    """
     module, comm = engine.module, engine.engine.comm
     if custom is not None:
         _check_custom(engine, what="load_module_state_dict")
@@ -210,7 +216,7 @@ def _check_custom(engine, *, what: str) -> None:
 
 
 def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """See `full_state_dict`."""
+    """See `full_state_dict`: name -> value in the shape of the full parameter."""
     return checkpoint.full_state_dict(engine.engine, exclude_frozen=exclude_frozen)
 
 

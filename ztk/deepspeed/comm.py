@@ -2,6 +2,9 @@
 
 `configure(enabled=True)` or the section `comms_logger` of the configuration switches the log on, `log_summary()` prints it. A logged call
 is waited for, asynchronous ones and those on a GPU included: that is what its time means, and it costs the overlap.
+
+Shapes and dtypes are those of torch.distributed: any, equal on all ranks; `all_gather_into_tensor` and `reduce_scatter_tensor` take the
+parts of all ranks one after the other along the first dimension. dst, src: global ranks.
 """
 
 import functools
@@ -133,14 +136,17 @@ def reset_log() -> None:
 
 
 def has_comm_data() -> bool:
+    """Whether a call was logged."""
     return bool(comms_logger.records)
 
 
 def get_comm_operation_count() -> int:
+    """How many calls were logged."""
     return comms_logger.count()
 
 
 def get_logged_comm_ops() -> list[str]:
+    """The operations that were logged."""
     return list(comms_logger.records)
 
 
@@ -216,30 +222,36 @@ def _synchronize() -> None:
 
 @_logged
 def broadcast(tensor: Tensor, src: int, group=None, async_op: bool = False):
+    """torch.distributed's `broadcast`."""
     return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
 
 @_logged
 def broadcast_object_list(object_list: list, src: int, group=None, device=None):
+    """torch.distributed's `broadcast_object_list`."""
     return dist.broadcast_object_list(object_list, src, group=group, device=device)
 
 
 @_logged
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group=None, async_op: bool = False):
+    """torch.distributed's `all_gather`."""
     return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
 
 @_logged
 def all_gather_object(object_list: list, obj: object, group=None):
+    """torch.distributed's `all_gather_object`."""
     return dist.all_gather_object(object_list, obj, group=group)
 
 
 @_logged
 def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group=None, async_op: bool = False):
+    """torch.distributed's `all_gather_into_tensor`."""
     return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
+    """As `all_gather_into_tensor`."""
     return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -251,11 +263,13 @@ def all_gather_coalesced(output_tensors: list[Tensor], input_tensors: list[Tenso
 
 @_logged
 def all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """torch.distributed's `all_reduce`."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 @_logged
 def inference_all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None):
+    """As `all_reduce`, and returns when it is done."""
     return dist.all_reduce(tensor, op=op, group=group)
 
 
@@ -266,20 +280,24 @@ def all_reduce_coalesced(tensors: list[Tensor], op=ReduceOp.SUM, group=None, asy
 
 @_logged
 def reduce(tensor: Tensor, dst: int, op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """torch.distributed's `reduce`."""
     return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
 
 
 @_logged
 def reduce_scatter(output: Tensor, input_list: list[Tensor], op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """torch.distributed's `reduce_scatter`."""
     return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
 
 
 @_logged
 def reduce_scatter_tensor(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """torch.distributed's `reduce_scatter_tensor`."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """As `reduce_scatter_tensor`."""
     return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -287,31 +305,37 @@ def reduce_scatter_fn(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, gr
 def all_to_all_single(
     output: Tensor, tensor: Tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op: bool = False
 ):
+    """torch.distributed's `all_to_all_single`."""
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
 
 @_logged
 def all_to_all(output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group=None, async_op: bool = False):
+    """torch.distributed's `all_to_all`."""
     return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
 
 
 @_logged
 def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group=None, async_op: bool = False):
+    """torch.distributed's `gather`."""
     return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
 
 @_logged
 def scatter(tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group=None, async_op: bool = False):
+    """torch.distributed's `scatter`."""
     return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
 
 @_logged
 def barrier(group=None, async_op: bool = False, device_ids=None):
+    """torch.distributed's `barrier`."""
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
 
 @_logged
 def monitored_barrier(group=None, timeout=None, wait_all_ranks: bool = False):
+    """torch.distributed's `monitored_barrier`."""
     return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
@@ -320,11 +344,13 @@ def monitored_barrier(group=None, timeout=None, wait_all_ranks: bool = False):
 
 @_logged
 def send(tensor: Tensor, dst: int, group=None, tag: int = 0):
+    """torch.distributed's `send`."""
     return dist.send(tensor, dst, group=group, tag=tag)
 
 
 @_logged
 def recv(tensor: Tensor, src: int | None = None, group=None, tag: int = 0):
+    """torch.distributed's `recv`."""
     return dist.recv(tensor, src, group=group, tag=tag)
 
 
@@ -356,6 +382,7 @@ def _torchs(op: Callable) -> Callable:
 
 @_logged
 def batch_isend_irecv(p2p_op_list: list[P2POp]):
+    """torch.distributed's `batch_isend_irecv`."""
     return dist.batch_isend_irecv(p2p_op_list)
 
 
@@ -381,10 +408,12 @@ def _together(works: list, async_op: bool) -> _Works | None:
 
 
 def get_rank(group=None) -> int:
+    """This rank in `group`, None for all ranks."""
     return dist.get_rank(group)
 
 
 def get_world_size(group=None) -> int:
+    """The number of ranks in `group`, None for all."""
     return dist.get_world_size(group)
 
 
@@ -394,14 +423,17 @@ def get_local_rank() -> int:
 
 
 def get_world_group():
+    """The group of all ranks."""
     return dist.group.WORLD
 
 
 def get_global_rank(group=None, group_rank: int = 0) -> int:
+    """The global rank of `group_rank` in `group`, None for all ranks."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group=None) -> list[int]:
+    """The global ranks of `group`, None for all."""
     return dist.get_process_group_ranks(group)
 
 
@@ -412,16 +444,20 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def has_all_gather_into_tensor() -> bool:
+    """Always: torch has it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
+    """Always: torch has it."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
+    """Always: it is above."""
     return True
 
 
 def has_coalescing_manager() -> bool:
+    """Always: torch has it."""
     return True

@@ -32,6 +32,7 @@ class LogSwitches:
     prof_ops: tuple[str, ...] = ()
 
     def wants(self, name: str, *, prof: bool) -> bool:
+        """Whether a call of operation `name` is logged. prof: it asks for it itself."""
         return self.enabled and (prof or self.prof_all or name in self.prof_ops)
 
 
@@ -68,6 +69,7 @@ class Calls:
     seconds: list[float] = field(default_factory=list)
 
     def metrics(self) -> dict[str, object]:
+        """Count, milliseconds, bandwidths in Gbit/s and bytes, by name."""
         rates = [bandwidth(self.operation, nbytes=self.nbytes, seconds=s, ranks=self.ranks) for s in self.seconds]
         return {
             "count": len(self.seconds),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 
 from ztk.deepspeed.config import Settings
+from ztk.policies.optimizer import TORCH
 from ztk.precision.policy import DTYPES
 
 _WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
@@ -139,6 +140,12 @@ def _precision(settings: Settings, *, out: Overrides) -> None:
 
 def _optimizer(settings: Settings, *, out: Overrides) -> None:
     policy = settings.optimizer
+    if policy is not None and policy.name == TORCH:
+        raise ValueError(
+            f"optimizer.type={settings.given['optimizer']['type']}: run.py has no such optimizer; use AdamW, Adam, SGD or Lion"
+        )
+    if settings.skip_unused:
+        out.notes.append("skip_unused: run.py has no key for it, and its models use every parameter in every step")
     if policy is None:
         out.notes.append("optimizer: the configuration names none; run.py takes its own")
         out.add(optimizer__clip_grad_norm=settings.gradient_clipping)

@@ -99,7 +99,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """The backward of a scalar loss. Returns the loss divided by the accumulation steps, as its gradients are.
 
-        scale_wrt_gas: False leaves loss and gradients undivided.
+        scale_wrt_gas: False leaves loss and gradients undivided. Raises ValueError for a loss that is no scalar or has no history.
         """
         self._need_optimizer()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -113,7 +113,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         return loss / steps if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale: for `engine.scale(loss).backward()`."""
+        """The loss, a scalar, times the loss scale: for `engine.scale(loss).backward()`."""
         self._need_optimizer()
         self._announce()
         return self.engine.scale(loss)
@@ -121,7 +121,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def step(self, lr_kwargs: dict | None = None) -> None:
         """Ends a micro-batch; at a boundary the optimizer steps, and the schedule if the step was not skipped.
 
-        Raises FloatingPointError for a non-finite gradient that no smaller loss scale can fix.
+        Raises FloatingPointError for a non-finite gradient that no smaller loss scale can fix, RuntimeError inside `no_sync`.
         """
         self._need_optimizer()
         self._states.need(what="step")
@@ -189,7 +189,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduces what backwards under `no_sync` left on the ranks. Every rank calls it; without such gradients it does nothing.
 
-        bucket_size: accepted; gradients are reduced in the buffers they lie in.
+        bucket_size: elements; accepted, gradients are reduced in the buffers they lie in.
         """
         del bucket_size
         reduction = self.engine.zero.reduction
@@ -211,7 +211,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._set_batch(replace(batch, train=train_batch_size, accumulation=train_batch_size // unit))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro-batch, from now on; the number of micro-batches per step stays. A loader that exists keeps its own."""
+        """Another micro-batch, from now on; the number of micro-batches per step stays. A loader that exists keeps its own.
+
+        Raises ValueError if micro_batch_size, in samples, is below 1.
+        """
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")
         batch = self.settings.batch
@@ -282,6 +285,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
         return self._compiled
 
     def deepspeed_io(
@@ -294,7 +298,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         collate_fn: Callable | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader:
-        """A loader of this rank's part of `dataset`, see `loader_of`. batch_size: None is the micro-batch."""
+        """A loader of this rank's part of `dataset`, see `loader_of`. batch_size: samples; None is the micro-batch."""
         return loader_of(
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
@@ -359,6 +363,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     @property
     def global_steps(self) -> int:
+        """Steps of the optimizer, skipped ones included."""
         return self.engine.global_steps
 
     @property

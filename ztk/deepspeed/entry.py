@@ -13,6 +13,7 @@ from ztk.deepspeed import owners
 from ztk.deepspeed.autotp import check_asked_dtype, with_asked_degree
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
+from ztk.deepspeed.config.optimizer import make_torch_optimizer
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
 from ztk.deepspeed.hybrid import DeepSpeedHybridEngine
@@ -23,6 +24,7 @@ from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
+from ztk.policies.optimizer import TORCH
 from ztk.zero.construction import construction_suspended
 
 
@@ -45,8 +47,8 @@ def initialize(
     """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
 
     args: may hold `deepspeed_config`, the path of the configuration.
-    optimizer: a fresh torch.optim.AdamW, Adam or SGD, or a callable that makes one of the parameters; None: the configuration's, which
-        a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
+    optimizer: a fresh torch optimizer that is elementwise, or a callable that makes one of the parameters; None: the configuration's,
+        which a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
         With neither, AdamW at DeepSpeed's defaults; where model_parameters and a schedule are missing too, its states are made when the
         first forward runs with gradients on, so that a model that only evaluates takes no memory for them.
     model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
@@ -204,11 +206,25 @@ def _trained(
     """None if there is no optimizer. trains: without one, there is one all the same."""
     if optimizer is not None:
         return groups_of_client(
-            optimizer, model=model, model_parameters=model_parameters, clip=settings.gradient_clipping
+            optimizer,
+            model=model,
+            model_parameters=model_parameters,
+            clip=settings.gradient_clipping,
+            skip_unused=settings.skip_unused,
         )
     policy = settings.optimizer
     if policy is None and trains:
         policy = default_optimizer(settings)
+    if policy is not None and policy.name == TORCH:
+        return groups_of_client(
+            lambda parameters: make_torch_optimizer(settings.given["optimizer"], parameters=parameters),
+            model=model,
+            model_parameters=model_parameters,
+            clip=settings.gradient_clipping,
+            skip_unused=settings.skip_unused,
+        )
+    if policy is not None and settings.skip_unused:
+        policy = replace(policy, skip_unused=True)
     return policy and groups_of_config(policy, model=model, model_parameters=model_parameters)
 
 

@@ -29,12 +29,15 @@ class Getters:
     _watcher: "Watcher"
 
     def train_batch_size(self) -> int:
+        """Samples of a step, over all ranks."""
         return self.settings.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a rank's micro-batch."""
         return self.settings.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
         return self.settings.batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -43,21 +46,27 @@ class Getters:
         return batch.train, batch.micro, batch.accumulation
 
     def gradient_clipping(self) -> float:
+        """The largest norm of a gradient; 0: not clipped."""
         return self.settings.gradient_clipping
 
     def zero_optimization(self) -> bool:
+        """Whether anything is sharded: stage 1 or more."""
         return self.settings.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
         return self.settings.zero.stage
 
     def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded: stage 3."""
         return self.settings.zero.shards_parameters
 
     def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded: stages 2 and 3."""
         return self.settings.zero.shards_gradients
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether `save_16bit_model` may gather sharded parameters."""
         return self.settings.gathers_on_save
 
     def zero_cpu_offload(self) -> bool:
@@ -65,30 +74,39 @@ class Getters:
         return self.settings.offload.optimizer is Tier.cpu
 
     def zero_reduce_bucket_size(self) -> int:
+        """Elements of a bucket."""
         return self.settings.zero.bucket_size
 
     def zero_prefetch_bucket_size(self) -> int:
+        """Elements that are gathered ahead of their use."""
         return self.settings.zero.prefetch_bucket_size
 
     def zero_max_live_parameters(self) -> int:
+        """Gathered elements above which nothing is gathered ahead."""
         return self.settings.zero.max_live_parameters
 
     def zero_max_reuse_distance(self) -> int:
+        """A unit stays gathered if it is used again within this many elements."""
         return self.settings.zero.max_reuse_distance
 
     def zero_param_persistence_threshold(self) -> int:
+        """Elements below which a parameter stays gathered."""
         return self.settings.zero.param_persistence_threshold
 
     def fp16_auto_cast(self) -> bool:
+        """Whether floating inputs are cast to the model's dtype."""
         return self.settings.casts_inputs
 
     def fp16_enabled(self) -> bool:
+        """Whether the model computes in float16."""
         return self.settings.precision.dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bfloat16."""
         return self.settings.precision.dtype is torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes; see `loss_scale`."""
         return self.settings.static_loss_scale == 0
 
     def loss_scale(self) -> float:
@@ -101,6 +119,7 @@ class Getters:
 
     @property
     def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are sent and add up."""
         return self.engine.zero.gradient_dtype
 
     def optimizer_name(self) -> str | None:
@@ -112,6 +131,7 @@ class Getters:
         return (self.settings.given.get("optimizer") or {"type": "AdamW"})["type"].lower()
 
     def scheduler_name(self) -> str | None:
+        """The schedule of the configuration; None: it has none."""
         return None if self.settings.schedule is None else self.settings.schedule.type
 
     def get_lr(self) -> list[float]:
@@ -119,6 +139,7 @@ class Getters:
         return self._of_groups("lr")
 
     def get_type(self) -> list:
+        """What every group says of its `type`; 0.0 for one that says nothing."""
         return self._of_groups("type")
 
     def get_mom(self) -> list:
@@ -133,6 +154,7 @@ class Getters:
         return self.engine.read_metrics().grad_norm if self.engine.global_steps else None
 
     def get_data_parallel_rank(self) -> int:
+        """This rank's place among those that compute on different data."""
         mesh = self.engine.process.mesh
         return mesh.comm("data").rank // mesh.topology.sequence
 
@@ -142,23 +164,29 @@ class Getters:
         return sequence_group_of(mesh.topology) if mesh.topology.sequence > 1 else None
 
     def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that share the layers."""
         return self.engine.process.mesh.comm("tp").rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def steps_per_print(self) -> int | None:
+        """Steps between lines of progress; None: there are no lines."""
         return self.settings.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
+        """Whether the times of forward, backward and step are printed."""
         return self.settings.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
+        """Whether memory is printed with the times."""
         return self.settings.memory_breakdown
 
     def dump_state(self) -> bool:
+        """Whether the configuration is printed at the start."""
         return self.settings.dump_state
 
     def flops_profiler_enabled(self) -> bool:
+        """Whether the configuration asks for a FLOPs profile."""
         return self.settings.watching.flops is not None
 
     def get_wall_clock_timers(self) -> dict[str, float]:
@@ -175,6 +203,7 @@ class Getters:
 
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
+        """The profiler of the configuration; None: it asks for none."""
         return self._watcher.flops
 
     @property
@@ -183,6 +212,7 @@ class Getters:
         return self._watcher.throughput
 
     def dataloader_drop_last(self) -> bool:
+        """Whether a loader leaves out a last batch that is not full."""
         return self.settings.drop_last
 
     @property
@@ -211,14 +241,17 @@ class Getters:
 
     @property
     def local_rank(self) -> int:
+        """This rank's place on its machine."""
         return self.engine.process.local_rank
 
     @property
     def global_rank(self) -> int:
+        """This rank's place among all."""
         return self.engine.process.rank
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.engine.process.world_size
 
     @property
@@ -234,4 +267,5 @@ class Getters:
 
     @property
     def mp_world_size(self) -> int:
+        """The number of ranks that share the layers."""
         return self.engine.process.mesh.comm("tp").size

@@ -9,11 +9,12 @@ from torch import nn
 
 from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 from ztk.optim import OptimizerPolicy, ParameterGroup
+from ztk.policies.optimizer import TORCH
 
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
-# What a group of a torch optimizer may hold besides, and the value with which it changes nothing.
+# What a group of a torch optimizer may hold besides, and the value that ztk's own optimizers have.
 _MUST_BE = {"amsgrad": False, "maximize": False, "dampening": 0}
-# Classes by the optimizer of ztk that does the same; a class derived from one of them may do anything.
+# Classes by the optimizer of ztk that does the same. A class derived from one of them may do anything, so its own step runs.
 _CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw",
     torch.optim.Adam: "adam",
@@ -57,51 +58,68 @@ def groups_of_config(policy: OptimizerPolicy, *, model: nn.Module, model_paramet
 
 
 def groups_of_client(
-    optimizer: torch.optim.Optimizer | Callable, *, model: nn.Module, model_parameters: Iterable | None, clip: float
+    optimizer: torch.optim.Optimizer | Callable,
+    *,
+    model: nn.Module,
+    model_parameters: Iterable | None,
+    clip: float,
+    skip_unused: bool = False,
 ) -> TrainedGroups:
     """A torch optimizer, or a callable that makes one of `model_parameters`. An optimizer's own parameters count, as in DeepSpeed.
 
-    Raises ValueError for an optimizer that ztk does not have, and for options that it does not have.
+    The policy is that of ztk's own optimizer where one does the same, else it has the name "torch", and the optimizer's own step runs.
+    Raises ValueError for what is no optimizer, and for one that has made steps.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
             raise ValueError(f"optimizer={optimizer!r:.80}: must be a torch optimizer, or a callable that makes one")
         optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
-    name = _name_of(optimizer)
-    if optimizer.state:
-        raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
-    for group in optimizer.param_groups:
-        for key, value in _MUST_BE.items():
-            if group.get(key, value) != value:
-                raise ValueError(f"optimizer: {key}={group[key]} is not offered by ztk; use {key}={value}")
-    first = optimizer.param_groups[0]
-    decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in optimizer.param_groups}
-    if len(decoupled) > 1:
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            "optimizer: decoupled_weight_decay differs between groups, and one Adam runs them all; make it equal"
+            f"optimizer: made a {type(optimizer).__name__}, which is no torch.optim.Optimizer: derive its class from it"
         )
+    policy = _own_policy(optimizer, clip=clip) or OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
+    if skip_unused and policy.name in ("adamw", "adam"):  # torch's count the steps of every parameter
+        if not policy.bias_correction:
+            raise ValueError(
+                "skip_unused: true with bias_correction=False, which torch's step does not have; leave one of them out"
+            )
+        policy = OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
+    policy = replace(policy, skip_unused=skip_unused)
+    if optimizer.state and policy.name != TORCH:  # a class may set states in its constructor
+        raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
+    return _trained(
+        policy, model=model, groups=optimizer.param_groups, client=optimizer, defaults=dict(optimizer.defaults)
+    )
+
+
+def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPolicy | None:
+    """That of ztk's optimizer with the same arithmetic in all groups, or None."""
+    name, groups = _CLASSES.get(type(optimizer)), optimizer.param_groups
+    if name is None or any(group.get(key, value) != value for group in groups for key, value in _MUST_BE.items()):
+        return None
+    decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in groups}
+    if len(decoupled) > 1:
+        return None
     if name == "adam" and decoupled == {True}:
         name = "adamw"
-    options = {key: _plain(first[key]) for key in ("lr", "weight_decay")}
+    options = {key: _plain(groups[0][key]) for key in ("lr", "weight_decay")}
     if name == "sgd":
-        momenta = [float(group["momentum"]) for group in optimizer.param_groups]
-        nesterov = {bool(group["nesterov"]) for group in optimizer.param_groups if float(group["momentum"])}
+        momenta = [float(group["momentum"]) for group in groups]
+        nesterov = {bool(group["nesterov"]) for group in groups if float(group["momentum"])}
         if len(nesterov) > 1:
-            raise ValueError("optimizer: nesterov differs between groups, and one SGD runs them all; make it equal")
+            return None
         options |= {"momentum": max(momenta), "nesterov": nesterov == {True}}
     else:
-        options["betas"] = tuple(map(float, first["betas"]))
-    if "eps" in first:
-        options["eps"] = float(first["eps"])
-    corrected = {bool(group.get("bias_correction", True)) for group in optimizer.param_groups}
+        options["betas"] = tuple(map(float, groups[0]["betas"]))
+    if "eps" in groups[0]:
+        options["eps"] = float(groups[0]["eps"])
+    corrected = {bool(group.get("bias_correction", True)) for group in groups}
     if len(corrected) > 1:
         raise ValueError("optimizer: bias_correction differs between groups, and one Adam runs them all; make it equal")
     if corrected == {False}:
         options["bias_correction"] = False
-    policy = OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)
-    return _trained(
-        policy, model=model, groups=optimizer.param_groups, client=optimizer, defaults=dict(optimizer.defaults)
-    )
+    return OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)
 
 
 def count_beyond(optimizer: torch.optim.Optimizer, *, model_parameters: Iterable) -> int:
@@ -122,7 +140,13 @@ def freeze_others(model: nn.Module, *, names: set[str]) -> list[str]:
 
 
 def hyper_row(group: Mapping, *, policy: OptimizerPolicy) -> tuple[float, ...]:
-    """A group's lr, beta1, beta2, eps, weight_decay, momentum: the columns of `ztk.kernels.Hyper`."""
+    """A group's lr, beta1, beta2, eps, weight_decay, momentum: the columns of `ztk.kernels.Hyper`.
+
+    Of an optimizer whose own step runs only the rate, for metrics; 0 if it has none.
+    """
+    if policy.name == TORCH:
+        lr = group.get("lr")
+        return (float(lr) if isinstance(lr, int | float | torch.Tensor) else 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     beta1, beta2 = group.get("betas", (0.0, 0.0))
     values = (
         group["lr"],
@@ -179,10 +203,14 @@ def _patterns(policy: OptimizerPolicy, *, groups: list[dict], names: list[list[s
     for group, own in zip(groups, names, strict=True):
         if not own:
             continue
+        pattern = "^(?:" + "|".join(map(re.escape, own)) + ")$"
+        if policy.name == TORCH:
+            made.append(ParameterGroup(pattern=pattern))
+            continue
         lr, beta1, beta2, eps, weight_decay, momentum = hyper_row(group, policy=policy)
         made.append(
             ParameterGroup(
-                pattern="^(?:" + "|".join(map(re.escape, own)) + ")$",
+                pattern=pattern,
                 lr=lr,
                 betas=(beta1, beta2) if policy.betas is not None else None,
                 eps=eps if policy.eps is not None else None,
@@ -191,16 +219,6 @@ def _patterns(policy: OptimizerPolicy, *, groups: list[dict], names: list[list[s
             )
         )
     return tuple(made)
-
-
-def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    if type(optimizer) not in _CLASSES:
-        raise ValueError(
-            f"optimizer={type(optimizer).__name__}: ztk runs the update itself and knows torch.optim.AdamW, Adam and SGD, and "
-            "FusedAdam, DeepSpeedCPUAdam, FusedLion and DeepSpeedCPULion of deepspeed.ops; use one of these, or name one in the "
-            "configuration's section optimizer (AdamW, Adam, Lion, SGD)"
-        )
-    return _CLASSES[type(optimizer)]
 
 
 def _experts_apart(groups: list) -> list:

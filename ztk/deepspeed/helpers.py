@@ -62,7 +62,7 @@ def copy_to_device(item: Any, device: object, criterion_func: Callable[[object],
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, mpu: None = None
 ) -> Tensor:
-    """Clips `.grad` of a plain model and returns the norm. An engine clips by itself, see `gradient_clipping`.
+    """Clips `.grad` of a plain model and returns the norm, a scalar. An engine clips by itself, see `gradient_clipping`.
 
     Raises ValueError for an mpu: parts of parameters on several ranks have their norm in the engine alone.
     """

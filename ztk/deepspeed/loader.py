@@ -25,6 +25,7 @@ def loader_of(
 ) -> DataLoader:
     """Batches of this rank's part of `data`; ranks that share a model's parts read the same.
 
+    batch_size: samples.
     route: "train" is shuffled (`dataloader.sampler.set_epoch(n)` gives another order each epoch), "eval" and "predict" are in order.
     Raises ValueError for data that are no dataset.
     """
@@ -50,9 +51,9 @@ def loader_of(
 class DeepSpeedDataLoader:
     """Batches of one rank's part of `dataset`, made by hand as in DeepSpeed; `engine.deepspeed_io` makes those of an engine.
 
-    local_rank: below 0 there are no ranks, and the order is a random one of all. tput_timer: started at every batch; None: none.
-    num_local_io_workers: processes that read; None: this one reads. data_sampler: None draws by data_parallel_rank of
-    data_parallel_world_size, `loader.data_sampler.set_epoch(n)` gives another order.
+    batch_size: samples of this rank. local_rank: below 0 there are no ranks, and the order is a random one of all.
+    tput_timer: started at every batch; None: none. num_local_io_workers: processes that read; None: this one reads.
+    data_sampler: None draws by data_parallel_rank of data_parallel_world_size, `loader.data_sampler.set_epoch(n)` gives another order.
     Raises ValueError for curriculum learning, which is not offered.
     """
 

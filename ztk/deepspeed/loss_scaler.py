@@ -33,14 +33,15 @@ class LossScalerBase:
         return self.cur_scale
 
     def scale_gradient(self, module: object, grad_in: Iterable[Tensor], grad_out: object) -> tuple[Tensor, ...]:
-        """`grad_in` times the scale, as a module's backward hook."""
+        """`grad_in`, tensors of any shape, times the scale, as a module's backward hook."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss, a scalar, times the scale."""
         return loss * self.loss_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The backward of the scaled loss."""
+        """The backward of the scaled loss, a scalar."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
@@ -59,7 +60,8 @@ class LossScaler(LossScalerBase):
 
 @module_is(_MODULE)
 class DynamicLossScaler(LossScalerBase):
-    """Halved by an overflow, doubled after `scale_window` steps without one.
+    """Halved by an overflow, doubled after `scale_window` steps without one. Raises ValueError
+    unless init_scale, scale_window and delayed_shift are above 0.
 
     min_scale: never below it. delayed_shift: overflows that it takes to halve (hysteresis); a growth restores them, with
     consecutive_hysteresis every step without overflow. The first step, and the first after an overflow, do not count.
@@ -94,7 +96,7 @@ class DynamicLossScaler(LossScalerBase):
         self.dtype = dtype
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of `params` on this rank is not finite. On a GPU this waits for the device."""
+        """Whether a gradient of `params`, of any shape, on this rank is not finite. On a GPU this waits for the device."""
         return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
 
     def update_scale(self, overflow: bool) -> None:

@@ -83,7 +83,7 @@ def parts_of(model: nn.Module, *, process: Process) -> dict[str, Part] | None:
     """What this rank holds of the model's parameters; None if it holds all of them.
 
     A parameter marked by Megatron (tensor_model_parallel, or model_parallel, with partition_dim) is cut along that dimension, in order of
-    ranks; the others are copies.
+    ranks; the others are copies. Raises ValueError for a partition_dim that the parameter does not have.
     """
     comm = process.mesh.comm("tp")
     if comm.size == 1:

@@ -26,7 +26,7 @@ class StateOffload:
         pin_memory: bool,
         non_blocking: bool,
     ) -> None:
-        """See `DeepSpeedEngine.offload_states`."""
+        """See `DeepSpeedEngine.offload_states`. Raises ValueError for nvme, and where the configuration offloads parameters."""
         target = OffloadDeviceEnum(device)
         if target is OffloadDeviceEnum.none:
             logger.warning("offload_states(device='none'): nothing is moved; use device='cpu'")

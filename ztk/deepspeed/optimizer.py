@@ -56,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, of_engine: bool = False) -> None:
-        """The engine calls it at a boundary."""
+        """The engine calls it at a boundary. Raises RuntimeError if a script does, ValueError for a hook that returns arguments."""
         if not of_engine:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
         assert closure is None
@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._mark_stepped()
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """The engine's full step, for a pipeline; returns its loss. Step hooks run around all of it."""
+        """The engine's full step, for a pipeline; returns its loss, a scalar. Step hooks run around all of it."""
         with _inside_hooks(self), self._inside_hooks_of_client():
             self._write_hyper()
             loss = self._engine.train_batch(micro_batches)
@@ -221,7 +221,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     def load_groups_state(self, state: list[dict]) -> None:
-        """Rates and other numbers as they were; the parameters of the groups are the model's now."""
+        """Rates and other numbers as they were; the parameters of the groups are the model's now.
+
+        Raises ValueError for another number of groups.
+        """
         if len(state) != len(self.param_groups):
             raise ValueError(
                 f"the checkpoint has {len(state)} parameter groups, this optimizer {len(self.param_groups)}; group alike, "

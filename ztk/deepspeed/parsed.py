@@ -13,7 +13,8 @@ from ztk.deepspeed.watch.monitors import MonitorPolicy
 class DeepSpeedConfig:
     """The configuration, checked and with the batch sizes solved, under DeepSpeed's attribute names.
 
-    config: dict, path or base64. Raises DeepSpeedConfigError with every fault. `settings` is what the engine would take.
+    config: dict, path or base64. Raises DeepSpeedConfigError with every fault, ValueError for mpu and mesh_device.
+    `settings` is what the engine would take.
     """
 
     def __init__(self, config: object, mpu: None = None, mesh_device: None = None) -> None:

@@ -96,14 +96,17 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> int:
+        """This stage, from 0."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
+        """How many stages there are."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
+        """Micro-batches of a step."""
         return self.micro_batches
 
     @property

@@ -103,8 +103,8 @@ class Saving:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the full model's in main memory on every rank.
-        Otherwise the call is local.
+        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the full model's in main memory on every rank,
+        in full shapes. Otherwise the call is local.
 
         Raises ValueError for keep_vars where full weights are copies.
         """
@@ -123,9 +123,10 @@ class Saving:
         custom_load_fn: Callable | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Loads `checkpoint["module"]`, full weights by name, into the module, master weights included; rank 0's values count.
+        """Loads `checkpoint["module"]`, weights by name in their full shapes, into the module, master weights included.
 
-        One module's parameters are unsharded at a time; with custom_load_fn, called as custom_load_fn(src=..., dst=module), all of them.
+        Rank 0's values count.         One module's parameters are unsharded at a time; with custom_load_fn, called as
+        custom_load_fn(src=..., dst=module), all of them.
         Where ranks hold parts of the model, each takes its own part of `checkpoint["module"]`, which must hold full weights on every
         rank, and custom_load_fn raises ValueError.
         fetch_z3_params: accepted; sharded parameters are always unsharded for it.

@@ -164,7 +164,8 @@ class WarmupCosineLR(_Schedule):
 class OneCycle(_Schedule):
     """Up from `cycle_min_lr` to `cycle_max_lr` and back; beta1 (as "momentum", with beta2 0.99) the other way round; then decay.
 
-    cycle_second_step_size: None is as many as the first; with 0 the cycle ends, at `cycle_min_lr`, where the peak would be.
+    cycle_first_step_size, decay_step_size: steps. cycle_second_step_size: steps; None is as many as the first; with 0 the cycle ends, at
+    `cycle_min_lr`, where the peak would be. Raises ValueError for a negative decay.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """`lr_range_test_min_lr` (1 + rate * step / size): grows until training breaks."""
+    """`lr_range_test_min_lr` (1 + rate * step / lr_range_test_step_size), the size in steps: grows until training breaks."""
 
     def __init__(
         self,

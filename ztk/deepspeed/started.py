@@ -24,7 +24,8 @@ def this_process(
     """This rank; started by the first call, the same for all engines of a program.
 
     A launcher says who the rank is by its environment, `join` by its arguments, or the script has joined a process group itself.
-    timeout: of every collective, decided by the first call.
+    timeout: of every collective, decided by the first call. Raises ValueError for dist_init_required=False before torch.distributed is
+    initialised.
     """
     global _process
     if dist_init_required is False and not dist.is_initialized():

@@ -73,10 +73,12 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, Timer(name))
 
     def get_timers(self) -> dict[str, Timer]:
+        """The timers by name."""
         return self.timers
 
     @staticmethod
     def memory_usage() -> str:
+        """The device's memory in GiB, now and at most, as a line ends."""
         device = get_accelerator()
         values = {
             "mem_allocated": device.memory_allocated(),
@@ -146,6 +148,7 @@ class ThroughputTimer:
         self._since: float | None = None
 
     def update_epoch_count(self) -> None:
+        """Another epoch begins, with its first micro-batch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 

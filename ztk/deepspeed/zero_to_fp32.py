@@ -48,7 +48,7 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def contiguous(self) -> Tensor:
-        """In main memory. Raises CheckpointError for damaged files."""
+        """In main memory, in its own shape. Raises CheckpointError for damaged files."""
         full, done = torch.empty(prod(self.shape), dtype=self.dtype), 0
         for values in self.ranges():
             full[done : done + values.numel()] = values
@@ -62,7 +62,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor | LazyTensor]:
-    """Name -> fp32 weight, persistent buffers and tied names included. Non-floating buffers keep their dtype.
+    """Name -> fp32 weight in its full shape, persistent buffers and tied names included. Non-floating buffers keep their dtype.
 
     checkpoint_dir: the folder that was given to `save_checkpoint`. tag: None reads its file `latest`.
     lazy_mode: values are read when their `contiguous()` is called, so that they need not be in memory together.

@@ -20,8 +20,8 @@ def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
     return taken
 
 
-def train_batch(engine, micro_batches: Iterable) -> Tensor:
-    """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, on the device."""
+def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
+    """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, a scalar on the device."""
     losses = []
     for batch in take(micro_batches, count=engine.accumulation_steps):
         with weighing(engine.module, weight=batch.weight):  # the backward too, which may recompute
@@ -32,8 +32,8 @@ def train_batch(engine, micro_batches: Iterable) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def eval_batch(engine, micro_batches: Iterable) -> Tensor:
-    """This replica's mean loss over `micro_batches`, without gradients and in eval mode, on the device."""
+def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:
+    """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
     with engine.evaluating():
         batches = map(MicroBatch.of, micro_batches)
         return torch.stack([batch.weigh(engine(*batch.args, **batch.kwargs)) for batch in batches]).mean()

@@ -75,7 +75,7 @@ class Engine:
             self._synchronise = before
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale: for `engine.scale(loss).backward()`.
+        """The loss, a scalar, times the loss scale: for `engine.scale(loss).backward()`.
 
         Where a loss scale is in effect, `loss.backward()` without it raises RuntimeError.
         """
@@ -159,15 +159,15 @@ class Engine:
         self.zero.discard_gradients()
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this replica's mean loss, on the device.
+        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this replica's mean loss, a scalar on the device.
 
         A micro-batch is a tuple of the module's arguments, a dict of keyword arguments, or a `MicroBatch`; the module returns its loss.
         """
-        return train_batch(self, micro_batches)
+        return train_batch(self, micro_batches=micro_batches)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """This replica's mean loss over `micro_batches`, without gradients and in eval mode, on the device."""
-        return eval_batch(self, micro_batches)
+        """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
+        return eval_batch(self, micro_batches=micro_batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -68,7 +68,7 @@ class PipelineEngine(Engine):
         return self.process.mesh.is_last_stage
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """One optimizer step; returns this replica's mean loss over its micro-batches, on the device of every rank of the pipeline.
+        """One optimizer step; returns this replica's mean loss over its micro-batches, a scalar on the device of every rank of the pipeline.
 
         micro_batches: at least `accumulation_steps` of them, of which that many are taken: tuples of arguments, dicts of keyword arguments,
             or `MicroBatch`. Ranks that hold neither the first nor the last stage may be given Nones.
@@ -81,7 +81,7 @@ class PipelineEngine(Engine):
         return self.share(torch.stack(losses).float().mean() if self.is_last_stage else None)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """This replica's mean loss over `micro_batches`, without gradients and in eval mode, on every rank of the pipeline."""
+        """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on every rank of the pipeline."""
         batches = [MicroBatch.of(batch) for batch in micro_batches]
         with self.evaluating():
             outputs = self.forward_batches(batches)
@@ -95,7 +95,7 @@ class PipelineEngine(Engine):
         return self._wire.spread(output, source=self._pipeline.size - 1)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Refused: see the class. Raises: RuntimeError, always."""
+        """Refused for every loss, scalar or not: see the class. Raises: RuntimeError, always."""
         raise RuntimeError(
             "a pipeline trains by engine.train_batch(micro_batches): it has no backward of a single loss"
         )
@@ -139,7 +139,7 @@ class PipelineEngine(Engine):
     # What a run asks of its trainer
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale."""
+        """The loss, a scalar, times the loss scale."""
         return loss.float() * self.control.loss_scale if self._scales_loss else loss
 
     @contextmanager

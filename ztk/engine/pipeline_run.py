@@ -26,7 +26,7 @@ class Trainer(Protocol):
     deferred: deferred.DeferredGradients
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale."""
+        """The loss, a scalar, times the loss scale."""
 
     def backward_of(self, action: Action) -> AbstractContextManager[None]:
         """Inside, gradients of weights of the action's stage arrive."""

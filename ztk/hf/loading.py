@@ -86,7 +86,7 @@ def names_in_model(
 
 
 def converted_values(entries: dict[str, TensorSlice], *, model: nn.Module, mapping: list) -> dict[str, Tensor]:
-    """What transformers makes of `entries`: model's name -> values. The model stays as it is."""
+    """What transformers makes of `entries`: model's name -> values in the shape of the parameter. The model stays as it is."""
     core: Any = importlib.import_module(_CORE)
     found: dict[str, Tensor] = {}
 

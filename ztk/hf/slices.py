@@ -16,7 +16,7 @@ class TensorSlice:
         self._entry, self._counter = entry, counter
 
     def full(self) -> Tensor:
-        """All of it, in the file's dtype."""
+        """All of it, in the file's shape and dtype."""
         return self._counted(self._entry[...])
 
     def read(self, start: int, stop: int) -> Tensor:

@@ -35,7 +35,7 @@ class TrainingEngine(Protocol):
 
 
 class FullParameters(Protocol):
-    """The parameters by name, full, one after the other; a collective call."""
+    """The parameters by name, in their full shapes, one after the other; a collective call."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
 

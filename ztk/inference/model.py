@@ -146,7 +146,7 @@ class InferenceModel:
         return weights.down(inner)
 
     def norm(self, x: Tensor, *, by: Affine | None) -> Tensor:
-        """The family's norm over the last dimension."""
+        """The family's norm over the last dimension: x [M, C] -> [M, C]."""
         assert by is not None, "the family has this norm"
         if self.description.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], by.weight, by.bias, self.description.norm_eps)

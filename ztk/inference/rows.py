@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32: x [M, N], weight [N] -> [M, N]."""
     rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * rstd).mul_(weight)
@@ -29,5 +29,5 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, *, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """silu(gate) * up, elementwise; all of one shape."""
     return F.silu(gate).mul_(up)

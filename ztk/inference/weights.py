@@ -214,7 +214,8 @@ _NAMES = {
 
 
 def collect(state: Mapping[str, Tensor], *, description: Description, kind: str = "stored") -> Weights:
-    """The engine's weights on the CPU, from a model's parameters by name: fp32, but linear layers and head of the format `kind`.
+    """The engine's weights on the CPU, from a model's parameters by name, in their full shapes: fp32, but linear layers and
+    head of the format `kind`.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.

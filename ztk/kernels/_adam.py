@@ -72,7 +72,10 @@ def update_cpu(
 def updated(
     p: Tensor, *, g: Tensor, m: Tensor, v: Tensor, control: Tensor, decoupled: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(p, m, v) after one step, one plain operation at a time in control's dtype; g is the gradient as stored."""
+    """(p, m, v) after one step, one plain operation at a time in control's dtype; g is the gradient as stored.
+
+    p, g, m, v and the results: one shape; control: [len(Control)].
+    """
     c = control
     g = g * c[Control.grad_coefficient]
     if not decoupled:

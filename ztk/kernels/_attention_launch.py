@@ -93,7 +93,7 @@ _SPILL = (
 
 
 def aot_cases(
-    part: Part, kernel: object, *, head_dim: int, window: bool = False, varlen: bool = False
+    part: Part, *, kernel: object, head_dim: int, window: bool = False, varlen: bool = False
 ) -> tuple[AotCase, ...]:
     """One case per machine: bfloat16, causal, 8 query heads over 2 key heads."""
     shape = (8192, 8, head_dim) if varlen else (2, 4096, 8, head_dim)

@@ -58,7 +58,10 @@ def visible(o_m, o_n, length, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.const
 
 
 def cpu_sequences(tokens: int, *, cu_seqlens: Tensor | None, T: int):
-    """(first token, number of sequences, their common length) of each run the CPU can take as one batch."""
+    """(first token, number of sequences, their common length) of each run the CPU can take as one batch.
+
+    cu_seqlens: int32 [sequences + 1], or None for sequences of T tokens each.
+    """
     if cu_seqlens is None:
         return [(0, tokens // max(T, 1), T)]
     borders = cu_seqlens.tolist()

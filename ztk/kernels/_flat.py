@@ -86,7 +86,7 @@ def dispatch(op: Callable, *, reference: Callable, **named: object) -> None:
 
 
 def write_unless_skipped(control: Tensor, *pairs: tuple[Tensor | None, Tensor]) -> None:
-    """Copy new into old, cast, for each (old, new) of a reference, unless the step is skipped; None takes nothing."""
+    """Copy new into old, of one shape, cast, for each (old, new) of a reference, unless the step is skipped; None takes nothing."""
     keep = control[Control.skip] != 0
     for old, new in pairs:
         if old is not None:

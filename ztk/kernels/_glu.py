@@ -29,7 +29,7 @@ def differentiable(
     activation: Callable,
     activation_backward: Callable,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Register the ops `name` and `name`_backward; returns (gate, up) -> out with gradients for both.
+    """Register the ops `name` and `name`_backward; returns (gate, up) -> out with gradients for both, all of one shape and dtype.
 
     forward, backward: the kernels (gate, up, out, N) and (d_out, gate, up, d_gate, d_up, N). For CPU tensors
     activation(gate, out=) and activation_backward(d_out, gate, grad_input=) stand for them.
@@ -93,8 +93,8 @@ def differentiable(
     return lambda gate, up: Gated.apply(gate.contiguous(), up.contiguous())
 
 
-def check_inputs(op: str, gate: Tensor, *, up: Tensor) -> None:
-    """Raise ValueError unless gate and up match."""
+def check_inputs(op: str, *, gate: Tensor, up: Tensor) -> None:
+    """Raise ValueError unless gate and up match in shape and dtype."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"{op}: gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must match in shape and dtype"

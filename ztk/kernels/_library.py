@@ -44,7 +44,7 @@ _watch: Watch | None = None
 
 
 def set_backend(name: str) -> None:
-    """Choose the implementation of every op in this process: "auto", "triton" or "reference"."""
+    """Choose the implementation of every op in this process: "auto", "triton" or "reference". Raises ValueError for others."""
     global _backend
     if name not in list(Backend):
         raise ValueError(f"kernels={name!r} is unknown; choose one of {', '.join(Backend)}")

@@ -52,7 +52,7 @@ def pointer_table(tensors: Sequence[Tensor], *, flat: Tensor, offsets: Sequence[
 
 
 def triton_dtype(x: Tensor) -> tl.dtype:
-    """The Triton name of the tensor's dtype."""
+    """The Triton name of the dtype of x, of any shape. Raises ValueError for all but float32, bfloat16 and float16."""
     if x.dtype not in _TRITON_DTYPES:
         raise ValueError(f"pointer tables hold float32, bfloat16 or float16 tensors, not {x.dtype}")
     return _TRITON_DTYPES[x.dtype]

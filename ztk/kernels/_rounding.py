@@ -53,7 +53,7 @@ def _mix_cpu(x: Tensor) -> Tensor:
 
 
 def random_bits_cpu(*, start: int, count: int, step: int, seed: int) -> Tensor:
-    """`random_bits` of the indices [start, start + count) as int64 values below 2^32."""
+    """`random_bits` of the indices [start, start + count): int64 [count], below 2^32."""
     key = int(_mix_cpu(torch.tensor((seed + step * 0x9E3779B9) & _MASK)))
     index = torch.arange(start, start + count)
     return _mix_cpu((((index & _MASK) + (index >> 32) * 0x85EBCA6B) & _MASK).bitwise_xor_(key))
@@ -65,7 +65,7 @@ def random_bits_like(x: Tensor, *, start: int, step: int, seed: int) -> Tensor:
 
 
 def round_stochastic_bf16_cpu(x: Tensor, random: Tensor) -> Tensor:
-    """float32 x rounded to bfloat16 by the low 16 bits of `random`."""
+    """float32 x rounded to bfloat16 by the low 16 bits of `random`, int64 of x's shape."""
     bits = x.view(torch.int32)
     up = bits + (random & 0xFFFF).to(torch.int32)
     return (torch.where(x == x, up, bits) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -20,6 +20,8 @@ class AotCase:
     **inputs)`), assuming each target's machine; what it launches is recorded. So constexprs, argument types, divisibility,
     warps, stages and the grid are those of the launcher. `where` picks one of several launches of the kernel by constexprs.
     A zero vector width (with a reason) or a None switches that budget off. A program is a CTA, a processor an SM.
+
+    Raises ValueError for a budget without its reason, and for one per element without the number of elements or their bytes.
     """
 
     kernel: Any  # triton's JITFunction
@@ -107,5 +109,5 @@ class OpSpec:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a reference computes in: float64 for float64 inputs, otherwise float32."""
+    """The dtype a reference computes in for x of any shape: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

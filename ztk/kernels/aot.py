@@ -246,6 +246,7 @@ def table(rows: list[AotRow]) -> str:
 
 
 def main() -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one list of objects")
     parser.add_argument("--ops", default="", help="only ops or kernels whose name contains this")

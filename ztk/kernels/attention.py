@@ -222,6 +222,7 @@ def attention_varlen(
 
     q: [tokens, H, D]; k, v: [tokens, H_kv, D]; cu_seqlens: int32 [sequences + 1] on the same device, 0 first and `tokens`
     last; max_seqlen: at least the longest length, known to the host. Returns [tokens, H, D].
+    Raises ValueError for other shapes, dtypes and devices.
     """
     _validate(q, k, v, causal=causal, window=window, scale=scale)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != q.device:
@@ -343,8 +344,8 @@ SPEC = OpSpec(
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,
     num_flops=lambda shape: 4 * _visible_pairs(shape) * shape[3],
     aot=(
-        *(case for D in (64, 128, 256) for case in aot_cases(Part.forward, _attention_fwd, head_dim=D)),
-        *aot_cases(Part.forward, _attention_fwd, head_dim=128, window=True),
+        *(case for D in (64, 128, 256) for case in aot_cases(Part.forward, kernel=_attention_fwd, head_dim=D)),
+        *aot_cases(Part.forward, kernel=_attention_fwd, head_dim=128, window=True),
         *float32_aot_cases(_attention_fwd),
         *BACKWARD_AOT,
     ),
@@ -362,6 +363,6 @@ VARLEN_SPEC = OpSpec(
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * itemsize,
     num_bytes_backward=lambda shape, itemsize: 8 * shape[0] * shape[1] * shape[2] * itemsize,
     num_flops=lambda shape: 4 * shape[1] * shape[2] * sum(n * (n + 1) // 2 for n in _varlen_lengths(shape[0])),
-    aot=(*aot_cases(Part.forward, _attention_fwd, head_dim=128, varlen=True), *VARLEN_AOT),
+    aot=(*aot_cases(Part.forward, kernel=_attention_fwd, head_dim=128, varlen=True), *VARLEN_AOT),
     tolerance_ulps=4.0,
 )

@@ -241,14 +241,14 @@ AOT = (
         case
         for part, kernel in ((Part.keys, _attention_bwd_keys), (Part.queries, _attention_bwd_queries))
         for cases in (
-            *(aot_cases(part, kernel, head_dim=D) for D in (64, 128, 256)),
-            aot_cases(part, kernel, head_dim=128, window=True),
+            *(aot_cases(part, kernel=kernel, head_dim=D) for D in (64, 128, 256)),
+            aot_cases(part, kernel=kernel, head_dim=128, window=True),
             float32_aot_cases(kernel),
         )
         for case in cases
     ),
 )
 VARLEN_AOT = (
-    *aot_cases(Part.keys, _attention_bwd_keys, head_dim=128, varlen=True),
-    *aot_cases(Part.queries, _attention_bwd_queries, head_dim=128, varlen=True),
+    *aot_cases(Part.keys, kernel=_attention_bwd_keys, head_dim=128, varlen=True),
+    *aot_cases(Part.queries, kernel=_attention_bwd_queries, head_dim=128, varlen=True),
 )

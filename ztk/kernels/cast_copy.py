@@ -66,7 +66,7 @@ _op = register(
 def cast_copy(src: Tensor, *, out: Tensor, scale: Tensor | None = None) -> None:
     """out = src, cast to the dtype of out; times the float32 device scalar `scale` [1] in float32 when given.
 
-    src and out: flat, contiguous, equally long, on one device.
+    src and out: flat, contiguous, equally long, on one device. Raises ValueError if they are not flat, contiguous or equally long.
     """
     if src.dim() != 1 or out.shape != src.shape or not (src.is_contiguous() and out.is_contiguous()):
         raise ValueError(

@@ -332,6 +332,7 @@ def cross_entropy(
     smooths the target distribution by `label_smoothing`. reduction: "mean" over the targets that count (0 when there are
     none), "sum", or "none" for [...]. With `inplace` the logits are lost: where their gradient is needed it takes their
     memory, and one backward may follow. Without a gradient, and in float16, the logits stay as they are.
+    Raises ValueError for a target of another shape or dtype and for an unknown reduction.
     """
     if target.shape != logits.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(

@@ -69,7 +69,7 @@ _differentiable = differentiable(
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh approximation. Both [...], same shape and dtype; returns that shape, contiguous. Gradients for both."""
-    check_inputs("geglu", gate, up=up)
+    check_inputs("geglu", gate=gate, up=up)
     if use_reference():
         return geglu_reference(gate, up)
     if composite(gate):

@@ -308,7 +308,10 @@ def grouped_matmul_pair(
     order: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`grouped_matmul` with each of two weights of one shape; x's gradient is summed over both before it is rounded."""
+    """`grouped_matmul` with each of two weights of one shape; x's gradient is summed over both before it is rounded.
+
+    Raises ValueError for weights that differ in shape or dtype, and as `grouped_matmul` does.
+    """
     if weight2.shape != weight.shape or weight2.dtype != weight.dtype:
         raise ValueError(
             f"grouped_matmul_pair: weights must be alike, not {tuple(weight.shape)} {weight.dtype} and "
@@ -368,7 +371,7 @@ def _eager_product(
 def _make_inputs(shape, *, dtype, device, gather=True) -> dict[str, Any]:
     T, E, D, N = shape
     k = min(2, E)
-    routing = random_routing(T, E, k, device)
+    routing = random_routing(T, E=E, k=k, device=device)
     routing.pop("weights")
     if not gather:
         routing |= {"order": None, "position": None}

@@ -279,6 +279,7 @@ def layer_norm(
 
     With `residual`, of x's shape and dtype, normalises s = x + residual and returns (out, s), else out [..., N].
     Statistics are float32. Gradients for x, weight, bias and residual.
+    Raises ValueError for other shapes, and a residual of another dtype.
     """
     N = x.shape[-1]
     if weight.shape != (N,) or (bias is not None and bias.shape != (N,)):

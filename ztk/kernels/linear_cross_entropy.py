@@ -153,6 +153,7 @@ def linear_cross_entropy(
 
     x: [..., H]; weight: [V, H], of x's dtype; target: int64 [...]. `reduction` "mean" (over targets that are not
     `ignore_index`) or "sum". At most `chunk_bytes` of logits exist at a time (512 MiB; 32 MiB on CPU). Returns float32 [].
+    Raises ValueError for other shapes and dtypes and for an unknown reduction.
     """
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[:-1] != target.shape or x.dtype != weight.dtype:
         raise ValueError(

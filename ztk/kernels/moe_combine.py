@@ -150,6 +150,7 @@ def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor, dropped: bool =
 
     Gradients for y and weights. N is at most 16384. A position of -1 (see `moe_slots`) adds nothing; say `dropped` where there
     may be any, or y has more rows than there are positions: slots that no position names then get a gradient of zero.
+    Raises ValueError for other shapes.
     """
     if y.dim() != 2 or weights.shape != position.shape or (y.shape[0] != position.numel() and not dropped):
         raise ValueError(
@@ -174,8 +175,8 @@ def _eager(y: Tensor, *, weights: Tensor, position: Tensor) -> Tensor:
     return (weights[:, :, None].to(y.dtype) * y[position]).sum(dim=1)
 
 
-def random_routing(T: int, E: int, k: int, device: str) -> dict[str, Tensor]:
-    """A routing of random tokens, one expert left without any: offsets, order, position, weights."""
+def random_routing(T: int, *, E: int, k: int, device: str) -> dict[str, Tensor]:
+    """A routing of T random tokens, one expert left without any: offsets [E + 1], order [T * k], position and weights [T, k]."""
     logits = torch.randn(T, E)
     if E > 2:
         logits[:, 1] = -100.0  # an expert without tokens
@@ -185,7 +186,7 @@ def random_routing(T: int, E: int, k: int, device: str) -> dict[str, Tensor]:
 
 def _make_inputs(shape, *, dtype, device) -> dict[str, object]:
     T, k, N = shape
-    routing = random_routing(T, k + 2, k, device)
+    routing = random_routing(T, E=k + 2, k=k, device=device)
     y = torch.randn(T * k, N, device=device).to(dtype)
     return {"y": y, "weights": routing["weights"], "position": routing["position"]}
 

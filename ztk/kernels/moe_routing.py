@@ -290,7 +290,7 @@ def moe_route(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
     """Choose `top_k` of the E experts for each token from `logits` [T, E] (float32, float16 or bfloat16).
 
     Ties go to the lower index. With `normalise` the weights of a token sum to one. Everything stays on the device; the
-    gradient flows to logits through the weights. E is at most 1024 and top_k at most E.
+    gradient flows to logits through the weights. E is at most 1024 and top_k at most E; ValueError otherwise.
     """
     if logits.dim() != 2 or not 0 < top_k <= logits.shape[1] <= MAX_EXPERTS:
         raise ValueError(
@@ -308,6 +308,7 @@ def moe_slots(experts: Tensor, *, num_experts: int) -> Slots:
     For capacities (drop what ranks too late by position - offsets[expert], by weight or at random, and lay out the rest) and
     for tokens that arrived from other ranks (k = 1). Dropped choices have position -1, and their entries of `order` follow the
     last slot, offsets[num_experts]. On the device throughout, a stable sort; no gradient.
+    Raises ValueError for other shapes and dtypes.
     """
     if experts.dim() != 2 or experts.is_floating_point():
         raise ValueError(f"moe_slots: experts {tuple(experts.shape)} {experts.dtype} must be integers [T, k]")

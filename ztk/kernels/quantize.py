@@ -293,6 +293,7 @@ def quantize(x: Tensor, *, bits: int = 8, group: int = 256) -> Tensor:
 
     x is float32, float16 or bfloat16; row w holds what rank w is to receive. `bits` is 8 or 4, `group` a power of two
     from 32: elements that share a scale. The error of an element is at most half a step, max|group| / 254 or / 14.
+    Raises ValueError for other shapes and options.
     """
     _validate("quantize", bits=bits, group=group)
     if x.dim() not in (1, 2):

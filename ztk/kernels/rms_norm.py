@@ -227,6 +227,7 @@ def rms_norm(
 
     x: [..., N]; weight: [N], any of the three dtypes; returns [..., N] in the dtype of x. With `residual` [..., N] of the
     dtype of x, normalises x + residual and returns (normalised, x + residual). Gradients for x, residual and weight.
+    Raises ValueError for other shapes, and a residual of another dtype.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: weight is {tuple(weight.shape)}; x {tuple(x.shape)} needs ({x.shape[-1]},)")

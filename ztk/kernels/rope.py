@@ -135,6 +135,7 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
     x: [B, T, H, D] with a contiguous last dimension (a slice of a fused projection will do); cos, sin: [T, h], or [B, T, h]
     where positions differ per row, contiguous, 2h <= D. Only the first 2h dimensions of each head are rotated.
     `interleaved` pairs neighbours (GPT-J, RoFormer) instead of halves (Llama, GPT-NeoX). Gradient for x; float32 inside.
+    Raises ValueError for other shapes.
     """
     if x.dim() != 4 or cos.shape != sin.shape or tuple(cos.shape[:-1]) not in ((x.shape[1],), tuple(x.shape[:2])):
         raise ValueError(

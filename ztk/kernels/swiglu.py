@@ -59,7 +59,7 @@ _differentiable = differentiable(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. Both [...], same shape and dtype; returns that shape, contiguous. Gradients for both."""
-    check_inputs("swiglu", gate, up=up)
+    check_inputs("swiglu", gate=gate, up=up)
     if use_reference():
         return swiglu_reference(gate, up)
     if composite(gate):

@@ -30,11 +30,11 @@ class AsyncAllToAll:
         return _Start.apply(rows, anchor, self)
 
     def wait(self, buffer: Tensor) -> Tensor:
-        """What `start` returned, filled with the received rows."""
+        """What `start` returned, filled with the received rows [sum(receive), C]."""
         return _Wait.apply(buffer, self)
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Starts the all-to-all without autograd; returns its output buffer."""
+        """Starts the all-to-all of rows [sum(send), C] without autograd; returns its output buffer [sum(receive), C]."""
         out = rows.new_empty(sum(self.receive), rows.shape[1])
         self._source = rows.detach().contiguous()  # kept alive until it has been sent
         # The thread that sends would record gradients: it must not see tensors that have a history, or are about to get one.

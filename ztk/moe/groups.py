@@ -16,7 +16,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether `param` belongs to an expert of `MoE`."""
+    """Whether `param`, of any shape, belongs to an expert of `MoE`."""
     return not getattr(param, "allreduce", True)
 
 

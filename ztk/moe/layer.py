@@ -18,7 +18,8 @@ _NOISE = (None, "None", "Jitter", "RSample")
 class MoE(nn.Module):
     """hidden [..., C] -> (output [..., C], l_aux, exp_counts [E]), as `deepspeed.moe.layer.MoE`.
 
-    expert: a module [..., C] -> [..., C] (of a tuple the first element counts); the layer makes `num_experts` copies of it.
+    hidden_size: C, features of a token. expert: a module [..., C] -> [..., C] (of a tuple the first element counts); the layer
+    makes `num_experts` copies of it.
     ep_size: over how many ranks `ztk.moe.shard_experts` spreads the experts; 1: all experts on every rank.
     k: experts per token. capacity_factor, eval_capacity_factor, min_capacity: each expert takes at most
         max(ceil(tokens / num_experts * k * factor), min_capacity) of a rank's tokens.

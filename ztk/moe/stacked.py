@@ -30,7 +30,8 @@ def is_stacked_experts(module: nn.Module) -> bool:
 
 
 class SpreadExperts:
-    """The forward of a module whose experts are spread over ranks. `forward` is the module's own, over this rank's experts."""
+    """The forward of a module whose experts are spread over ranks. `forward` is the module's own, over this rank's experts:
+    (hidden [T, C], choices [T, 1], weights [T, 1]) -> [T, C]."""
 
     def __init__(self, forward: Callable[..., Tensor], *, num_experts: int, exchange: ExpertExchange) -> None:
         self._forward, self._num_experts, self._exchange = forward, num_experts, exchange

@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.out = Linear(config.heads * config.head_dim, config.dim)
 
     def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        """cos, sin: fp32 [max_seq_len, D / 2]."""
+        """x [B, T, C] -> [B, T, C]. cos, sin: fp32 [max_seq_len, D / 2]."""
         query, key, value = (
             projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )  # [B, T, H or K, D]
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """See `causal_attention`. A module so that it can be wrapped from outside."""
+    """See `causal_attention`, for shapes too. A module so that it can be wrapped from outside."""
 
     def forward(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
         return causal_attention(query, key=key, value=value)

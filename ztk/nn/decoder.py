@@ -43,8 +43,8 @@ class Decoder(nn.Module):
         """
         x = self.embed(tokens)
         for block in self.blocks:
-            x = self.through(block, x)
-        return self.finish(x, targets)
+            x = self.through(block, x=x)
+        return self.finish(x, targets=targets)
 
     # The three parts of the forward, which a pipeline runs on different ranks.
 
@@ -58,11 +58,11 @@ class Decoder(nn.Module):
             )
         return self.embedding(tokens)
 
-    def through(self, block: Block, x: Tensor) -> Tensor:
+    def through(self, block: Block, *, x: Tensor) -> Tensor:
         """One block: x [B, T, C] -> [B, T, C]."""
         return block(x, cos=self.rope_cos, sin=self.rope_sin)
 
-    def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def finish(self, x: Tensor, *, targets: Tensor | None = None) -> Tensor:
         """x [B, T, C] -> logits [B, T, V], or with targets the loss, as `forward`."""
         return self.loss(self.head(self.norm(x)), targets)
 

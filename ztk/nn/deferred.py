@@ -19,7 +19,7 @@ class DeferredGradients:
     """While `collecting` is a list, backwards of the attached layers append their weights' products to it instead of computing them.
 
     A module of another kind takes part with a method `defer_weight_gradients(deferred)`; in its backward, while `deferred.is_active`, it
-    calls `deferred.defer(parameter, product)` and returns no gradient for `parameter`. All other modules compute their gradients
+    calls `deferred.defer(parameter, product=product)` and returns no gradient for `parameter`. All other modules compute their gradients
     at once, which is correct too.
     """
 
@@ -31,7 +31,7 @@ class DeferredGradients:
         """Backwards defer weight gradients now."""
         return self.collecting is not None
 
-    def defer(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
+    def defer(self, parameter: nn.Parameter, *, product: Callable[[], Tensor]) -> None:
         """Keeps `product`; `product()` is a part of `parameter`'s gradient, in its shape."""
         assert self.collecting is not None
         self.collecting.append((parameter, product))
@@ -56,7 +56,7 @@ class DeferredGradients:
 
 @torch.no_grad()
 def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
-    """Computes the deferred products and gives every parameter the sum of its own, as a backward would."""
+    """Computes the deferred products, of their parameters' shapes, and gives every parameter the sum of its own, as a backward would."""
     uses: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
     for parameter, product in collected:
         uses.setdefault(parameter, []).append(product)
@@ -93,7 +93,7 @@ class _Deferring(torch.autograd.Function):
         gradient = weight_gradient if ctx.product is _own_product else _plain_weight_gradient
         later = functools.partial(gradient, d_out, x=x)
         if ctx.deferred.is_active and isinstance(ctx.parameter, nn.Parameter):
-            ctx.deferred.defer(ctx.parameter, later)
+            ctx.deferred.defer(ctx.parameter, product=later)
             return d_x, None, d_bias, None, None
         return d_x, later(), d_bias, None, None
 

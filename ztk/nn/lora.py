@@ -141,7 +141,8 @@ def adapter_values(values: InitialValues, *, model: nn.Module, seed: int) -> Ini
 
 
 def merge_adapters(model: nn.Module, *, state: Mapping[str, Tensor], scale: float) -> nn.Module:
-    """Adds scale * B A to the weights of `model`, in place, and returns it. state: adapters by name, as `add_adapters` names them.
+    """Adds scale * B A to the weights of `model`, in place, and returns it. state: adapters by name, as `add_adapters` names
+    them, A [rank, in] and B [out, rank].
 
     Raises ValueError for an adapter of a layer that the model does not have, and for values that are no adapter.
     """

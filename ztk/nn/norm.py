@@ -9,7 +9,8 @@ from ztk.kernels import rms_norm
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
 
-    `norm(x)` is the normalised x; `norm(x, residual)` is (the normalised sum, the sum x + residual), in one pass.
+    x, residual and results: [..., dim]. `norm(x)` is the normalised x; `norm(x, residual)` is (the normalised sum, the sum x + residual), in
+    one pass.
     """
 
     def __init__(self, dim: int, *, eps: float) -> None:

@@ -20,7 +20,7 @@ class Arguments(Protocol):
 
 
 def argument(batch: Arguments, *, index: int, name: str) -> Tensor | None:
-    """One argument, by position or by name; None if it is missing."""
+    """One argument, of any shape, by position or by name; None if it is missing."""
     return batch.args[index] if len(batch.args) > index else batch.kwargs.get(name)
 
 

@@ -52,11 +52,11 @@ class DiskFile:
         os.posix_fallocate(self._fd, offset, nbytes)
 
     def read(self, memory: Tensor, *, offset: int) -> None:
-        """Fills `memory` (uint8, CPU; page-aligned for direct I/O) from `offset`, in bytes. Raises DiskError."""
+        """Fills `memory` (uint8 [n], CPU; page-aligned for direct I/O) from `offset`, in bytes. Raises DiskError."""
         self._move(memory, offset=offset, some=self.read_some, action="reading")
 
     def write(self, memory: Tensor, *, offset: int) -> None:
-        """Writes all of `memory` (uint8, CPU; page-aligned for direct I/O) at `offset`, in bytes. Raises DiskError."""
+        """Writes all of `memory` (uint8 [n], CPU; page-aligned for direct I/O) at `offset`, in bytes. Raises DiskError."""
         self._move(memory, offset=offset, some=self.write_some, action="writing")
 
     def read_some(self, buffer: memoryview, *, offset: int) -> int:

@@ -60,7 +60,10 @@ class Transfer:
 
 
 class IoEngine:
-    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping, and is notified of ended transfers."""
+    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping, and is notified of ended transfers.
+
+    staging: a block of memory for each, uint8 [block_bytes] on the CPU.
+    """
 
     def __init__(self, disk: DiskFile, *, staging: list[Tensor], block_bytes: int, counters: IoCounters) -> None:
         self._disk = disk

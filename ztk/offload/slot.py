@@ -26,7 +26,7 @@ class SlotSpec:
 
 
 def check_fits(tensor: Tensor, *, spec: SlotSpec, argument: str) -> None:
-    """Checks that `tensor` is contiguous and has the slot's dtype and number of elements.
+    """Checks that `tensor` is contiguous and has the slot's dtype and number of elements, in any shape.
 
     argument: its name in the message. Raises ValueError if not.
     """

@@ -1,8 +1,9 @@
-"""Single-shard optimizers, the grouping of parameters, and learning rate schedules. They know no ranks."""
+"""Optimizers of a single shard, fused or any elementwise one of torch; the grouping of parameters; learning rate schedules. No ranks."""
 
 from ztk.optim.flat import FlatOptimizer, flat_optimizer
 from ztk.optim.groups import GroupTable, HyperParameters, group_parameters
 from ztk.optim.schedule import lr_multiplier, lr_table
+from ztk.optim.torch_step import TorchStep
 from ztk.policies.optimizer import OptimizerPolicy, ParameterGroup
 from ztk.policies.schedule import SchedulePolicy
 
@@ -13,6 +14,7 @@ __all__ = [
     "OptimizerPolicy",
     "ParameterGroup",
     "SchedulePolicy",
+    "TorchStep",
     "flat_optimizer",
     "group_parameters",
     "lr_multiplier",

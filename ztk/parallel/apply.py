@@ -7,6 +7,7 @@ sequences, experts, ZeRO with its stores, recomputation, engine.
 import functools
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from ztk.engine.control import StepControl
@@ -16,11 +17,13 @@ from ztk.engine.pipeline import PipelineEngine
 from ztk.moe import metrics_of_experts, scale_router_losses, shard_experts
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.offload import OffloadPolicy
-from ztk.optim import GroupTable, OptimizerPolicy, flat_optimizer, group_parameters
+from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.parallel.plan import Plan
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
+from ztk.policies.optimizer import TORCH
+from ztk.policies.tier import Tier
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
 from ztk.runtime import Process
@@ -37,6 +40,7 @@ def parallelize(
     *,
     process: Process,
     optimizer: OptimizerPolicy,
+    torch_optimizer: torch.optim.Optimizer | None = None,
     lr_table: Tensor | None = None,
     precision: PrecisionPolicy | None = None,
     zero: ZeroPolicy | None = None,
@@ -57,6 +61,8 @@ def parallelize(
 
     model: a plain module, on any device. On the meta device it needs `initial_values(name=, start=, stop=)`; otherwise every rank starts
         with rank 0's values. The engine takes its parameters over: dtype, memory and device follow the policies.
+    torch_optimizer: with OptimizerPolicy(name="torch"), any elementwise optimizer over the model's parameters. Its own step runs over this
+        rank's shards, with the options that its parameter groups have at the time; the object itself neither steps nor gets states.
     lr_table: fp32 [steps], the multiplier of the learning rate for each update; the last one stays. None: constant.
     experts: a regular expression for the layers whose experts are spread over the mesh's expert axis. None: all layers with experts.
     pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.pipeline.PipelineModule` or the native decoder.
@@ -77,7 +83,13 @@ def parallelize(
         model=model,
         process=process,
         optimizer=optimizer,
-        flat_optimizer=flat_optimizer(optimizer),
+        flat_optimizer=_step_of(
+            torch_optimizer,
+            policy=optimizer,
+            model=model,
+            lr_table=lr_table,
+            device=_device_of_states(offload, process=process),
+        ),
         lr_table=lr_table,
         precision=precision or PrecisionPolicy(),
         zero=zero or ZeroPolicy(),
@@ -104,6 +116,35 @@ def parallelize(
     place_buffers(plan)
     warn_of_parts(model, zero=plan.sharded, is_cut=plan.is_cut)
     return build_engine(plan, groups=groups)
+
+
+def _device_of_states(offload: OffloadPolicy | None, *, process: Process) -> torch.device:
+    """Where the optimizer runs."""
+    return process.device if offload is None or offload.optimizer is Tier.none else torch.device("cpu")
+
+
+def _step_of(
+    given: torch.optim.Optimizer | None,
+    *,
+    policy: OptimizerPolicy,
+    model: nn.Module,
+    lr_table: Tensor | None,
+    device: torch.device,
+) -> FlatOptimizer | TorchStep:
+    """The update of `policy`, or the step of the optimizer that was given."""
+    if (given is None) != (policy.name != TORCH):
+        raise ValueError(
+            f"torch_optimizer goes with optimizer=OptimizerPolicy(name={TORCH!r}), and this policy has the name {policy.name!r}: "
+            "pass both or neither"
+        )
+    if given is None:
+        return flat_optimizer(policy)
+    if lr_table is not None:
+        raise ValueError(
+            "lr_table: has no effect on a torch optimizer, whose rates are in its param_groups: leave it out"
+        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return TorchStep(given, parameters=trained, device=device)
 
 
 def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
@@ -188,6 +229,7 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
         clock=plan.clock,
         piece_size=piece_size(offload, optimizer=plan.flat_optimizer),
         initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
+        skip_unused=plan.optimizer.skip_unused,
     )
     if plan.tensors is not None:
         plan.tensors.sum_partial_gradients(plan.model)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ztk.nn.deferred import DeferredGradients
 from ztk.offload import OffloadPolicy
-from ztk.optim import FlatOptimizer, OptimizerPolicy
+from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
 from ztk.pipeline import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.policies import layout
@@ -35,7 +35,7 @@ class Plan:
     model: nn.Module
     process: Process
     optimizer: OptimizerPolicy
-    flat_optimizer: FlatOptimizer
+    flat_optimizer: FlatOptimizer | TorchStep
     lr_table: Tensor | None
     precision: PrecisionPolicy
     zero: ZeroPolicy

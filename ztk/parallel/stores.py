@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
-from ztk.optim import FlatOptimizer
+from ztk.optim import FlatOptimizer, TorchStep
 from ztk.parallel.plan import Plan
 from ztk.policies.offload import PAGE_BYTES
 from ztk.runtime import Tier
@@ -55,7 +55,7 @@ def fit_pool(plan: Plan) -> OffloadPolicy:
     return replace(policy, buffer_bytes=min(policy.buffer_bytes, needed))
 
 
-def piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer) -> int | None:
+def piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer | TorchStep) -> int | None:
     """How many elements fit a pool buffer with master weights and moments in fp32, or None: no limit.
 
     Raises ValueError for a buffer that holds too few.
@@ -72,6 +72,6 @@ def piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer) -> int | None
     return size
 
 
-def _bytes_per_element(optimizer: FlatOptimizer) -> int:
+def _bytes_per_element(optimizer: FlatOptimizer | TorchStep) -> int:
     """Master weight and moments, fp32."""
     return 4 * (1 + len(optimizer.state_names))

@@ -36,10 +36,10 @@ class DecoderLayers:
         return Layer(name=name, kind=kind, modules=modules, num_parameters=count_parameters(*found), run=run)
 
     def _block(self, name: str, *, block: nn.Module) -> Layer:
-        return self._layer(name, modules=(name,), run=lambda x, _: self.module.through(block, x))
+        return self._layer(name, modules=(name,), run=lambda x, _: self.module.through(block, x=x))
 
     def _embed(self, _: Carry, batch: MicroBatch) -> Tensor:
         return self.module.embed(argument(batch, index=0, name="tokens"))
 
     def _finish(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return self.module.finish(x, argument(batch, index=1, name="targets"))
+        return self.module.finish(x, targets=argument(batch, index=1, name="targets"))

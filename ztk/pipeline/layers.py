@@ -32,7 +32,7 @@ class MicroBatch:
                 return MicroBatch(args=(value,))
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """`loss` times the weight. Raises ValueError for a model's output that is no loss."""
+        """`loss`, one number of any shape, times the weight. Raises ValueError for a model's output that is no loss."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 "the model must return its loss, one number: give PipelineModule a loss_fn and each micro-batch its labels, the "

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def uniform(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
@@ -10,7 +10,7 @@ def uniform(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
     check_enough(num_layers, num_stages=num_stages)
     size, extra = divmod(num_layers, num_stages)
     starts = [stage * size + min(stage, extra) for stage in range(num_stages + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def balanced(costs: Sequence[float], *, num_stages: int) -> tuple[range, ...]:

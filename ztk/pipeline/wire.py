@@ -30,7 +30,7 @@ class TensorKind:
 
 
 class Incoming:
-    """Nested tensors that are being received."""
+    """Nested tensors of any shapes that are being received."""
 
     def __init__(self, form: Carry, *, tensors: list[Tensor], works: list[Work]) -> None:
         self._form, self._tensors, self._works = form, tensors, works
@@ -47,7 +47,7 @@ class Incoming:
 
 
 class IncomingGradients:
-    """Gradients that are being received, in the order of the tensors that they belong to."""
+    """Gradients that are being received, in the order and shapes of the tensors that they belong to."""
 
     def __init__(self, *, tensors: list[Tensor], works: list[Work]) -> None:
         self._tensors, self._works = tensors, works
@@ -115,7 +115,7 @@ class Wire:
         return Incoming(form, tensors=tensors, works=works)
 
     def send_gradients(self, gradients: list[Tensor], *, stage: int, to: int, micro_batch: int) -> None:
-        """Sends the gradients of the input of `stage`."""
+        """Sends the gradients of the input of `stage`, in its shapes."""
         for gradient in gradients:
             self._send(gradient, to=to, label=f"gradient {stage}.{micro_batch}")
 
@@ -157,6 +157,7 @@ class Wire:
 
 
 def needs_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor of any shape requires a gradient and has a dtype that can have one."""
     return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -70,7 +70,7 @@ class StepTracker(TorchDispatchMode):
         self._hooks.close()
 
     def leave_out(self, tensor: Tensor) -> None:
-        """The storage of `tensor` is not the device's: its bytes do not count."""
+        """The storage of `tensor`, of any shape, is not the device's: its bytes do not count."""
         storage = tensor.untyped_storage()
         self.alive -= self._sizes.get(storage._cdata, 0)
         self._sizes[storage._cdata] = 0
@@ -162,7 +162,7 @@ def is_work(func: torch._ops.OpOverload) -> bool:
 
 
 def written(func: torch._ops.OpOverload, *, args: tuple) -> list[Tensor]:
-    """The tensors that an operation without results writes: it reads them, too."""
+    """The tensors, of any shapes, that an operation without results writes: it reads them, too."""
     pairs = zip(func._schema.arguments, args, strict=False)
     return [
         value

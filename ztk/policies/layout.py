@@ -30,7 +30,7 @@ def recompute_faults(*, partition_inputs: bool | None, sequence_parallel: bool |
 
 
 def hpz_faults(size: int, *, data_ranks: int, model_ranks: int) -> Iterator[str]:
-    """size: `zero.hpz_partition_size`. data_ranks: ranks over which ZeRO shards. model_ranks: ranks per data-parallel rank."""
+    """size: `zero.hpz_partition_size`, ranks. data_ranks: ranks over which ZeRO shards. model_ranks: ranks per data-parallel rank."""
     if data_ranks % size:
         divisor = next(number for number in range(min(size, data_ranks), 0, -1) if data_ranks % number == 0)
         yield (
@@ -40,6 +40,6 @@ def hpz_faults(size: int, *, data_ranks: int, model_ranks: int) -> Iterator[str]
 
 
 def hpz_topology_faults(size: int, *, intra_node: int) -> Iterator[str]:
-    """size: `zero.hpz_partition_size`. intra_node: of the topology that the process was arranged with."""
+    """size: `zero.hpz_partition_size`, ranks. intra_node: of the topology that the process was arranged with."""
     if size not in (1, intra_node):
         yield f"zero.hpz_partition_size={size}: arrange the process with Topology(intra_node={size})"

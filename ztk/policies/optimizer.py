@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, range_faults, refuse
 
 NAMES = ("adamw", "adam", "sgd", "lion")
+TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
 _DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adam": (0.9, 0.95), "lion": (0.9, 0.99)}
 _DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8}
 RANGES = {
@@ -49,7 +50,8 @@ class OptimizerPolicy:
 
     name: adamw (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), adam (Kingma and Ba 2015,
         https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, or lion (Chen et al. 2023,
-        https://arxiv.org/abs/2302.06675).
+        https://arxiv.org/abs/2302.06675); torch is for a torch optimizer that is passed beside the policy: its parameter groups have the
+        hyperparameters, and the policy says only how to clip.
     betas: None means (0.9, 0.95) for adam and adamw, (0.9, 0.99) for lion.
     eps: None means 1e-8; adam and adamw only.
     momentum, nesterov: sgd only.
@@ -57,6 +59,9 @@ class OptimizerPolicy:
     bias_correction: adam and adamw only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
         https://arxiv.org/abs/1810.04805).
     clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
+    skip_unused: a parameter that got no gradient on any rank in a step is left alone by it, with its states, as torch's optimizers do; False:
+        it counts as one with the gradient zero, which momentum and decay move. For sgd, lion and torch: torch's AdamW counts the steps of
+        every parameter, ztk's those of the run.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
 
     Raises ValueError for a value out of range and for an option that the optimizer does not have.
@@ -72,10 +77,11 @@ class OptimizerPolicy:
     clip_grad_norm: float = 0.0
     decay_all: bool = False
     bias_correction: bool = True
+    skip_unused: bool = False
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
+        if self.name not in (*NAMES, TORCH):
             raise ValueError(f"optimizer.name={self.name}: must be one of {', '.join(NAMES)}")
         if self.betas is None and self.name in _DEFAULT_BETAS:
             object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])
@@ -92,6 +98,11 @@ class OptimizerPolicy:
             yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
         if not self.bias_correction and self.name not in _DEFAULT_EPS:
             yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
+        if self.skip_unused and self.name in ("adam", "adamw"):
+            yield (
+                f"skip_unused=true needs an optimizer that counts the steps of every parameter, and ztk's {self.name} corrects its bias by "
+                "those of the run: pass torch.optim.AdamW(...) as the optimizer, or use sgd or lion"
+            )
         yield from _group_faults(self, name=self.name)
         for group in self.groups:
             yield from _group_faults(group, name=self.name)

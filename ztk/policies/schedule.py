@@ -132,7 +132,7 @@ def room_faults(*, warmup: int, decay: int, end: int) -> Iterator[str]:
 
 
 def decay_faults(*, rate: float | None, interval: int | None) -> Iterator[str]:
-    """one_cycle's decay has a rate and an interval, or neither."""
+    """one_cycle's decay has a rate and an interval in steps, or neither."""
     if bool(rate) != bool(interval):
         yield (
             f"scheduler.decay_rate={rate:g} and scheduler.decay_interval={interval}: one has no effect without the other, "

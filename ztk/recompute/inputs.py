@@ -18,7 +18,7 @@ CATEGORY = "recompute inputs"  # in the memory ledger
 
 
 class SavedInput:
-    """A tensor as it is, for the device tier: no copy, so it must not be changed before the backward."""
+    """A tensor of any shape as it is, for the device tier: no copy, so it must not be changed before the backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -93,7 +93,7 @@ class InputStore:
         return self._policy.inputs_on_cpu or self._policy.contiguous or self._comm is not None
 
     def save(self, tensor: Tensor, *, place: int) -> SavedInput | _SavedPart:
-        """Saves an input. place: its number among its region's inputs; inputs at one place share a buffer.
+        """Saves an input of any shape. place: its number among its region's inputs; inputs at one place share a buffer.
 
         Raises RuntimeError if the contiguous buffer has no place for it.
         """
@@ -116,7 +116,7 @@ class InputStore:
         return saved
 
     def full(self, part: Tensor, *, shape: torch.Size) -> Tensor:
-        """The tensor that `part` was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        """The tensor of `shape` that `part`, flat, was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
         if self._comm is None:
             return part.view(shape)
         full = part.new_empty(part.numel() * self._comm.size)

@@ -53,7 +53,7 @@ class BufferPool:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def owns(self, buffer: Tensor | None) -> bool:
-        """`buffer` was acquired here and not released yet."""
+        """`buffer`, a flat tensor [n], was acquired here and not released yet."""
         return buffer is not None and buffer.untyped_storage()._cdata in self._used
 
     def release(self, buffer: Tensor, *, has_guests: bool = False, is_changing: bool = True) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """Something under way. `wait()` returns when it is over, with its tensor if it has one, and raises what went wrong."""
+    """Something under way. `wait()` returns when it is over, with its tensor, of any shape, if it has one, and raises what went wrong."""
 
     def wait(self) -> Tensor | None: ...
 
@@ -15,7 +15,7 @@ class Pending(Protocol):
 class Handle:
     """A `Pending` with a value that is known at once.
 
-    value: what `wait()` returns. finish: called by every `wait()` before it returns; None: it is over already.
+    value: what `wait()` returns, of any shape. finish: called by every `wait()` before it returns; None: it is over already.
     is_immediate: a collective that has to wait for it may start at once, on every rank alike (see `Comm.all_gather`).
     """
 

@@ -21,7 +21,7 @@ def is_planned(device: torch.device) -> bool:
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Identity of the tensor's storage, and the byte where the tensor begins. Valid while the tensor lives."""
+    """Identity of the storage of a tensor of any shape, and the byte where the tensor begins. Valid while the tensor lives."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
@@ -31,7 +31,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def on_host(values: Tensor) -> Tensor:
-    """`values` in host memory; a planned tensor as it is."""
+    """`values`, of any shape, in host memory; a planned tensor as it is."""
     return values if values.is_meta else values.cpu()
 
 

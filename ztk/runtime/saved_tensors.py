@@ -17,7 +17,7 @@ class PackedOutside:
     unpack: Callable[[object], Tensor] | None
 
     def restore(self) -> Tensor:
-        """The saved tensor."""
+        """The saved tensor, in its own shape and dtype."""
         return self.packed if self.unpack is None else self.unpack(self.packed)
 
 

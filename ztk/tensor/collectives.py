@@ -61,7 +61,7 @@ def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) 
 
 
 def copy_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """The input of column-parallel layers: x as it is; the gradient is summed over the ranks."""
+    """The input of column-parallel layers: x, of any shape, as it is; the gradient is summed over the ranks."""
     return through(
         x,
         forward=lambda x: x.view_as(x),

@@ -47,7 +47,7 @@ class TensorAxis:
             )
 
     def enter(self, x: Tensor, *, label: str) -> Tensor:
-        """See [Note: Shared inputs]."""
+        """x [..., C] -> [..., C]; of a cut sequence [B, T / ranks, C] -> [B, T, C]. See [Note: Shared inputs]."""
         if self._shared is not None:
             source, entered, with_grad = self._shared
             if source() is x and with_grad == torch.is_grad_enabled():
@@ -61,7 +61,7 @@ class TensorAxis:
             self._shared = None
 
     def leave(self, x: Tensor, *, label: str) -> Tensor:
-        """Partial results -> their sum over the ranks, or with a cut sequence this rank's part of it."""
+        """Partial results [..., C] -> their sum over the ranks, or with a cut sequence this rank's part of it, [B, T / ranks, C]."""
         return (scatter_out if self._cut else sum_out)(x, comm=self.comm, label=label)
 
 

@@ -26,11 +26,9 @@ class TensorPlan:
         known = [style.value for style in Style if style is not Style.loss]
         rules = {}
         for pattern, rule in patterns.items():
-            if not isinstance(rule, TensorRule):
-                if rule not in known:
-                    raise ValueError(f"tensor plan {pattern}={rule}: must be one of {', '.join(known)}")
-                rule = TensorRule(style=Style(rule))
-            rules[pattern] = rule
+            if not isinstance(rule, TensorRule) and rule not in known:
+                raise ValueError(f"tensor plan {pattern}={rule}: must be one of {', '.join(known)}")
+            rules[pattern] = rule if isinstance(rule, TensorRule) else TensorRule(style=Style(rule))
         return TensorPlan(rules=rules)
 
     def matches(self, model: nn.Module) -> dict[str, TensorRule]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ztk.optim import FlatOptimizer, GroupTable
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
@@ -24,7 +24,7 @@ class ZeroContext:
 
     policy: ZeroPolicy
     precision: PrecisionPolicy
-    optimizer: FlatOptimizer
+    optimizer: FlatOptimizer | TorchStep
     groups: GroupTable
     stores: Stores
     mesh: Mesh

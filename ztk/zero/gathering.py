@@ -167,7 +167,7 @@ class Gathering:
             self.reshard_all()
 
     def bucket_under(self, tensor: Tensor) -> Bucket | None:
-        """The gathered bucket that `tensor` is a view of; None: it is a view of none."""
+        """The gathered bucket that `tensor`, of any shape, is a view of; None: it is a view of none."""
         if not self._by_storage or tensor.layout is not torch.strided:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)

@@ -18,6 +18,7 @@ class BucketGradient:
     full: [layout.size], this rank's local gradient; None: there is none.
     squares: float64 [1], the sum of squares of the reduced shard; None: this step's gradient is not reduced yet.
     is_launched: its reduction has started in this backward. is_final: this step's gradient is reduced, and `full` must not change.
+    used: numbers of the parameters that got a gradient since the last step.
     has_earlier: the stored shard contains gradients of earlier micro-batches of this step.
     """
 
@@ -27,6 +28,7 @@ class BucketGradient:
         self.squares: Tensor | None = None
         self.is_launched = self.is_final = self.has_earlier = False
         self._written = [False] * len(parameters)  # whose gradient is in `full`
+        self.used: set[int] = set()
         self._arrived: set[int] = set()  # whose gradient came in this backward
 
     def accept(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
@@ -51,6 +53,7 @@ class BucketGradient:
             self._written[index] = True
         set_gradient(parameter, None)
         self._arrived.add(index)
+        self.used.add(index)
 
     @property
     def has_local(self) -> bool:
@@ -92,4 +95,5 @@ class BucketGradient:
         """The step is over: the next gradient starts anew."""
         self.squares = None
         self.is_launched = self.is_final = self.has_earlier = False
+        self.used.clear()
         self.restart()

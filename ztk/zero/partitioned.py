@@ -167,7 +167,7 @@ class PartitionedParameter:
         self.init_context.store.put(self._slot, value=own).wait()
 
     def take(self) -> Tensor:
-        """As `gather`; then the slice is removed, and the parameter is the caller's."""
+        """As `gather`, flat [numel]; then the slice is removed, and the parameter is the caller's."""
         full = self.gather()
         _partitioned.pop(self.parameter, None)
         self._slot = None

@@ -31,7 +31,7 @@ class PieceStates:
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
-        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket. Valid inside.
+        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n]. Valid inside.
 
         aside: for another thread than the one that trains; states pass through memory of their own.
         """
@@ -53,7 +53,7 @@ class PieceStates:
 
     @contextmanager
     def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
-        """The rows of a trained piece, see `rows_by_kind`, which are written back at the end."""
+        """The rows [n] of a trained piece, see `rows_by_kind`, which are written back at the end."""
         states = self._stores.optimizer.fetch(piece.states).wait()
         try:
             yield rows_by_kind(states, names=self.names)

@@ -70,6 +70,7 @@ class GradientReduction:
         """buckets: the trained ones. before_last: called before each reduction of a last backward."""
         self._buckets, self._gathering, self._before_last = buckets, gathering, before_last
         self._policy, self._comm, self._clock = context.policy, context.mesh.comm("data"), context.clock
+        self._world = context.mesh.world
         self.pool = BufferPool(device=context.device, ledger=context.ledger, category="gradients in flight")
         self._shards = ReducedShards(context.stores.gradients, pool=self.pool, clock=context.clock)
         root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
@@ -201,6 +202,17 @@ class GradientReduction:
             )
         )
 
+    def unused_names(self) -> frozenset[str]:
+        """This rank's trained parameters that got no gradient on any rank since the last step. A collective call."""
+        used, unused = set(), set()
+        for bucket in self._buckets:
+            for index, placement in enumerate(bucket.layout.placements):
+                (used if index in bucket.gradient.used else unused).add(placement.name)
+        asked = set().union(*self._world.gather_objects(unused))
+        if not asked:  # nearly every step of nearly every model
+            return frozenset()
+        return frozenset(unused.difference(*self._world.gather_objects(used & asked)))
+
     def reduce_now(self) -> None:
         """Reduces, as a last backward does, what backwards that did not reduce left on the ranks. Every rank must call it."""
         self.announce(Backward())
@@ -208,7 +220,7 @@ class GradientReduction:
         self.finish()
 
     def resident_buffers(self) -> list[Tensor]:
-        """The full gradients that stay on the device, at stages 0 and 1."""
+        """The full gradients that stay on the device, at stages 0 and 1: a flat one per bucket."""
         return list(self._resident.values())
 
     def _settle_order(self, completed: list[Bucket]) -> None:

@@ -47,7 +47,7 @@ def change_class(parameter: nn.Parameter, *, make: Callable[[type], type]) -> No
 
 
 def is_released(parameter: Tensor) -> bool:
-    """`parameter` has no values on this rank."""
+    """`parameter`, of any shape, has no values on this rank."""
     return isinstance(parameter, _Released)
 
 

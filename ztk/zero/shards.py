@@ -36,7 +36,7 @@ class ReducedShards:
             self._pool.release(shard)
 
     def accumulate(self, bucket: Bucket, *, shard: Tensor, is_last: bool) -> None:
-        """Adds a reduced shard to those of earlier micro-batches and stores the sum. is_last: computes its squares."""
+        """Adds a reduced shard [shard_size] to those of earlier micro-batches and stores the sum. is_last: computes its squares."""
         bucket.residency.wait_for_update()  # an optimizer behind the forward may still read the last step's gradient
         total = self._add_on_device(bucket, shard=shard) if self._on_device else self._add_earlier(bucket, shard=shard)
         bucket.gradient.has_earlier = True

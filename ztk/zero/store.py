@@ -23,7 +23,8 @@ class Store(Protocol):
     """Keeps tensors in one tier.
 
     A fetched tensor's memory is valid until `put` or `release` of its slot. Puts and fetches of one slot happen in the order of the
-    calls. `wait()` or `flush()` raises the errors of the medium.
+    calls. `wait()` or `flush()` raises the errors of the medium. `out` and `value` are contiguous, with the slot's dtype and number of
+    elements, in any shape.
     """
 
     tier: Tier

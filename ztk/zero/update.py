@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ztk.kernels import Control, behind_step
+from ztk.optim import FlatOptimizer, TorchStep
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
@@ -79,11 +80,15 @@ class ShardUpdate:
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
-        self._must_know_of_skips = self._on_host or context.stores.parameters.tier is not Tier.device
+        self._must_know_of_skips = (
+            self._on_host
+            or context.stores.parameters.tier is not Tier.device
+            or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
+        )
         self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
-        self._frozen: frozenset[str] = frozenset()
+        self._skipped: frozenset[str] = frozenset()
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
         self._ahead: dict[Piece, Pending] = {}  # states that are fetched ahead
@@ -105,21 +110,23 @@ class ShardUpdate:
             self._stores.optimizer.release(piece.states)
         self._ahead.clear()
 
-    def run(self, control: Tensor, *, frozen: frozenset[str] = frozenset()) -> None:
+    def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset()) -> None:
         """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
 
-        frozen: names of parameters that keep their values and their states.
+        skipped: names of parameters that keep their values and their states.
 
         With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. Where parameters
         are written to a store, the host waits for the decision to skip.
         """
         self._join()
-        self._frozen = frozen
+        self._skipped = skipped
         if self._on_host:
             control = on_host(control)
         if self._must_know_of_skips and is_set(control[0, Control.skip]):
             self.drop_ahead()  # and nothing is read from the medium or written to it
             return
+        if isinstance(self._optimizer, TorchStep):
+            self._optimizer.begin_step()
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
         self._update_all(self._at_once, control=control, clock=self._clock)
@@ -243,9 +250,31 @@ class ShardUpdate:
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
-        frozen = [fragment.place for fragment in piece.fragments if fragment.name in self._frozen]
-        # pyrefly: ignore[not-iterable]  # there while the update runs
-        kept = [(row[place], row[place].clone()) for place in frozen for row in (*states, resident) if row is not None]
+        if isinstance(self._optimizer, TorchStep):
+            places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
+            # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
+            self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
+            if out is not None:
+                out.copy_(master)
+        else:
+            # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
+            self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
+        return self._write_back(bucket, piece=piece, states=states, out=out)
+
+    def _run_kernel(
+        self,
+        piece: Piece,
+        *,
+        master: Tensor,
+        gradient: Tensor,
+        rows: dict[str, Tensor],
+        control: Tensor,
+        out: Tensor | None,
+    ) -> None:
+        """The fused update of a piece, one call per parameter group."""
+        skipped = [fragment.place for fragment in piece.fragments if fragment.name in self._skipped]
+        kept = [(row[place], row[place].clone()) for place in skipped for row in (master, *rows.values())]
+        assert isinstance(self._optimizer, FlatOptimizer)
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
             self._optimizer.step(
@@ -257,9 +286,8 @@ class ShardUpdate:
             )
         for view, value in kept:
             view.copy_(value)
-        for place in frozen if out is not None and out is not resident else ():
+        for place in skipped if out is not None else ():
             out[place].copy_(master[place])
-        return self._write_back(bucket, piece=piece, states=states, out=out)
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
         """The parameter's memory, if it can be written in place."""

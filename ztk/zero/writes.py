@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ztk.optim import FlatOptimizer
 from ztk.runtime.planned import place_of
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
@@ -38,6 +39,8 @@ class ParameterWrites:
             for key, parameter in module._parameters.items()
             if parameter in names
         ]
+        # Torch's own optimizers count the steps of every parameter.
+        self._corrects_bias = isinstance(context.optimizer, FlatOptimizer) and "exp_avg_sq" in self._states.names
         self._missed: set[str] = set()  # trained parameters that were frozen in some step
         self._trained = [
             (parameter, bucket.traits.trainable, placement.name) for bucket, parameter, placement in _places(buckets)
@@ -107,7 +110,7 @@ class ParameterWrites:
             frozen = frozenset(
                 name for parameter, is_trained, name in self._trained if is_trained and not parameter.requires_grad
             )
-        again = sorted(self._missed - frozen) if "exp_avg_sq" in self._states.names else []
+        again = sorted(self._missed - frozen) if self._corrects_bias else []
         if again:
             raise RuntimeError(
                 f"{', '.join(again[:5])}: frozen for some steps and trained again; Adam's bias correction counts the engine's steps, not the "

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ztk.optim import FlatOptimizer, GroupTable
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
@@ -48,7 +48,7 @@ class Zero:
         *,
         policy: ZeroPolicy,
         precision: PrecisionPolicy,
-        optimizer: FlatOptimizer,
+        optimizer: FlatOptimizer | TorchStep,
         groups: GroupTable,
         stores: Stores,
         mesh: Mesh,
@@ -57,14 +57,16 @@ class Zero:
         piece_size: int | None = None,
         parts: Mapping[str, Part] | None = None,
         initial_values: InitialValues | None = None,
+        skip_unused: bool = False,
     ) -> None:
         """Takes over all parameters of `model`. A collective call.
 
         piece_size: elements that are updated at once; None: a shard. parts: of the parameters that are cut or copied along other axes than
-        the data's. initial_values: needed if `model` is on the meta device.
+        the data's. initial_values: needed if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient alone.
         Raises ValueError if a parameter has no values.
         """
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
+        self._skip_unused = skip_unused
         self.dtype, self.gradient_dtype = precision.dtype, precision.reduce_dtype or precision.dtype
         self._stores, self._comm, self._pipeline_rank = stores, mesh.world, mesh.comm("pp").rank
         context = ZeroContext(
@@ -137,12 +139,22 @@ class Zero:
         return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
 
     def update(self, control: Tensor) -> None:
-        """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. Raises RuntimeError if parameters are pinned."""
+        """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. A collective call.
+
+        Raises RuntimeError if parameters are pinned.
+        """
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
-        self._update.run(control, frozen=self._writes.frozen_names())
+        skipped = self._writes.frozen_names()
+        if self._skip_unused:
+            skipped |= self.reduction.unused_names()
+        self._update.run(control, skipped=skipped)
         self._writes.mark_updated()
         self.gathering.parameters_change()
         self.reduction.forget()
+
+    def finish_update(self) -> None:
+        """Returns when the last update has ended. Raises what went wrong in it."""
+        self._update.finish()
 
     def discard_gradients(self) -> None:
         """Drops the gradients since the last step. Every rank must call it."""
@@ -182,7 +194,7 @@ class Zero:
                 self.gathering.reshard(bucket)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter), with no more than one bucket full at a time: at stage 3 a parameter is valid until the next one.
+        """(name, parameter in its full shape), with no more than one bucket full at a time: at stage 3 a parameter is valid until the next one.
 
         Every rank must iterate to the end.
         """

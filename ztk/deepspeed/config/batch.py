@@ -21,7 +21,7 @@ class BatchSizes:
 
 
 def solve_batch(values: dict, *, world_size: int, findings: Findings) -> BatchSizes | None:
-    """The three sizes, or None and a fault."""
+    """The three sizes, or None and a fault. world_size: ranks that compute on different data."""
     train, micro, accumulation = (values.get(name) for name in KEYS)
     given = ", ".join(f"{name}={values[name]}" for name in KEYS if name in values)
     if train is None and micro is None:

@@ -45,14 +45,17 @@ class Findings:
 
 
 def takes(convert: Convert, *, auto: bool = False, null: str | None = _NULL) -> Key:
+    """A key that the run follows."""
     return Key(effect=Effect.takes, convert=convert, auto=auto, null=null)
 
 
 def hint(convert: Convert, why: str, *, usual: tuple[object, ...] = (), auto: bool = False) -> Key:
+    """A key that is accepted with the note `why`, but for its usual values."""
     return Key(effect=Effect.hint, convert=convert, usual=usual, why=why, auto=auto)
 
 
 def fixed(*usual: object, why: str) -> Key:
+    """A key that is accepted with its usual values alone. why: of the refusal."""
     return Key(effect=Effect.fixed, convert=anything, usual=usual, why=why)
 
 
@@ -147,16 +150,19 @@ def shown(value: object) -> str:
 
 
 def anything(value: object) -> object:
+    """A value as it is."""
     return value
 
 
 def boolean(value: object) -> bool:
+    """true or false; ValueError for all else."""
     if isinstance(value, bool):
         return value
     raise ValueError("must be true or false")
 
 
 def number(value: object) -> float:
+    """A number, also as a text like "1e-8"; ValueError for all else, NaN, and what a 64-bit float does not hold."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         raise ValueError("must be a number that a 64-bit float holds")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
@@ -196,12 +202,15 @@ def whole_number(low: int = 0, *, high: int = INT64_MAX) -> Convert:
 
 
 def text(value: object) -> str:
+    """A text; ValueError for all else."""
     if isinstance(value, str):
         return value
     raise ValueError("must be a text")
 
 
 def one_of(*words: str) -> Convert:
+    """One of these words."""
+
     def convert(value: object) -> str:
         if value in words:
             return value
@@ -212,4 +221,5 @@ def one_of(*words: str) -> Convert:
 
 
 def optional(convert: Convert) -> Convert:
+    """null, or what `convert` takes."""
     return lambda value: None if value is None else convert(value)

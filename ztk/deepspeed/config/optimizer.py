@@ -1,5 +1,10 @@
 """The optimizer section: DeepSpeed's names and parameters as a policy."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
 from ztk.deepspeed.config.keys import (
     Findings,
     Key,
@@ -14,6 +19,7 @@ from ztk.deepspeed.config.keys import (
     takes,
 )
 from ztk.optim import OptimizerPolicy
+from ztk.policies.optimizer import TORCH
 from ztk.policies.suggest import did_you_mean
 
 SECTION = {
@@ -37,7 +43,7 @@ _ADAM = {
     "eps": takes(at_least(0)),
     "adam_w_mode": takes(boolean),
     "bias_correction": takes(boolean),
-    "amsgrad": fixed(False, why="not offered by ztk; leave it out"),
+    "amsgrad": fixed(False, why="not offered by name; pass torch.optim.AdamW(..., amsgrad=True) to initialize"),
     "torch_adam": hint(boolean, "there is one Adam, it needs no compiler", usual=(False,)),
     "set_grad_none": hint(boolean, "gradients live in flat buffers", usual=(True,)),
     "fp32_optimizer_states": fixed(True, why="not offered: optimizer states are fp32; leave it out"),
@@ -47,11 +53,25 @@ _SGD = {
     **_COMMON,
     "momentum": takes(at_least(0)),
     "nesterov": takes(boolean),
-    "dampening": fixed(0, 0.0, why="not offered by ztk; leave it out"),
+    "dampening": fixed(0, 0.0, why="not offered by name; pass torch.optim.SGD(..., dampening=...) to initialize"),
     "maximize": fixed(False, why="not offered by ztk; turn the sign of the loss"),
 }
 TYPES: dict[str, dict[str, Key]] = {"adam": _ADAM, "adamw": _ADAM, "lion": _LION, "sgd": _SGD}
-_NOT_OFFERED = ("adagrad", "lamb", "muon", "muadam", "muadamw", "musgd", "rmsprop", "adadelta", "adamax", "nadam")
+# Torch's own classes, whose step runs over the shards; their parameters are the arguments of the class.
+TORCH_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls
+    for cls in (
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    )
+}
+_NOT_OFFERED = ("lamb", "muon", "muadam", "muadamw", "musgd")
 _REMOVED = ("onebitadam", "onebitlamb", "zerooneadam")
 _ELSEWHERE = {
     "max_grad_norm": "belongs to the top level: write gradient_clipping there",
@@ -69,6 +89,15 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
     if name is None:
         findings.faults.append(f"optimizer.type: is missing; give one of {', '.join(TYPES)}")
         return None
+    if isinstance(name, str) and name.lower() in TORCH_CLASSES:
+        try:
+            make_torch_optimizer(given, parameters=[torch.nn.Parameter(torch.zeros(1))])
+        except (TypeError, ValueError) as error:
+            findings.faults.append(
+                f"optimizer.params: torch.optim.{TORCH_CLASSES[name.lower()].__name__} says: {error}"
+            )
+            return None
+        return OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
     if not isinstance(name, str) or name.lower() not in TYPES:
         findings.faults.append(f"optimizer.type={shown(name)}: {_unknown(name)}")
         return None
@@ -83,14 +112,19 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
     return _policy(name, values=values, clip=clip, findings=findings)
 
 
+def make_torch_optimizer(section: Any, *, parameters: Iterable) -> torch.optim.Optimizer:
+    """The torch optimizer that a section names by one of `TORCH_CLASSES`. Raises TypeError or ValueError for its parameters."""
+    return TORCH_CLASSES[section["type"].lower()](parameters, **(section.get("params") or {}))
+
+
 def _unknown(name: object) -> str:
-    words = ", ".join(TYPES)
+    words = ", ".join((*TYPES, *TORCH_CLASSES))
     plain = str(name).lower()
     if plain in _REMOVED:
         return f"was removed from DeepSpeed in 0.19.8; use one of {words}"
     if plain in _NOT_OFFERED:
         return f"not offered by ztk yet; use one of {words}"
-    return f"must be one of {words}{did_you_mean(nearest(plain, known=TYPES))}"
+    return f"must be one of {words}{did_you_mean(nearest(plain, known=(*TYPES, *TORCH_CLASSES)))}"
 
 
 def _policy(name: str, *, values: dict, clip: float, findings: Findings) -> OptimizerPolicy | None:

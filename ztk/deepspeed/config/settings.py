@@ -61,6 +61,7 @@ class Settings:
     moe_layers: LayerOptions
     hybrid: Hybrid | None
     gradient_clipping: float
+    skip_unused: bool
     communication_data_type: str | None
     steps_per_print: int | None
     wall_clock_breakdown: bool
@@ -133,6 +134,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         moe_layers=moe_layers,
         hybrid=hybrid,
         gradient_clipping=clip,
+        skip_unused=top.get("skip_unused", False),
         communication_data_type=top.get("communication_data_type"),
         steps_per_print=top.get("steps_per_print"),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),

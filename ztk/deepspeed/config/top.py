@@ -56,7 +56,10 @@ KEYS: dict[str, Key] = {
     "memory_breakdown": takes(boolean),
     "dataloader_drop_last": takes(boolean),
     "log_level": takes(optional(one_of(*LEVELS))),
-    "zero_allow_untested_optimizer": hint(boolean, "every optimizer that ztk offers is tested with every stage"),
+    "zero_allow_untested_optimizer": hint(
+        boolean, "every class of optimizer is tried when it is passed, and refused if shards cannot run it"
+    ),
+    "skip_unused": takes(boolean),
     "zero_force_ds_cpu_optimizer": hint(boolean, "there is one optimizer, for every place"),
     "managed_gradient_accumulation": takes(boolean),
     **dict.fromkeys(

@@ -137,6 +137,7 @@ class MonitorPolicy:
 
     @property
     def enabled(self) -> bool:
+        """Whether any monitor writes."""
         return any(one is not None for one in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
 
 

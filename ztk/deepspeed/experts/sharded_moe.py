@@ -1,6 +1,7 @@
 """DeepSpeed's gating functions, dense as there: which token has which place at which expert, and with what weight.
 
-T tokens, E experts, C capacity. `ztk.moe.MoE` itself never makes the [T, E, C] tensors.
+T tokens, E experts. C, the capacity: tokens that an expert takes, max(ceil(T / E * k * capacity_factor), min_capacity) if tokens are
+dropped, else those of the busiest expert. `ztk.moe.MoE` itself never makes the [T, E, C] tensors.
 """
 
 import torch
@@ -49,7 +50,7 @@ def topkgating(
     ep_group: None = None,
     drop_policy: str = "probs",
 ) -> Gated:
-    """logits: [T, E]; k from 3 on."""
+    """logits: [T, E]; k from 3 on. Raises ValueError for a smaller k and for another drop_policy than "probs"."""
     if k < 3:
         raise ValueError(f"topkgating(k={k}): use top1gating or top2gating")
     if drop_policy != "probs":

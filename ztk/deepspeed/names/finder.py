@@ -55,6 +55,7 @@ class Finder(DistributionFinder, Loader):
         return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{fullname}.") for other in MODULES))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of that name: ztk's own, or one made of a table of names."""
         module = module_of(spec.name)
         self._spec_of = getattr(self, "_spec_of", {})
         self._spec_of[spec.name] = module.__spec__
@@ -67,6 +68,7 @@ class Finder(DistributionFinder, Loader):
         module.__spec__ = self._spec_of.pop(name) or module.__spec__
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """The metadata of the package `deepspeed`, for `importlib.metadata`."""
         name = getattr(context, "name", None)
         if name is None or name.lower() == "deepspeed":
             yield Distribution.at(SHIM / f"deepspeed-{version}.dist-info")

@@ -37,7 +37,7 @@ class PipelineEngine(DeepSpeedEngine):
     # Batches
 
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """One optimizer step over gradient_accumulation_steps micro-batches; the mean loss of all replicas, on every rank.
+        """One optimizer step over gradient_accumulation_steps micro-batches; the mean loss of all replicas, a scalar on every rank.
 
         data_iter: None takes from what `set_dataiterator`, `set_dataloader` or `training_data` gave.
         """
@@ -68,7 +68,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         With compute_loss the mean loss of all replicas on every rank, or with reduce_output=None a list of each micro-batch's, on the last
         stage. Without, the outputs, on the last stage. return_logits: (loss, outputs), the outputs on the last stage.
-        bcast_loss: False leaves the loss of ranks before the last stage None.
+        bcast_loss: False leaves the loss of ranks before the last stage None. A loss is a scalar. Raises ValueError for another reduce_output.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
@@ -92,6 +92,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator) -> None:
+        """Batches of `iterator`, as far as it goes."""
         self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable) -> None:
@@ -176,6 +177,7 @@ class PipelineEngine(DeepSpeedEngine):
         """There are none but the one that `loss_fn` returns."""
 
     def get_model_parallel_rank(self) -> int:
+        """As `PipelineParallelGrid.get_model_parallel_rank`."""
         return self.grid.get_model_parallel_rank()
 
     # What a pipeline does not do

@@ -20,7 +20,7 @@ class PipelineModule(pipeline.PipelineModule):
         random state goes on from stage to stage as the script left it.
     partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters". "profile", which DeepSpeed knows by name alone,
         cuts by the seconds that rank 0 measures of every layer's forward and backward on `sample_batch`, a micro-batch (inputs, labels).
-    activation_checkpoint_interval, activation_checkpoint_func: see `ztk.pipeline.PipelineModule`.
+    activation_checkpoint_interval: layers. It and activation_checkpoint_func: see `ztk.pipeline.PipelineModule`.
     checkpointable_layers: accepted; groups of the interval are recomputed whatever their classes. dynamic_shape: activations may
         change their shapes though the micro-batches do not; those that follow the micro-batches' need nothing.
     Raises ValueError for a number of stages that does not divide the ranks, and for more of them than layers.
@@ -67,9 +67,11 @@ class PipelineModule(pipeline.PipelineModule):
         return self._grid
 
     def topology(self) -> ProcessTopology:
+        """The grid of all ranks."""
         return self._topo
 
     def num_pipeline_stages(self) -> int:
+        """How many stages there are."""
         return self.num_stages
 
     def stage_owner(self, layer_idx: int) -> int:

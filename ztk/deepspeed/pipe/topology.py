@@ -11,7 +11,10 @@ from ztk.runtime import Process
 
 
 class ProcessTopology:
-    """`ProcessTopology(axes=["pipe", "data"], dims=[2, 4])`: rank 5 is at pipe=1, data=1."""
+    """`ProcessTopology(axes=["pipe", "data"], dims=[2, 4])`: rank 5 is at pipe=1, data=1.
+
+    Raises ValueError unless there is one size of at least 1 for each of different names.
+    """
 
     def __init__(self, axes: list[str], dims: list[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or min(dims, default=1) < 1:
@@ -24,12 +27,13 @@ class ProcessTopology:
         }
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a point; every axis must be named."""
+        """The rank at a point. Raises ValueError unless every axis is named."""
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(f"get_rank({coord_kwargs}): name each of {self.axes}; filter_match finds several ranks")
         return self.mapping[self.ProcessCoord(**coord_kwargs)]
 
     def get_axis_names(self) -> list[str]:
+        """The names of the axes, the fastest last."""
         return self.axes
 
     def get_rank_repr(
@@ -74,6 +78,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
+        """The number of ranks."""
         return prod(self.dims)
 
     def __str__(self) -> str:
@@ -130,33 +135,43 @@ class PipelineParallelGrid:
         return getattr(coord, axis, 0)
 
     def topology(self) -> ProcessTopology:
+        """The grid of all ranks."""
         return self._topo
 
     def get_stage_id(self) -> int:
+        """The stage of this rank."""
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
+        """The replica of this rank."""
         return self.data_parallel_id
 
     def get_global_rank(self) -> int:
+        """This rank among all."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
+        """The stage of this rank."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages."""
         return self.pipe_parallel_size
 
     def get_data_parallel_rank(self) -> int:
+        """The replica of this rank."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
+        """The number of replicas."""
         return self.data_parallel_size
 
     def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that share the layers of its stage."""
         return self._model_id
 
     def get_model_parallel_world_size(self) -> int:
+        """The number of ranks that share the layers of a stage."""
         return self.model_parallel_size
 
     def is_first_stage(self) -> bool:

@@ -33,6 +33,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
+        """Ranks on all machines."""
         return sum(len(host.slots) for host in self.hosts)
 
     def first_rank_of(self, node: int) -> int:
@@ -45,6 +46,7 @@ class Plan:
 
     @staticmethod
     def decoded(word: str) -> "Plan":
+        """The plan that `encoded` made the word of."""
         values = json.loads(base64.urlsafe_b64decode(word))
         hosts = tuple(Host(name=host["name"], slots=tuple(host["slots"])) for host in values.pop("hosts"))
         tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}

@@ -112,6 +112,7 @@ class InferenceEngine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
         return self._is_compiled
 
     def destroy(self) -> None:

@@ -11,7 +11,7 @@ _size: int | None = None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Divides all ranks into groups of this many; again with another size for another model.
+    """Divides all ranks into groups of sequence_parallel_size ranks; again with another size for another model.
 
     Raises ValueError for a size that does not divide the ranks.
     """
@@ -32,6 +32,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
+    """This rank's place among those that share its sequences."""
     return dist.get_rank() % get_sequence_parallel_world_size()
 
 
@@ -47,10 +48,12 @@ def get_sequence_data_parallel_group() -> dist.ProcessGroup | None:
 
 
 def get_sequence_data_parallel_world_size() -> int:
+    """The number of ranks."""
     return dist.get_world_size()
 
 
 def get_sequence_data_parallel_rank() -> int:
+    """This rank among all."""
     return dist.get_rank()
 
 

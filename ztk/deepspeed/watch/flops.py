@@ -101,10 +101,12 @@ class FlopsProfiler:
         self._handles, self._counter = [], None
 
     def reset_profile(self) -> None:
+        """Sets all costs to zero."""
         self.costs.clear()
         self.costs.update((module, ModuleCost()) for module in self.model.modules())
 
     def end_profile(self) -> None:
+        """Stops, and forgets the costs."""
         self.stop_profile()
         self.costs.clear()
         self.started = False
@@ -115,6 +117,7 @@ class FlopsProfiler:
         return number_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Multiply-accumulates of the model's forward."""
         total = self.of(self.model).macs
         return macs_to_string(total) if as_string else total
 
@@ -124,6 +127,7 @@ class FlopsProfiler:
         return duration_to_string(total) if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> int | str:
+        """Elements of the model's parameters."""
         total = parameters_of(self.model)
         return params_to_string(total) if as_string else total
 
@@ -178,6 +182,7 @@ class FlopsProfiler:
         _write(pipeline_text(stages, head=self._head(profile_step)), output_file=output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Prints the most costly modules at every depth."""
         lines = aggregated_text(
             self.model, of=self.of, parameters=parameters_of, module_depth=module_depth, top_modules=top_modules
         )

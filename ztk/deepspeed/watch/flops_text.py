@@ -241,18 +241,22 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Like "1.5 GMACs"."""
     return f"{number_to_string(macs, units=units, precision=precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Like "1.5 TFLOPS"."""
     return f"{number_to_string(flops, units=units, precision=precision)}FLOPS"
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Like "1.5 ms". duration: seconds."""
     return f"{number_to_string(duration, units=units, precision=precision)}s"
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    """Like "1.5 GB", in steps of 1000."""
     return f"{number_to_string(b, units=units, precision=precision)}B"
 
 

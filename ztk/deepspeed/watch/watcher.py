@@ -84,14 +84,14 @@ class Watcher:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Around the backward of a micro-batch's `loss`."""
+        """Around the backward of a micro-batch's `loss`, a scalar."""
         self.note_loss(loss)
         with self._timed("bwd"):
             yield
         self._see("after backward")
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """One of those whose mean is the step's."""
+        """One of those whose mean is the step's: a scalar."""
         if self.monitor.enabled and self._is_first:
             self._losses.append(loss.detach())
 

@@ -1,7 +1,7 @@
 """safe_get/set_local: what this rank keeps of a parameter, its gradient and optimizer states in fp32, without the other ranks.
 
 ztk shards flat buffers of many parameters, so a rank keeps any range of a parameter's elements: a part, all of it, or nothing. What a `get`
-returns, a `set` takes, in the same flat shape. Stage 3 only, as in DeepSpeed.
+returns, a `set` takes, in the same flat shape. Shapes are [n], of the elements that this rank keeps. Stage 3 only, as in DeepSpeed.
 """
 
 import torch
@@ -61,7 +61,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets this rank's part of one optimizer state."""
     owner = _fitting(param, value=value)
-    check_state(owner, key=optim_state_key)
+    check_state(owner, key=optim_state_key, sets=True)
     owner.engine.zero.named_state.write_local(owner.bucket, name=owner.name, kind=optim_state_key, value=value)
 
 

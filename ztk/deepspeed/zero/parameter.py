@@ -58,14 +58,17 @@ class ZeroNames(_Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
+        """The full shape."""
         return torch.Size(self.shape)
 
     @property
     def ds_numel(self) -> int:
+        """Elements of the full parameter."""
         return self.numel()
 
     @property
     def ds_status(self) -> ZeroParamStatus:
+        """Whether the parameter can be read now."""
         if (partitioned := partitioned_of(self)) is not None:
             return ZeroParamStatus.AVAILABLE if partitioned.is_full else ZeroParamStatus.NOT_AVAILABLE
         owner = owner_of(self)

@@ -1,4 +1,6 @@
-"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32. Collective calls: every rank makes them alike."""
+"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32.
+
+Shapes of what is read and set are those of the full parameter. Collective calls: every rank makes them alike."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,7 +9,9 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.gradients import local_gradient
 from ztk.deepspeed.owners import Owner, owner_of
+from ztk.optim import TorchStep
 from ztk.zero.piece_states import FROZEN, GRADIENT, MASTER
+from ztk.zero.state.named import local_range
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -52,11 +56,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks."""
+    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks.
+
+    Raises ValueError for a frozen parameter, a state that the optimizer does not have, and another shape.
+    """
     owner = owned(param, value=value)
     if not owner.bucket.traits.trainable:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
-    check_state(owner, key=optim_state_key)
+    check_state(owner, key=optim_state_key, sets=True)
     owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=optim_state_key)
 
 
@@ -81,7 +88,7 @@ def safe_update_full_grad_vectorized(
 
 
 def divisor_of(owner: Owner) -> Tensor:
-    """What a reduced gradient is larger by than the averaged, unscaled one."""
+    """What a reduced gradient is larger by, a scalar, than the averaged, unscaled one."""
     control = owner.engine.control
     return control.loss_scale * control.gradient_divisor
 
@@ -109,8 +116,16 @@ def need_gradient(owner: Owner) -> None:
         )
 
 
-def check_state(owner: Owner, *, key: str) -> None:
-    """Raises ValueError for a state that the optimizer does not keep."""
-    names = owner.engine.zero.optimizer.state_names
+def check_state(owner: Owner, *, key: str, sets: bool = False) -> None:
+    """Raises ValueError for a state that the optimizer does not keep. sets: also for one that its first step would overwrite."""
+    optimizer = owner.engine.zero.optimizer
+    if sets and isinstance(optimizer, TorchStep) and local_range(owner.bucket, name=owner.name):
+        owner.engine.zero.finish_update()
+        if owner.name not in optimizer.progress():
+            raise ValueError(
+                f"parameter {owner.name}: has made no step yet, and {optimizer.options['class']} makes its states in the first one: set "
+                "them after it"
+            )
+    names = optimizer.state_names
     if key not in names:
         raise ValueError(f"optim_state_key={key!r}: this optimizer keeps {', '.join(names) or 'no states'}")

@@ -33,7 +33,7 @@ def parallelize_peer(
     """Makes `model` train by torch's DistributedDataParallel (`kind="ddp"`) or fully_shard (`"fsdp2"`). A collective call.
 
     The arguments are those of `ztk.parallelize`, and so are the model's first values, parameter groups, clipping and learning
-    rates. Parameters stay fp32; 16-bit compute is torch's (autocast, or FSDP's mixed precision). No offloading.
+    rates (lr_table: [steps]). Parameters stay fp32; 16-bit compute is torch's (autocast, or FSDP's mixed precision). No offloading.
 
     Raises ValueError for what torch's own does not have.
     """

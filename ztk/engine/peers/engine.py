@@ -79,7 +79,7 @@ class PeerEngine:
             self._synchronise = before
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss over the number of micro-batches, times the loss scale: for `engine.scale(loss).backward()`."""
+        """The loss, a scalar, over the number of micro-batches, times the loss scale: for `engine.scale(loss).backward()`."""
         if self._fresh:  # not at the end of the step: `read_metrics` may want to know the norm
             self.optimizer.zero_grad()
             self._fresh = False
@@ -108,12 +108,12 @@ class PeerEngine:
         return True
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this rank's mean loss."""
-        return train_batch(self, micro_batches)
+        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this rank's mean loss, a scalar."""
+        return train_batch(self, micro_batches=micro_batches)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """This rank's mean loss over `micro_batches`, without gradients and in eval mode."""
-        return eval_batch(self, micro_batches)
+        """This rank's mean loss over `micro_batches`, a scalar, without gradients and in eval mode."""
+        return eval_batch(self, micro_batches=micro_batches)
 
     def _update(self) -> bool:
         """Unscale, clip, update, next learning rate, as torch's users write it. False if the scaler skipped."""
@@ -177,7 +177,7 @@ class PeerEngine:
         return self.peer.gathered()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter) one at a time. Every rank must iterate to the end."""
+        """(name, parameter in its full shape) one at a time. Every rank must iterate to the end."""
         return self.peer.full_parameters()
 
     def _count(self, traffic: Iterable[Traffic]) -> None:

@@ -45,7 +45,7 @@ def _options(policy: OptimizerPolicy, *, row: HyperParameters) -> dict[str, obje
 
 
 def torch_schedule(optimizer: torch.optim.Optimizer, *, lr_table: Tensor | None) -> LambdaLR:
-    """Update t has the rate of the group times `lr_table[t]`; the last entry stays."""
+    """Update t has the rate of the group times entry t of `lr_table` [steps]; the last entry stays."""
     multipliers = [1.0] if lr_table is None else lr_table.tolist()
     return LambdaLR(optimizer, lambda update: multipliers[min(update, len(multipliers) - 1)])
 

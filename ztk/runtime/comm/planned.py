@@ -87,7 +87,7 @@ class PlannedComm(Comm):
     """The collectives of one rank of a plan: the other ranks are taken to do what this one does."""
 
     def __init__(self, *, rank: int, size: int, moved: Moved | None = None, letters: Letters | None = None) -> None:
-        """moved: see `PlannedTransport`; a group of one moves nothing. letters: those of the ranks of a pipeline."""
+        """size: ranks. moved: see `PlannedTransport`; a group of one moves nothing. letters: those of the ranks of a pipeline."""
         self._letters = letters or Letters()
         transport = SingleRankTransport() if size == 1 else PlannedTransport(moved)
         super().__init__(transport, rank=rank, size=size, device=PLANNED)

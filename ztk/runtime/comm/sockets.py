@@ -46,13 +46,13 @@ class PeerSockets:
             connection.settimeout(timeout_seconds)
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
-        """Sends the bytes of `tensor` (contiguous, on the CPU)."""
+        """Sends the bytes of `tensor` (contiguous, of any shape, on the CPU)."""
         connection, payload = self._sockets[to], _bytes_of(tensor)
         header = _HEADER.pack(payload.nbytes, label.encode()[:88])
         self._guard(to, lambda: (connection.sendall(header), connection.sendall(payload)), label=label)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        """Fills `out` with the next message of rank `source`, which must have its size and this label.
+        """Fills `out` (contiguous, of any shape, on the CPU) with the next message of rank `source`, which must have its size and this label.
 
         Raises:
             CommMismatch: the message has another size or label.

@@ -10,7 +10,7 @@ from ztk.runtime.planned import place_of
 
 
 class Transport(Protocol):
-    """Moves flat contiguous tensors. `blocking` transports return when done; others return an object with `wait()`.
+    """Moves flat contiguous tensors [n] of any dtype. `blocking` transports return when done; others return an object with `wait()`.
 
     `label` names what is being moved; it appears in errors. checks_labels: ranks with different labels get an error instead of a hang.
     """
@@ -94,7 +94,7 @@ class SingleRankTransport(SeparateMemory):
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., in this order whatever the stage, so that every ZeRO stage sums alike.
+    """out = parts[0] + parts[1] + ..., all of one shape, in this order whatever the stage, so that every ZeRO stage sums alike.
 
     16-bit parts of more than two ranks are added up in fp32 and rounded once (with two ranks the 16-bit sum rounds once
     anyway). On the CPU a cast to fp32 and an fp32 add cost a third of a mixed-dtype add. `out` may be one of the parts.

@@ -41,7 +41,7 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, *, name: str, rank: int, size: int, patience: float, ends_process: bool
     ) -> None:
-        """patience: seconds that a collective may take before labels are compared."""
+        """size: ranks of the communicator. patience: seconds that a collective may take before labels are compared."""
         self.mismatch: CommMismatch | None = None
         self._store, self._name, self._rank, self._size, self._patience = store, name, rank, size, patience
         self._ends_process = ends_process

@@ -66,7 +66,7 @@ class NamedState:
         self._write(bucket, flat=flat, kind=kind, pieces=bucket.pieces)
 
     def write_local(self, bucket: Bucket, *, name: str, kind: str, value: Tensor) -> None:
-        """Sets the elements that `read_local` reads, from stage 1 on.
+        """Sets the elements that `read_local` reads, from stage 1 on. value: those elements, in any shape.
 
         A local call, unless it sets the weight of a bucket that is never sharded: then all ranks must make it.
         """

@@ -1,0 +1,159 @@
+"""Which torch optimizers may run over shards, and why others may not."""
+
+import pytest
+import torch
+from torch import nn
+
+from ztk.optim import TorchStep
+
+CONTROL = torch.tensor([0.0, 0.5, *[0.0] * 14])  # step, with half the gradient
+
+
+class Trust(torch.optim.SGD):
+    """LARS's ratio of norms."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=group["lr"])
+
+
+class Centred(torch.optim.SGD):
+    """Gradient centralisation: rows of matrices only."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad if p.dim() == 1 else p.grad - p.grad.mean(-1, keepdim=True), alpha=group["lr"])
+
+
+class Counting(torch.optim.SGD):
+    made = 0
+
+    def step(self, closure=None):
+        self.made += 1
+        return super().step(closure)
+
+
+class Sharpness(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+class Around(torch.optim.SGD):
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params)
+        self.base = torch.optim.SGD(params, lr=0.1)
+
+
+class Wide(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = p.detach().double()
+
+
+class Listed(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("past", []).append(0)
+
+
+class Global(torch.optim.SGD):
+    """A rate by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            norm = sum(p.grad.square().sum() for p in group["params"]).sqrt()
+            for p in group["params"]:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Trust, "not elementwise: the weights depend on the other elements"),
+        (Noisy, "random numbers"),
+        (Centred, "or on the shape"),
+        (Global, "not elementwise"),
+        (torch.optim.Adafactor, "not elementwise: its state row_var"),
+        (torch.optim.Muon, "its step raises"),
+        (torch.optim.LBFGS, "needs a closure"),
+        (Sharpness, "needs a closure"),
+        (torch.optim.SparseAdam, "does not support dense gradients"),
+        (Counting, "changes its attribute made"),
+        (Around, r"wraps another optimizer \(base\)"),
+        (Wide, "its state sum is float64"),
+        (Listed, "its state past is a list"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_shards_cannot_run_is_refused_with_the_reason(make, words):
+    parameter = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=f"optimizer={make.__name__}: .*{words}"):
+        TorchStep(make([parameter]), parameters={"a": parameter})
+
+
+def test_one_that_has_made_steps_or_lacks_a_parameter_is_refused():
+    a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.NAdam([a])
+    with pytest.raises(ValueError, match="does not hold b"):
+        TorchStep(optimizer, parameters={"a": a, "b": b})
+    a.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps already"):
+        TorchStep(optimizer, parameters={"a": a})
+
+
+def step(made: TorchStep, *, names: tuple[str, ...] = ("a",), rows: dict | None = None) -> dict[str, torch.Tensor]:
+    rows = {name: torch.zeros(8) for name in made.state_names} if rows is None else rows
+    made.begin_step()
+    places = {name: slice(4 * index, 4 * index + 4) for index, name in enumerate(names)}
+    made.step(torch.ones(8), grad=torch.full((8,), 2.0), rows=rows, control=CONTROL, places=places)
+    return rows
+
+
+def test_hooks_schedulers_and_random_numbers_are_left_alone():
+    """The step of the class runs once per piece; what belongs to the object runs once per step, elsewhere."""
+    parameter, calls = nn.Parameter(torch.ones(4)), []
+    optimizer = torch.optim.NAdam([parameter])
+    optimizer.register_step_pre_hook(lambda *args: calls.append("pre"))
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    torch.manual_seed(3)
+    expected = torch.randn(1)
+    torch.manual_seed(3)
+    step(TorchStep(optimizer, parameters={"a": parameter}))
+    assert not calls and not optimizer.state and torch.equal(torch.randn(1), expected)
+
+
+def test_a_parameter_that_is_left_out_keeps_its_own_count():
+    parameters = {"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(4))}
+    made = TorchStep(torch.optim.NAdam(parameters.values()), parameters=parameters)
+    rows = step(made, names=("a", "b"))
+    step(made, names=("a",), rows=rows)
+    counts = {name: float(progress.scalars["step"]) for name, progress in made.progress().items()}
+    assert counts == {"a": 2, "b": 1}
+
+
+def test_a_state_that_comes_later_is_an_error():
+    """SGD begins without momentum, so there is no row for its buffer."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, maximize=True)
+    made = TorchStep(optimizer, parameters={"a": parameter})
+    step(made)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeError, match="momentum_buffer"):
+        step(made)

@@ -1,0 +1,98 @@
+"""What a torch optimizer keeps besides tensors of the parameters' size, in a checkpoint: counts of steps, products, values of its groups.
+
+The same for all ranges of a parameter, so it is saved once, parameters with equal values together, and any number of ranks can load it.
+"""
+
+import json
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.manifest import Manifest
+from ztk.checkpoint.subject import Subject
+from ztk.optim import TorchStep
+from ztk.optim.torch_step import Progress
+
+
+def gather_progress(engine: Subject) -> dict[str, Any] | None:
+    """JSON values: the "class" of the engine's torch optimizer, its "parameters" and its "groups"; None for ztk's own. Collective."""
+    step = engine.zero.optimizer
+    if not isinstance(step, TorchStep):
+        return None
+    engine.zero.finish_update()
+    own = {
+        name: json.dumps({"scalars": _encode_all(progress.scalars), "rows": progress.rows}, sort_keys=True)
+        for name, progress in step.progress().items()
+    }
+    groups = {str(number): _encode_all(values) for number, values in step.group_values().items()}
+    by_value: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    merged: dict[str, Any] = {}
+    for of_rank, groups_of_rank in engine.process.comm.gather_objects((own, groups)):
+        merged = {**groups_of_rank, **merged}
+        for name, text in of_rank.items():
+            if name not in seen:
+                seen.add(name)
+                by_value.setdefault(text, []).append(name)
+    parameters = [{**json.loads(text), "params": names} for text, names in by_value.items()]
+    return {**step.options, "parameters": parameters, "groups": merged}
+
+
+def check_progress(engine: Subject, *, manifest: Manifest) -> None:
+    """Raises CheckpointError unless the checkpoint's optimizer is of the engine's class."""
+    step = engine.zero.optimizer
+    here = step.options["class"] if isinstance(step, TorchStep) else None
+    there = None if manifest.torch_optimizer is None else manifest.torch_optimizer["class"]
+    if here != there:
+        here, there = (name or "ztk's own update" for name in (here, there))
+        raise CheckpointError(
+            f"{manifest.path} was saved with {there} as its optimizer, and this run has {here}: use the "
+            "optimizer it was saved with, or load it with weights_only=True"
+        )
+
+
+def restore_progress(engine: Subject, *, manifest: Manifest | None, keep: Collection[str]) -> None:
+    """Sets what `gather_progress` has saved. manifest: None to begin anew. keep: parameters that stay as they are."""
+    step = engine.zero.optimizer
+    if not isinstance(step, TorchStep):
+        return
+    engine.zero.finish_update()
+    saved: dict[str, Any] = {"parameters": [], "groups": {}}
+    if manifest is not None and manifest.torch_optimizer is not None:
+        saved = manifest.torch_optimizer
+    progress = {
+        name: Progress(scalars=decode_all(entry["scalars"]), rows=tuple(entry["rows"]))
+        for entry in saved["parameters"]
+        for name in entry["params"]
+    }
+    groups = {int(number): decode_all(values) for number, values in saved["groups"].items()}
+    step.restore(progress, group_values=groups, keep=frozenset(keep))
+
+
+def decode_all(values: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, texts and tensors of one element, as they were."""
+    return {name: _decode(value) for name, value in values.items()}
+
+
+def _encode_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _encode(value) for name, value in values.items()}
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    """JSON has no tensors and no infinity."""
+    if isinstance(value, torch.Tensor):
+        item = _encode(value.item())
+        return {**item, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return {"value": value}
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    item = float(value["float"]) if "float" in value else value["value"]
+    if "dtype" in value:
+        return torch.tensor(item, dtype=getattr(torch, value["dtype"])).view(value["shape"])
+    return item

@@ -1,0 +1,265 @@
+"""Is a torch optimizer elementwise, and what does it keep? Found out by stepping it on small parameters.
+
+A rank holds a range of a parameter, flat, and its shard is updated in pieces. So an optimizer may run over shards if it does to every element
+what it would do to that element in a full parameter, in its shape, beside others. Three steps over parameters of one, two and four
+dimensions are compared bit by bit with three steps over flat ranges of them, each range with an object of its own: norms (LAMB), matrices
+(Muon, Shampoo), factored moments (Adafactor) and random numbers show. What shows only in large parameters does not: see `TorchStep`.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.optim.alone import fill, options_of, step_alone
+
+STEPS = 3
+SHAPES = ((320,), (8, 32), (2, 2, 4, 16))
+CUT = 64  # of ranges: torch's vector loops do not round their remainders as their bodies
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)  # exact in fp32
+RESERVED = ("master", "parameter", "gradient", "buffer", "rng")  # kinds of state in a checkpoint
+# Attributes that `step_alone` sets, and those that torch's own optimizers change in their first step and that carry nothing to the next one.
+_MARKS = (
+    "param_groups",
+    "state",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_need_device_dtype_check_for_fused",
+    "_warned_capturable_if_run_uncaptured",
+)
+_OFFERED = "use AdamW, Adam, SGD, Lion or another elementwise optimizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What an optimizer keeps beside the weights.
+
+    rows: name -> dtype of the states that have an element per element of the parameter. scalars: the other names of states, which all ranges of
+        one parameter share. on_device: those of `scalars` that are tensors on the parameter's device. group_values: per parameter group, the
+        names of its values that a step changes.
+    """
+
+    rows: dict[str, torch.dtype]
+    scalars: frozenset[str]
+    on_device: frozenset[str]
+    group_values: tuple[frozenset[str], ...]
+
+
+def probe(optimizer: torch.optim.Optimizer, *, initial: Mapping[int, dict[str, Any]], device: torch.device) -> Kept:
+    """What `optimizer` keeps, with the options of its parameter groups as they are.
+
+    initial: by number of the group, the states that a parameter has before its first step, see `initial_state`. device: where it will run.
+
+    Raises ValueError, with the reason, for an optimizer that cannot run over shards: one that needs a closure, wraps another one, raises in
+    its step, is not elementwise, or keeps what neither a shard nor a checkpoint can hold.
+    """
+    name = type(optimizer).__name__
+    reason = _unfit(optimizer)
+    if reason:
+        raise ValueError(f"optimizer={name}: {reason}; {_OFFERED}")
+    rows: dict[str, torch.dtype] = {}
+    scalars, on_device, group_values = set(), set(), []
+    for number, group in enumerate(optimizer.param_groups):
+        found = _Found(rows=rows, scalars=scalars, on_device=on_device, initial=initial.get(number, {}))
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                group_values.append(_probe_group(optimizer, options=options_of(group), device=device, found=found))
+        except Unfit as error:
+            raise ValueError(f"optimizer={name}: {error}; {_OFFERED}") from None
+        except Exception as error:
+            raise ValueError(
+                f"optimizer={name}: its step raises {type(error).__name__} ({error}) on flat fp32 parameters with gradients and without a "
+                f"closure, which is what a rank holds of a sharded model; {_OFFERED}"
+            ) from error
+    return Kept(rows=rows, scalars=frozenset(scalars), on_device=frozenset(on_device), group_values=tuple(group_values))
+
+
+class Unfit(Exception):
+    """Why an optimizer cannot run over shards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What the groups before have shown; further ones add to it. initial: the states of a new parameter of this one."""
+
+    rows: dict[str, torch.dtype]
+    scalars: set[str]
+    on_device: set[str]
+    initial: Mapping[str, Any]
+
+
+def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
+    """What can be seen without a step."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if isinstance(optimizer, torch.optim.LBFGS) or required:
+        return "its step needs a closure that computes the loss again, and a step comes after the backward here"
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            return f"it wraps another optimizer ({attribute}), whose states would not be sharded: pass that one"
+    return None
+
+
+def _probe_group(
+    optimizer: torch.optim.Optimizer, *, options: dict[str, Any], device: torch.device, found: _Found
+) -> frozenset[str]:
+    """Adds the states of one group to `found`; returns which of the group's values a step changes. Raises Unfit."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
+    attributes = _fingerprint(vars(optimizer))
+    full = _Run(optimizer, options=options, values=[value.to(device) for value in values], initial=found.initial)
+    changed: dict[str, Any] = {}
+    for row in gradients:
+        changed = full.step([gradient.to(device) for gradient in row])
+    if differing := [key for key, value in _fingerprint(changed).items() if attributes.get(key) != value]:
+        raise Unfit(
+            f"its step changes its attribute {differing[0]}, which is not sharded or saved: keep it in state[parameter] or in the group"
+        )
+    states = [full.states[parameter] for parameter in full.parameters]
+    _sort(states, parameters=full.parameters, found=found)
+    for index, value in enumerate(values):
+        for start in range(0, value.numel(), CUT * (index + 1)):
+            place = slice(start, start + CUT * (index + 1))
+            values_of_part = [value.view(-1)[place].clone().to(device)]
+            part = _Run(optimizer, options=options, values=values_of_part, initial=found.initial)
+            for row in gradients:
+                part.step([row[index].view(-1)[place].clone().to(device)])
+            _compare(part, full=full, index=index, place=place, found=found)
+    changed_values = {
+        key: value for key, value in full.group.items() if key != "params" and not _same(value, options.get(key))
+    }
+    for key, value in changed_values.items():
+        if not _is_scalar(value):
+            raise Unfit(
+                f"its step changes {key} of the group, a {type(value).__name__}, which a checkpoint cannot hold"
+            )
+    return frozenset(changed_values)
+
+
+class _Run:
+    """Parameters, their states and their group, stepped by a class."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        options: Mapping[str, Any],
+        values: list[Tensor],
+        initial: Mapping[str, Any],
+    ) -> None:
+        self.parameters = [nn.Parameter(value.clone()) for value in values]
+        self.group = {**options_of(options), "params": self.parameters}
+        self.states: dict[nn.Parameter, dict[str, Any]] = (
+            {parameter: fill(initial, parameter=parameter) for parameter in self.parameters} if initial else {}
+        )
+        self._optimizer = optimizer
+
+    def step(self, gradients: list[Tensor]) -> dict[str, Any]:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        attributes = step_alone(self._optimizer, groups=[self.group], states=self.states)
+        for parameter in self.parameters:
+            self.states.setdefault(parameter, {})
+        return attributes
+
+
+def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found: _Found) -> None:
+    """Which states have a value per element, and which are scalars. Raises Unfit for what is neither."""
+    for state, parameter in zip(states, parameters, strict=True):
+        for name, value in state.items():
+            if name in RESERVED or not isinstance(name, str):
+                raise Unfit(f"it keeps a state called {name!r}, which is ztk's own word: call it something else")
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if value.dtype not in DTYPES:
+                    raise Unfit(
+                        f"its state {name} is {str(value.dtype).removeprefix('torch.')}, and shards keep fp32 or narrower"
+                    )
+                if name in found.scalars or found.rows.setdefault(name, value.dtype) != value.dtype:
+                    raise Unfit(f"its state {name} is of another kind in another parameter")
+            elif _is_scalar(value):
+                if value is None:  # where another group has a tensor, perhaps
+                    continue
+                found.scalars.add(name)
+                on_device = isinstance(value, Tensor) and value.device == parameter.device
+                if on_device and parameter.device.type != "cpu":
+                    found.on_device.add(name)
+            else:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise Unfit(
+                    f"it is not elementwise: its state {name} is {what} for a parameter of shape {tuple(parameter.shape)}, "
+                    "and a rank holds a flat range of a parameter"
+                )
+
+
+def _compare(part: _Run, *, full: _Run, index: int, place: slice, found: _Found) -> None:
+    """Raises Unfit unless a range of a parameter went as the same range of the full one did."""
+    (own,), parameter = part.parameters, full.parameters[index]
+    pairs = {"the weights": (own, parameter)}
+    state, of_full = part.states[own], full.states[parameter]
+    if set(state) != set(of_full):
+        raise Unfit(f"it is not elementwise: it keeps {sorted(state)} or {sorted(of_full)} depending on the shape")
+    pairs |= {f"its state {name}": (state[name], of_full[name]) for name in state if name in found.rows}
+    for what, (ours, theirs) in pairs.items():
+        if theirs is None and ours is None:
+            continue
+        if not torch.equal(_bits(ours), _bits(theirs.detach().reshape(-1)[place])):
+            raise Unfit(
+                f"it is not elementwise: {what} depend on the other elements or on the shape of a parameter (or on random numbers), and a "
+                "rank holds a flat range of a parameter"
+            )
+    for name in state:
+        if name in found.scalars and not _same(state[name], of_full[name]):
+            raise Unfit(f"it is not elementwise: its state {name} depends on which elements a rank holds")
+    for name, value in part.group.items():
+        if name != "params" and not _same(value, full.group.get(name)):
+            raise Unfit(f"it is not elementwise: its step sets {name} of the group by the elements that a rank holds")
+
+
+def _is_scalar(value: Any) -> bool:
+    """A checkpoint's JSON holds it."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes: NaN equals NaN, and 0 does not equal -0."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
+        return math.isnan(second)
+    try:
+        return type(first) is type(second) and bool(first == second)
+    except Exception:  # what cannot be compared is the same object or is not
+        return first is second
+
+
+def _fingerprint(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes by value where they have one, else by identity; those of torch's own marks left out."""
+    return {name: tuple(_values(value)) for name, value in attributes.items() if name not in _MARKS}
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield (tuple(value.shape), value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from _values(item)
+    elif isinstance(value, list | tuple):
+        yield len(value)
+        for item in value:
+            yield from _values(item)
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield repr(value)
+    else:
+        yield id(value)

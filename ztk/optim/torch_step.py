@@ -1,0 +1,178 @@
+"""Any elementwise torch optimizer over shards: its own step runs on the ranges of parameters that a rank holds.
+
+Every range is a flat fp32 parameter of an object of the optimizer's class. States with an element per element of the parameter are rows of the
+store, like those of ztk's own optimizers. The rest, such as `step`, stays here, once per parameter: each range starts a step from what the
+last step left, and all ranges leave the same. A parameter has its states from its first update on, made by the class itself. One that a step
+leaves out keeps weights, states and its own count of steps.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.kernels import Control
+from ztk.optim.alone import fill, initial_state, options_of, step_alone
+from ztk.optim.probe import Kept, probe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What a parameter has besides rows. scalars: by name. rows: the names of its states that exist."""
+
+    scalars: dict[str, Any]
+    rows: tuple[str, ...]
+
+
+class TorchStep:
+    """Runs a torch optimizer's step over pieces of shards.
+
+    state_names: of the rows that a store keeps for it, fp32, which hold narrower dtypes exactly. options: for a checkpoint's description.
+
+    `begin_step`, then `step` for every piece, in any thread. A state that the probe has not seen (one that only large parameters get, or
+    that an option brings which was off before) is a RuntimeError at the first step that has it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """parameters: what is trained, by name. device: where the step runs. The optimizer's groups are read at every step, its states are
+        emptied.
+
+        Raises ValueError for an optimizer that cannot run over shards (see `probe`), lacks a parameter or has made steps.
+        """
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        self._optimizer = optimizer
+        self._group_of = {
+            name_of[id(parameter)]: number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in name_of
+        }
+        if missing := [name for name in parameters if name not in self._group_of]:
+            raise ValueError(
+                f"optimizer: does not hold {', '.join(missing[:3])}, which require a gradient: pass them to it, or freeze them"
+            )
+        self._initial = _initial_states(optimizer, name_of=name_of)
+        of_groups = {self._group_of[name]: state for name, state in self._initial.items()}
+        self._kept: Kept = probe(optimizer, initial=of_groups, device=torch.device(device))
+        optimizer.state.clear()  # full tensors, which nothing uses
+        self.state_names = tuple(self._kept.rows)
+        self.options = {"class": type(optimizer).__name__}
+        self._before: dict[str, Progress] = {}
+        self._after: dict[str, Progress] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._values_before: dict[int, dict[str, Any]] = {}  # of groups, those that a step changes
+        self._values_after: dict[int, dict[str, Any]] = {}
+
+    def begin_step(self) -> None:
+        """Takes the options of the groups as they are now. Between steps, in the thread that trains."""
+        self._before |= self._after
+        self._after = {}
+        self._values_before |= self._values_after
+        self._values_after = {}
+        self._groups = [options_of(group) for group in self._optimizer.param_groups]
+
+    def step(
+        self, master: Tensor, *, grad: Tensor, rows: Mapping[str, Tensor], control: Tensor, places: Mapping[str, slice]
+    ) -> None:
+        """Updates `master` and `rows` in place.
+
+        master: float32 [n]; grad: scaled and summed, [n]; rows: state -> float32 [n]; control: one row of the control table; places: parameter
+        -> its range of the piece. Elements outside of `places` stay.
+
+        Raises RuntimeError for a state of another kind than before.
+        """
+        groups: dict[int, dict[str, Any]] = {}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        of_name: dict[str, nn.Parameter] = {}
+        for name, place in places.items():
+            parameter = nn.Parameter(master[place])
+            parameter.grad = grad[place].to(torch.float32) * control[Control.grad_coefficient]
+            number = self._group_of[name]
+            group = groups.setdefault(
+                number, {**self._groups[number], **copy.deepcopy(self._values_before.get(number, {})), "params": []}
+            )
+            group["params"].append(parameter)
+            of_name[name] = parameter
+            if name in self._before:
+                states[parameter] = self._state(self._before[name], rows=rows, place=place)
+            elif name in self._initial:
+                states[parameter] = fill(self._initial[name], parameter=parameter)
+        if not groups:
+            return
+        step_alone(self._optimizer, groups=list(groups.values()), states=states)
+        for name, parameter in of_name.items():
+            self._after[name] = self._take(name, state=states.get(parameter, {}), rows=rows, place=places[name])
+        for number, group in groups.items():
+            changed = self._kept.group_values[number]
+            self._values_after[number] = {key: group[key] for key in changed if key in group}
+
+    # For checkpoints
+
+    def progress(self) -> dict[str, Progress]:
+        """By parameter, of those that this rank has updated. After the last update has ended."""
+        return self._before | self._after
+
+    def group_values(self) -> dict[int, dict[str, Any]]:
+        """By number of the group, the values that steps have changed. After the last update has ended."""
+        return self._values_before | self._values_after
+
+    def restore(
+        self, progress: Mapping[str, Progress], *, group_values: Mapping[int, dict[str, Any]], keep: frozenset[str]
+    ) -> None:
+        """Goes on from there; parameters that are not in it, but for those in `keep`, begin anew."""
+        kept = {name: own for name, own in self.progress().items() if name in keep}
+        self._before, self._after = {**progress, **kept}, {}
+        self._values_before, self._values_after = dict(group_values), {}
+
+    # One range
+
+    def _state(self, progress: Progress, *, rows: Mapping[str, Tensor], place: slice) -> dict[str, Any]:
+        """The states of a range: rows are views where their dtype allows."""
+        state = {name: rows[name][place].to(self._kept.rows[name]) for name in progress.rows}
+        for name, value in progress.scalars.items():
+            state[name] = own = copy.deepcopy(value)
+            if name in self._kept.on_device and isinstance(own, Tensor) and rows:
+                state[name] = own.to(next(iter(rows.values())).device)
+        return state
+
+    def _take(self, name: str, *, state: dict[str, Any], rows: Mapping[str, Tensor], place: slice) -> Progress:
+        """Writes a range's states back to the rows, and returns the rest."""
+        scalars, present = {}, []
+        for key, value in state.items():
+            if value is None or (key in self._kept.scalars and not (isinstance(value, Tensor) and value.numel() > 1)):
+                scalars[key] = value
+                continue
+            dtype = self._kept.rows.get(key)
+            row = rows[key][place] if dtype is not None else None
+            if row is None or not isinstance(value, Tensor) or value.dtype != dtype or value.numel() != row.numel():
+                what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise RuntimeError(
+                    f"optimizer={type(self._optimizer).__name__}: keeps the state {key} ({what}) for {name}, which it did not "
+                    "keep when training began: options that bring further states (momentum, amsgrad, centered) must be on then, and one "
+                    "that keeps other states for large parameters cannot run over shards"
+                )
+            if value.dtype != row.dtype or value.data_ptr() != row.data_ptr():
+                row.copy_(value.view(-1))
+            present.append(key)
+        return Progress(scalars=scalars, rows=tuple(present))
+
+
+def _initial_states(optimizer: torch.optim.Optimizer, *, name_of: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """What the constructor has set, by parameter. Raises ValueError for states of a step."""
+    found = {}
+    for parameter, state in optimizer.state.items():
+        made = initial_state(state, parameter=parameter)
+        if made is None:
+            raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
+        if id(parameter) in name_of and made:
+            found[name_of[id(parameter)]] = made
+    return found
