@@ -110,10 +110,10 @@ def test_operations_of_products():
         assert flops[name] == spec.num_flops(shape)
     q, offsets = torch.zeros(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     args = (q, q, q, offsets, 7, True, 0, 1.0)
-    work = work_of("attention", args, result=(q, torch.zeros(2, 12)))
+    work = work_of("attention", args=args, result=(q, torch.zeros(2, 12)))
     assert work.flops() == 4 * (15 + 28) * 2 * 16
     back = work_of(
-        "attention_backward", (q, q, q, q, q, torch.zeros(2, 12), offsets, 7, True, 0, 1.0), result=(q, q, q)
+        "attention_backward", args=(q, q, q, q, q, torch.zeros(2, 12), offsets, 7, True, 0, 1.0), result=(q, q, q)
     )
     assert back.flops() == 10 * (15 + 28) * 2 * 16
 

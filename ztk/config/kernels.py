@@ -8,7 +8,7 @@ from ztk.config.schema import Config, KernelBackend, LoggerMode
 from ztk.policies.measured import HERE
 
 
-def kernel_faults(config: Config, machine: Machine) -> Iterator[str]:
+def kernel_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     every = config.kernels.log_every or 0
     if every <= 0 or not times_kernels(config):

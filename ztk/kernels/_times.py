@@ -147,14 +147,14 @@ class KernelTimes:
             begin = time.perf_counter()
             result = run(*args)
             spent = time.perf_counter() - begin
-            calls.append((name, work_of(name, args, result=result), spent))
+            calls.append((name, work_of(name, args=args, result=result), spent))
             return result
         first, last = self._event(), self._event()
         first.record()
         result = run(*args)
         last.record()
         self._is_on_gpu = True
-        calls.append((name, work_of(name, args, result=result), (first, last)))
+        calls.append((name, work_of(name, args=args, result=result), (first, last)))
         return result
 
     def _added(self, before: KernelTime | None, *, work: Work, seconds: float) -> KernelTime:

@@ -31,7 +31,7 @@ class Work(NamedTuple):
     dtype: torch.dtype
 
 
-def work_of(name: str, args: tuple, *, result: object) -> Work:
+def work_of(name: str, *, args: tuple, result: object) -> Work:
     """Of a call `ztk::name(*args) -> result`. args: in the order of the schema; trailing ones may be left to their defaults."""
     count, flops = _MOVED.get(name), _PRODUCTS.get(name)
     moved = count(args) if count else sum(map(_moved, args, _passes(name))) + _nbytes(result)
