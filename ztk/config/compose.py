@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
+from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier, times_kernels
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
@@ -112,8 +112,9 @@ def to_config(
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
         )
-    if (hardware := options.get("hardware")) and config.task.name != PLAN:
-        raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: use task=plan"])
+    if (hardware := options.get("hardware")) and config.task.name != PLAN and not times_kernels(config):
+        fix = "use task=plan" if config.task.name in ANSWERING else "use task=plan, or kernels.log_every=N"
+        raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: {fix}"])
     if (weights := options.get("weights")) and config.task.name not in ANSWERING:
         raise ConfigError(
             [

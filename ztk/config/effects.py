@@ -31,11 +31,17 @@ from ztk.policies.tier import Tier
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
 _MODEL = "task=generate, task=serve or task=eval"
+CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
 
 
 def offloads(config: Config, *, tier: Tier) -> bool:
     """Whether anything is stored on `tier`. Parameters on `auto` never use another tier than the optimizer states."""
     return tier in (config.offload.optimizer, config.offload.parameters)
+
+
+def times_kernels(config: Config) -> bool:
+    """Whether the run times operations in some of its steps."""
+    return config.task.name not in (*ANSWERING, "plan") and bool(config.kernels.log_every)
 
 
 def device_of(config: Config, *, machine: Machine) -> str:
@@ -391,7 +397,18 @@ EFFECTS = (
     ),
     *_alignment_effects(),
     Effect(
-        keys=keys_of("hardware", *vars(HardwareConfig())),
+        keys=("kernels.log_every",),
+        when=lambda c, m: c.task.name not in ANSWERING,
+        only="tasks that train, such as task=pretrain",
+    ),
+    Effect(
+        keys=keys_of("hardware", "name", "file", *CEILINGS),
+        when=lambda c, m: c.task.name == "plan" or times_kernels(c),
+        only="task=plan or kernels.log_every above 0, and hardware=NAME",
+        required=False,
+    ),
+    Effect(
+        keys=keys_of("hardware", *(name for name in vars(HardwareConfig()) if name not in ("name", "file", *CEILINGS))),
         when=lambda c, m: c.task.name == "plan",
         only="task=plan and hardware=NAME",
         required=False,

@@ -11,6 +11,7 @@ from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
+from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.plan_schema import PLAN_RANGES
@@ -116,6 +117,7 @@ RANGES = {
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT_OR_ZERO,
     "logger.every": COUNT,
+    "kernels.log_every": COUNT_OR_ZERO,
     "launch.ranks": Range(low=1, high=65_536),
     "launch.threads": Range(low=1, high=4096),  # of each rank
     "launch.min_ranks": Range(low=1, high=65_536),
@@ -390,6 +392,7 @@ _RULES = (
     _training,
     _optimizer,
     _launch,
+    kernel_faults,
     rollout_faults,
     alignment_faults,
     text_faults,

@@ -376,6 +376,11 @@ class KernelsConfig:
     backend: KernelBackend = key(
         "auto: Triton on a GPU, torch's vectorised kernels on a CPU; triton: Triton or refuse; reference: plain torch"
     )
+    log_every: int | None = key(
+        "steps between those whose operations are timed, a multiple of train.log_every: milliseconds, calls, rate and share of the floor of "
+        "each; 0: none",
+        default=None,
+    )
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.kernels import Control
+from ztk.kernels import Control, behind_step
 from ztk.optim import FlatOptimizer, TorchStep
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
@@ -135,7 +135,7 @@ class ShardUpdate:
         for bucket in self._behind:
             bucket.residency.updated = Future()
         self._is_fetching = True
-        self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
+        self._running = self._thread.submit(behind_step(functools.partial(self._update_behind, control.clone())))
 
     def finish(self) -> None:
         """Takes over what a script has written, then `finish_running`."""
