@@ -33,6 +33,7 @@ _NUMBERLESS_SECTIONS = (
         "serve",
         "eval",
         "task",
+        "ema",
     ),
 )
 _NUMBERLESS = {
@@ -45,6 +46,7 @@ _NUMBERLESS = {
         "train.eval_every",
         "train.eval_batches",
         "train.quick",
+        "train.evaluate",
     ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
 }
