@@ -298,6 +298,7 @@ def test_threads_of_the_disk_are_limited():
         ("zero=fsdp2", "ema.decay=0.9"),
         ("task=sft", "ema.decay=0.9"),
         ("ema.every=2",),
+        ("inference.ema=true",),
         ("task=sft", "train.max_seconds=9"),
         ("data=synthetic", "train.until_loss=2"),
         ("scheduler.warmup_steps=0", "scheduler.warmup_start=0.5"),

@@ -58,7 +58,7 @@ class Weights:
         """
         if ema and AVERAGE not in (manifest.state_names or ()):
             raise CheckpointError(
-                f"{manifest.path} has no average of the weights: train with ema.decay=0.999, or leave out --ema"
+                f"{manifest.path} has no average of the weights: train with ema.decay=0.999, or ask for the weights"
             )
         self._trained = AVERAGE if ema else "master"
         self._reader, self._dtype = StateReader(manifest), dtype
