@@ -23,6 +23,7 @@ class FusedAdapters:
 
     @property
     def is_fused(self) -> bool:
+        """Whether `fuse` was called last."""
         return bool(self._bases)
 
     def fuse(self) -> None:

@@ -49,9 +49,11 @@ class CheckpointEngine(ABC):
         """All files of the checkpoint are written; True if they are safe."""
 
     def makedirs(self, path: str | os.PathLike, exist_ok: bool = False) -> None:
+        """As os.makedirs."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Whether that data-parallel rank writes files that are equal on all of them: the first does."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:

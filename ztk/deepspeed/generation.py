@@ -13,7 +13,7 @@ from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
 def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeights.full, **options: Any) -> Tensor:
-    """The model's `generate`, without gradients and in eval mode. A collective call where parameters are sharded.
+    """The model's `generate`, without gradients and in eval mode. A collective call where parameters are sharded. Tokens [B, T].
 
     model: a DeepSpeed engine, or anything with such a model as `module`. weights: gathered once, or for every forward. Ranks may end
     after different numbers of tokens.

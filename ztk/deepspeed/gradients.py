@@ -108,7 +108,10 @@ def _show(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_gradient(owner: Owner) -> Tensor | None:
-    """fp32: what the backwards so far have left of a gradient that is not reduced, this rank's own; None if nothing."""
+    """What the backwards so far have left of a gradient that is not reduced, this rank's own; None if nothing.
+
+    In the shape of the parameter, fp32.
+    """
     return None if owner.bucket.gradient.squares is not None else _of_buffer(owner)
 
 

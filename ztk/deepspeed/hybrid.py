@@ -27,7 +27,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self.module.generate = self.generate  # what scripts call
 
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
-        """transformers' `generate`, without gradients and in eval mode; every rank calls it, and may end after other numbers of tokens.
+        """transformers' `generate`, without gradients and in eval mode: tokens [B, T].
+
+        Every rank calls it, and may end after other numbers of tokens.
 
         Adapters are merged meanwhile where parameters are gathered once for the text. Raises ValueError for a text that may become longer
         than `hybrid_engine.max_out_tokens`.

@@ -100,7 +100,7 @@ class DispatchPlan:
 
     @staticmethod
     def balanced(counts: Tensor, *, rows: int, experts: Comm) -> "DispatchPlan":
-        """For counts without values: every rank of the expert axis gets an equal part of each rank's `rows`, the first ones a row more."""
+        """For counts [data, E] without values: all ranks of the expert axis get equal parts of each rank's `rows`, the first a row more."""
         send = [rows // experts.size + (rank < rows % experts.size) for rank in range(experts.size)]
         receive = [send[experts.rank]] * experts.size
         own = counts.shape[1] // experts.size

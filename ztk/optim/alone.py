@@ -18,7 +18,7 @@ class Filled:
 
 
 def initial_state(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, Any] | None:
-    """What a class sets in its constructor, for a parameter of any size: see `fill`. None if it is no first state."""
+    """What a class sets in its constructor, for a parameter of any shape: see `fill`. None if it is no first state."""
     made = {}
     for key, value in state.items():
         made[key] = value
@@ -31,7 +31,7 @@ def initial_state(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, A
 
 
 def fill(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, Any]:
-    """The first state of `parameter`, of what `initial_state` found."""
+    """The first state of `parameter`, of any shape, of what `initial_state` found."""
     return {
         key: value.value.to(parameter.device).expand(parameter.shape).clone()
         if isinstance(value, Filled)

@@ -15,6 +15,7 @@ class TopKGate(nn.Module):
     """hidden [T, C] -> (l_aux, combine_weights [T, E, C], dispatch_mask [T, E, C], exp_counts [E]), see `sharded_moe`.
 
     `wg` is the gate's linear layer, computed in float32. ep_group: must be None; capacities of ranks are made equal by `MoE` alone.
+    min_capacity: tokens per expert.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class TopKGate(nn.Module):
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Gated:
-        """used_token: [T], 0 for tokens that go nowhere; for k=1."""
+        """input: [T, model_dim]. used_token: [T], 0 for tokens that go nowhere. Raises ValueError if it is given with k above 1."""
         x = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             x = jitter(x, uniform=uniform)
@@ -64,7 +65,7 @@ class TopKGate(nn.Module):
 
 
 class AllToAll(torch.autograd.Function):
-    """`_AllToAll.apply(group, x)`: chunk i of x's first dimension goes to rank i of `group`; so does the gradient."""
+    """`_AllToAll.apply(group, x)`: chunk i of the first dimension of x [ranks * n, ..] goes to rank i of `group`; so does the gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup | None, input: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ IGNORED = -100  # a label that counts in no loss
 class UlyssesSPAttentionHF(nn.Module):
     """Wraps one of `transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS`; `register_with_transformers` makes and installs it.
 
-    attn_head_count must be a multiple of the group's ranks; key heads are repeated where they are fewer. Of the sizes, heads are
-    checked here and all others are read from the tensors. disable_in_eval: in eval mode every rank works on its own sequences.
+    attn_head_count must be a multiple of the group's ranks; key heads are repeated where they are fewer. Of the numbers of heads,
+    elements and rows, heads are checked here; batch_size, attn_head_size and all others are read from the tensors.
+    disable_in_eval: in eval mode every rank works on its own sequences.
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class UlyssesSPAttentionHF(nn.Module):
     ) -> ModuleType | None:
         """Puts itself before the attention `core_attn_implementation` of all models of this process; returns the mpu for `initialize`.
 
-        model_name_or_path: a model, or where its configuration is. sequence_parallel_size: 1 does nothing and returns None.
+        model_name_or_path: a model, or where its configuration is. sequence_parallel_size: ranks; 1 does nothing and returns None.
+        micro_batch_size: rows; accepted, and read from the tensors.
         Raises ValueError for an attention that cannot work so, and for heads that the ranks do not divide.
         """
         if sequence_parallel_size == 1:

@@ -46,6 +46,7 @@ class DistributedAttention(nn.Module):
     sequence_process_group: the ranks that share a sequence, in the order of its parts.
     scatter_idx, gather_idx: must be 2 (heads) and the sequence's dimension, which `batch_dim_idx` says, or 0.
     sp_stream: accepted; results are the same without overlap. num_kv_heads: accepted; read from the key.
+    Raises ValueError for other dimensions.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ _size: int | None = None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Divides all ranks into groups of this many; again with another size for another model.
+    """Divides all ranks into groups of sequence_parallel_size ranks; again with another size for another model.
 
     Raises ValueError for a size that does not divide the ranks.
     """

@@ -23,9 +23,10 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """fn(**tiles, **kwargs_to_pass) for each of `shards` ranges of the sequence, dimension 1 of every tensor in kwargs_to_shard.
+    """fn(**tiles, **kwargs_to_pass) for each of `shards` ranges of the sequence, dimension 1 of every tensor [B, T, ..] in kwargs_to_shard.
 
     output_unshard_dimension: where results are joined; 0 stacks losses. output_reduction: "mean", "sum" or None of the joined results.
+    Raises ValueError for another reduction.
     """
     del grad_requiring_tensor_key, compute_params
     if output_reduction not in ("mean", "sum", None):
@@ -41,7 +42,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` by its other name."""
+    """`sequence_tiled_compute` by its other name, over tensors [B, T, ..]."""
 
     @staticmethod
     def apply(
@@ -96,7 +97,10 @@ class TiledFusedLogitsLoss:
         compute_params: Iterable | None,
         output_reduction: str,
     ) -> Tensor:
-        """The mean or sum of fn(self, x, y[, mask]) over `shards` ranges of the flattened tokens: x [B, T, ..], y [B, T, ..], mask [B, T]."""
+        """The mean or sum of fn(self, x, y[, mask]) over `shards` ranges of the flattened tokens: x [B, T, ..], y [B, T, ..], mask [B, T].
+
+        Raises ValueError for other shapes and for another reduction.
+        """
         del compute_params
         if output_reduction not in ("mean", "sum"):
             raise ValueError(f"output_reduction={output_reduction!r}: must be mean or sum")

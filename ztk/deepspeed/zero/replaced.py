@@ -13,7 +13,7 @@ from ztk.deepspeed.zero.gathered import GatheredParameters
 class GatherReplacedLayerParams:
     """Inside, `param.data` is the full tensor on every rank, where ranks hold parts of it. Every rank enters and leaves.
 
-    params: a parameter or parameters; those that ranks hold in full stay as they are, and at stage 3 all are unsharded.
+    params: a parameter or parameters, of any shape; those that ranks hold in full stay as they are, and at stage 3 all are unsharded.
     module: the model or layer, accepted. What is written inside is lost: load weights by `engine.load_module_state_dict`.
     """
 
