@@ -10,8 +10,8 @@ def update_average(average: Tensor, *, weights: Tensor, decay: float, skip: Tens
 
     average, weights: fp32 [n] on one device. skip: a scalar on it; where it is not 0 the average keeps its bits. None: it is not skipped.
 
-    Every operation rounds for itself: a fused multiply-add, which torch's lerp and add(alpha=) use in vectors and not at their ends, would
-    make the bits depend on where a buffer begins.
+    Every operation rounds for itself: a fused multiply-add, which torch's lerp and add(alpha=) may use, would make the bits depend on the
+    processor, and on the device that the tier brings.
     """
     for own, new in zip(average.split(ELEMENTS), weights.split(ELEMENTS), strict=True):
         change = (new - own).mul_(1 - decay)
