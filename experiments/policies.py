@@ -17,6 +17,7 @@ from ztk.nn.lora import LoraPolicy
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.pipeline import PipelinePolicy
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.hardware import Hardware
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
@@ -51,6 +52,11 @@ def optimizer_policy(config: Config) -> OptimizerPolicy:
 def learning_rates(config: Config) -> Tensor:
     """Float32 [train.steps] of multipliers."""
     return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
+
+
+def ema_policy(config: Config) -> EmaPolicy | None:
+    """None if no average of the weights is kept."""
+    return EmaPolicy(**_given(config.ema)) if config.ema.decay else None
 
 
 def precision_policy(config: Config) -> PrecisionPolicy:

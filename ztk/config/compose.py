@@ -17,6 +17,7 @@ from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier, times_kernels
+from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
@@ -204,6 +205,8 @@ def _settle(config: Config, *, machine: Machine) -> None:
     settle_batch(config, recorded=load(record) if record else None)
     _settle_paths(config)
     config.train.z_loss = config.train.z_loss or None
+    config.ema.decay = config.ema.decay or None
+    config.train.evaluate = None if config.train.evaluate == Evaluated.weights else config.train.evaluate
     scheduler, steps = config.scheduler, config.train.steps
     if scheduler.name not in (SchedulerName.one_cycle, SchedulerName.range_test):
         scheduler.warmup_steps = steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps

@@ -318,6 +318,21 @@ EFFECTS = (
         required=False,
     ),
     Effect(
+        keys=("ema.decay",),
+        when=lambda c, m: c.task.name == "pretrain" and c.zero.engine is ZeroEngine.ztk,
+        only="task=pretrain and zero=stage0 to stage3",
+        required=False,
+    ),
+    Effect(keys=("ema.every",), when=lambda c, m: bool(c.ema.decay), only="ema.decay above 0"),
+    Effect(
+        keys=("train.evaluate",),
+        when=lambda c, m: (
+            c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files) and not c.train.quick
+        ),
+        only="task=pretrain with data=stdlib or data=files, and without train.quick",
+        required=False,
+    ),
+    Effect(
         keys=("train.z_loss",),
         when=lambda c, m: not is_hugging_face(c.model) and c.task.name in ("pretrain", "plan"),
         only="task=pretrain with ztk's own decoder, such as model=tiny",
@@ -384,6 +399,7 @@ EFFECTS = (
         only="task=generate or task=serve",
         required=False,
     ),
+    Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
     Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
     Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),

@@ -34,6 +34,7 @@ _NUMBERLESS_SECTIONS = (
         "eval",
         "task",
         "hardware",
+        "ema",
     ),
 )
 _NUMBERLESS = {
@@ -46,6 +47,7 @@ _NUMBERLESS = {
         "train.eval_every",
         "train.eval_batches",
         "train.quick",
+        "train.evaluate",
     ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
 }

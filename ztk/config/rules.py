@@ -10,6 +10,7 @@ from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
+from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
 from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
@@ -34,6 +35,7 @@ from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
 from ztk.policies import (
     align,
+    ema,
     hardware,
     inference,
     layout,
@@ -113,6 +115,7 @@ RANGES = {
     "train.max_seconds": Range(low=0, high=31_536_000, above=True),  # a year
     "train.until_loss": POSITIVE,
     "train.z_loss": NOT_NEGATIVE,
+    **_of("ema", ranges=ema.RANGES),
     "checkpoint.every": COUNT_OR_ZERO,
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT_OR_ZERO,
@@ -283,6 +286,12 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
             f"use train.eval_every={max(1, train.steps // 10)}"
+        )
+    if train.evaluate is Evaluated.ema and not config.ema.decay:
+        yield "train.evaluate=ema has no average to evaluate: use ema.decay=0.999, or train.evaluate=weights"
+    if config.ema.every is not None and config.ema.every > train.steps:
+        yield (
+            f"ema.every={config.ema.every} would never come with train.steps={train.steps}: use ema.every=1, or leave out ema.decay"
         )
     if checkpoint.keep_best and config.train.quick:
         yield "checkpoint.keep_best=true has nothing to measure with train.quick=true: use checkpoint.keep_best=false"
