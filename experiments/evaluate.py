@@ -45,7 +45,7 @@ def main(config: Config) -> None:
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
-    opened = open_model(config.inference.model)
+    opened = open_model(config.inference.model, ema=bool(config.inference.ema))
     generator = build_generator(config, opened=opened)
     release_module(opened)
     subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))

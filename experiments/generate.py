@@ -44,7 +44,7 @@ def main(config: Config) -> None:
         FloatingPointError: logits that are not finite.
     """
     kernels.set_backend(config.kernels.backend)
-    opened = open_model(config.inference.model)
+    opened = open_model(config.inference.model, ema=bool(config.inference.ema))
     generator = build_generator(config, opened=opened)
     cost = cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)

@@ -7,18 +7,21 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.kernels import Ceilings
 from ztk.nn import DecoderConfig
 from ztk.nn.lora import LoraPolicy
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.pipeline import PipelinePolicy
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.hardware import Hardware
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
-from ztk.report import ReportPolicy, TrackerPolicy
+from ztk.report import KernelPolicy, ReportPolicy, TrackerPolicy
 from ztk.runtime import Topology
 from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
@@ -49,6 +52,11 @@ def optimizer_policy(config: Config) -> OptimizerPolicy:
 def learning_rates(config: Config) -> Tensor:
     """Float32 [train.steps] of multipliers."""
     return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
+
+
+def ema_policy(config: Config) -> EmaPolicy | None:
+    """None if no average of the weights is kept."""
+    return EmaPolicy(**_given(config.ema)) if config.ema.decay else None
 
 
 def precision_policy(config: Config) -> PrecisionPolicy:
@@ -107,6 +115,18 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,
         draws=not config.train.quick,
+        kernels=KernelPolicy(every=config.kernels.log_every or 0, ceilings=ceilings(config)),
+    )
+
+
+def ceilings(config: Config) -> Ceilings | None:
+    """Of the device that the run computes on; None: nobody has said which it is."""
+    given = config.hardware
+    if given.memory_bandwidth is None:
+        return None
+    rates = {torch.bfloat16: given.bf16_rate, torch.float16: given.fp16_rate, torch.float32: given.fp32_rate}
+    return Ceilings(
+        memory_bandwidth=given.memory_bandwidth, rates={dtype: rate for dtype, rate in rates.items() if rate}
     )
 
 

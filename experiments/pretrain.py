@@ -19,6 +19,7 @@ from experiments.ranks import started
 from experiments.streams import Corpus, held_out_sequences, on_device, open_corpus, open_held_out, open_stream
 from ztk import checkpoint
 from ztk.config import Config
+from ztk.config.schema import Evaluated
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.engine import Engine
 from ztk.hf.causal import open_causal
@@ -53,9 +54,10 @@ def run(config: Config, *, process: Process) -> None:
     )  # ranks of one replica draw alike
     past = resume(config, engine=engine, stream=stream)
     limits = Limits(config.train, engine=engine)
-    first_loss = (
-        evaluate(engine, batches=held_out) if past and held_out and config.train.until_loss is not None else None
-    )
+    first_loss = None
+    if past and held_out and config.train.until_loss is not None:
+        with evaluated_weights(config, engine=engine):
+            first_loss = evaluate(engine, batches=held_out)
     is_done = limits.is_reached(first_loss)  # by the run that is continued
     steps = engine.global_steps if is_done else config.train.steps
     with build_reporter(config, engine=engine, past=past, total_steps=steps) as reporter:
@@ -65,7 +67,8 @@ def run(config: Config, *, process: Process) -> None:
             ended_by = limits.reason(over=False, reached=True)
         else:
             ended_by = train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter, limits=limits)
-        finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
+        with evaluated_weights(config, engine=engine):
+            finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
     engine.close()
 
 
@@ -92,6 +95,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         tensor=policies.tensor_policy(config),
         pipeline=policies.pipeline_policy(config),
         sample_batch=sample_batch(config, device=process.device),
+        ema=policies.ema_policy(config),
         **common,
     )
 
@@ -124,6 +128,7 @@ def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:
         return {}
     if engine.process.rank == 0:
         print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
+        print("".join(f"{note}\n" for note in loaded.notes), end="")
     if loaded.data_state is not None:  # an imported checkpoint has no position in this text: start at the beginning
         stream.load_state_dict(loaded.data_state)
     return (loaded.extra or {}) | {"first_step": engine.global_steps}
@@ -165,7 +170,7 @@ def train(
             saves = saver is not None and (over or step % config.checkpoint.every == 0)
             is_due = train.eval_every and step % train.eval_every == 0 and step < train.steps
             if held_out and (is_due or (saves and config.checkpoint.keep_best)):
-                with reporter.aside():
+                with reporter.aside(), evaluated_weights(config, engine=engine):
                     measured["validation_loss"] = evaluate(engine, batches=held_out)
             reached = limits.is_reached(measured.get("validation_loss"))
             saves = saves or (saver is not None and reached)
@@ -201,6 +206,11 @@ def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
     """The mean loss over all replicas' batches, the same number on every rank."""
     loss = engine.eval_batch(micro_batch(batch, device=engine.process.device) for batch in batches)
     return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
+
+
+def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManager[None]:
+    """Inside, the weights are those that `train.evaluate` names. Every rank must enter it."""
+    return engine.averaged() if config.train.evaluate is Evaluated.ema else nullcontext()
 
 
 def micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:

@@ -24,7 +24,7 @@ def main(config: Config) -> None:
     """
     kernels.set_backend(config.kernels.backend)
     chosen = config.serve
-    opened = open_model(config.inference.model)
+    opened = open_model(config.inference.model, ema=bool(config.inference.ema))
     generator = build_generator(config, opened=opened)
     cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)

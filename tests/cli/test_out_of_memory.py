@@ -22,7 +22,7 @@ ERRORS = (torch.OutOfMemoryError("tried to allocate 2.00 GiB"), ValueError("no")
 def failed(tmp_path, monkeypatch):
     """Makes a rank of a run fail with an error, a ledger alive; returns the run's folder."""
     config = compose(*WORDS, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
-    save(config, tmp_path / "config.yaml")
+    save(config, path=tmp_path / "config.yaml")
     monkeypatch.setattr(worker, "log_to", lambda path: sys.stderr)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
 

@@ -14,6 +14,9 @@ WORDS = (
     "train.micro_batch_size=1",
     "logger=disabled",
     "train.quick=true",
+    "kernels.log_every=2",
+    "zero=stage3",
+    "offload=cpu",
 )
 
 
@@ -30,4 +33,16 @@ def test_a_quick_run_has_rows_and_a_summary_and_no_more(ranks, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "done" and summary["steps"] == 2 and summary["loss_digest"]
     assert not {"validation_loss", "sample", "bigram_entropy"} & summary.keys()
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert not [key for key in first if key.startswith("kernel.")]
+    for name in (
+        "rms_norm",
+        "rms_norm_backward",
+        "cross_entropy_in_place",
+        "step_control",
+        "adamw",
+    ):  # adamw: in ztk-update
+        assert second[f"kernel.{name}.calls"] >= 1 and second[f"kernel.{name}.ms"] > 0
+        assert second[f"kernel.{name}.gb_per_s"] > 0 and f"kernel.{name}.share_of_floor" not in second
+        assert summary[f"kernel.{name}.ms"] == second[f"kernel.{name}.ms"]
     assert not [path for kind in ("png", "svg") for path in tmp_path.glob(f"*.{kind}")]

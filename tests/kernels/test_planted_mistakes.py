@@ -1,6 +1,7 @@
 """The generic tests must fail on a wrong kernel: mistakes are planted in a copy of the source, which is then run."""
 
 import importlib.util
+import itertools
 import sys
 
 import pytest
@@ -20,6 +21,7 @@ from ztk.kernels import (
     swiglu,
 )
 
+_numbers = itertools.count()
 MISTAKES = [
     # op, what its module says, what it is made to say, shape that shows it
     pytest.param(swiglu, "m_n = o_n < N\n", "m_n = o_n < N - 1\n", (3, 41), id="swiglu: unwritten tail"),
@@ -54,10 +56,10 @@ def load_copy(function, *, old: str, new: str, tmp_path, monkeypatch):
     source = open(original.__file__).read()
     assert old in source, f"the source no longer says {old!r}"
     path = tmp_path / "planted.py"
-    path.write_text(source.replace(old, new))
-    library = torch.library.Library(f"planted_{tmp_path.name}", "DEF")
-    monkeypatch.setattr(_library, "LIBRARY", library)
-    monkeypatch.setattr(_library, "NAMESPACE", f"planted_{tmp_path.name}")
+    namespace = f"planted_copy_{next(_numbers)}"  # FLOPs are registered once per namespace
+    path.write_text(source.replace(old, new).replace("torch.ops.ztk.", f"torch.ops.{namespace}."))
+    monkeypatch.setattr(_library, "LIBRARY", torch.library.Library(namespace, "DEF"))
+    monkeypatch.setattr(_library, "NAMESPACE", namespace)
     spec = importlib.util.spec_from_file_location("planted", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from experiments import policies
 from tests.hf.test_causal import saved
@@ -77,6 +78,22 @@ def test_a_run_of_a_model_of_transformers_has_its_trained_weights(run, tmp_path)
     first = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(opened.module), logits(exported)) and opened.ends == ()
     assert not torch.allclose(logits(exported), logits(first), rtol=1e-2)
+
+
+def test_the_average_of_a_run_with_adapters_in_place_of_its_weights(run, tmp_path):
+    base = saved(tmp_path, family="GPT2")
+    words = ("lora=adapter", "lora.targets=[c_attn,c_proj]", "lora.rank=2", "lora.alpha=6", "lora.dropout=0")
+    folder = run(*HF, f"model.path={base}", *words, "ema.decay=0.5")
+    for name, ema in (("weights", False), ("average", True)):
+        export_adapter(folder, to=tmp_path / name, ema=ema)
+    weights, average = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("weights", "average"))
+    own, plain = (open_model(str(folder), ema=ema).module for ema in (True, False))
+    assert not torch.equal(logits(own), logits(plain))
+    for name in (name for name in weights if "lora_B" in name):
+        # zero at first; after steps 1 and 2 the average is (B1 / 2 + B2) / 2, and Adam's first steps go the same way
+        assert 0 < average[name].norm() < weights[name].norm()
+    with pytest.raises(ValueError, match=r"inference\.ema=true"):
+        open_model(str(base), ema=True)
 
 
 @pytest.mark.parametrize(("family", "targets"), [("Llama", "all-linear"), ("GPT2", "[c_attn,c_proj]")])

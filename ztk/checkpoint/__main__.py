@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=_DTYPES, help="dtype of the weights; default: the one that the model computed in"
     )
     export.add_argument(
+        "--ema", action="store_true", help="the moving average of the weights, which a run with ema.decay keeps"
+    )
+    export.add_argument(
         "--shard-bytes", type=int, default=SHARD_BYTES, help="largest size of one safetensors file (%(default)s)"
     )
     export.set_defaults(command=_export)
@@ -109,14 +112,23 @@ def _export(options: argparse.Namespace) -> int:
     if options.torch_distributed:
         if options.dtype:
             raise ValueError("--dtype has no effect with --torch-distributed, which keeps fp32: leave one out")
+        if options.ema:
+            raise ValueError(
+                "--ema has no effect with --torch-distributed, which keeps weights and states: leave one out"
+            )
         report = export_torch_distributed(options.dir, to=options.to)
     elif options.adapter:
-        report = export_adapter(options.dir, to=options.to, dtype=dtype)
+        report = export_adapter(options.dir, to=options.to, dtype=dtype, ema=options.ema)
     elif options.to.endswith((".pt", ".bin")):
-        report = export_state_dict(options.dir, to=options.to, dtype=dtype)
+        report = export_state_dict(options.dir, to=options.to, dtype=dtype, ema=options.ema)
     else:
         report = export_safetensors(
-            options.dir, to=options.to, dtype=dtype, shard_bytes=options.shard_bytes, own_names=options.own_names
+            options.dir,
+            to=options.to,
+            dtype=dtype,
+            shard_bytes=options.shard_bytes,
+            own_names=options.own_names,
+            ema=options.ema,
         )
     print(f"{report.path}: {report.nbytes / 1e6:.1f} MB in {report.files} files")
     return 0

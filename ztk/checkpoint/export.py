@@ -25,6 +25,7 @@ from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.checkpoint.torch_optimizer import decode_all
+from ztk.zero.context import AVERAGE
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at once
 SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size
@@ -43,11 +44,23 @@ class Weights:
     """The full weights of a checkpoint by name: master weights, then persistent buffers. Tied names appear once."""
 
     def __init__(
-        self, manifest: Manifest, *, dtype: torch.dtype | None, names: Mapping[str, str] | None = None
+        self,
+        manifest: Manifest,
+        *,
+        dtype: torch.dtype | None,
+        names: Mapping[str, str] | None = None,
+        ema: bool = False,
     ) -> None:
         """dtype: of floating parameters; None: the one that the model computed in. names: own name -> exported name of the tensors to
-        export; None: all, under their own names.
+        export; None: all, under their own names. ema: the moving average of those that trained.
+
+        Raises CheckpointError if the checkpoint has no average.
         """
+        if ema and AVERAGE not in (manifest.state_names or ()):
+            raise CheckpointError(
+                f"{manifest.path} has no average of the weights: train with ema.decay=0.999, or ask for the weights"
+            )
+        self._trained = AVERAGE if ema else "master"
         self._reader, self._dtype = StateReader(manifest), dtype
         infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
         self._infos = infos if names is None else {other: infos[own] for own, other in names.items()}
@@ -67,7 +80,7 @@ class Weights:
     def ranges(self, name: str) -> Iterator[Tensor]:
         """The values of `name`, flat, in order."""
         info = self._infos[name]
-        kind = BUFFER if info.name in self._buffers else "master" if info.trainable else "parameter"
+        kind = BUFFER if info.name in self._buffers else self._trained if info.trainable else "parameter"
         numel = prod(info.shape)
         for start in range(0, numel, RANGE_ELEMENTS):
             values = self._reader.read(name=info.name, kind=kind, start=start, stop=min(start + RANGE_ELEMENTS, numel))
@@ -84,15 +97,16 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     own_names: bool = False,
+    ema: bool = False,
 ) -> ExportReport:
     """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`, and `config.json`.
 
     path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, with its
     names and configuration, unless `own_names`; a model of transformers keeps its names and configuration. A "config" in the checkpoint's
-    `extra` replaces either configuration. The run's tokenizer is copied, if it has one.
+    `extra` replaces either configuration. The run's tokenizer is copied, if it has one. ema: the moving average of the weights in their place.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or lacks weights.
+        CheckpointError: the checkpoint is damaged or lacks weights, or the average.
         ValueError: `to` exists.
     """
     manifest = _full_manifest(path)
@@ -101,7 +115,7 @@ def export_safetensors(
         names, config = transformers_view(manifest, dtype=dtype or DTYPES[manifest.parameters[0].dtype])
     if isinstance(manifest.extra, dict) and "config" in manifest.extra:
         config = manifest.extra["config"]
-    weights = Weights(manifest, dtype=dtype, names=names)
+    weights = Weights(manifest, dtype=dtype, names=names, ema=ema)
     with closing(weights), _new_folder(Path(to)) as folder:
         files = _cut(weights.specs, shard_bytes=shard_bytes)
         nbytes = sum(_write(folder / name, specs=specs, weights=weights) for name, specs in files.items())
@@ -126,7 +140,12 @@ def _copy_tokenizer(step: Path, *, to: Path) -> None:
 
 
 def export_adapter(
-    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None, adapter: str = "default"
+    path: str | os.PathLike,
+    *,
+    to: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    adapter: str = "default",
+    ema: bool = False,
 ) -> ExportReport:
     """Writes `to/adapter_model.safetensors` and `to/adapter_config.json`, which `peft.PeftModel.from_pretrained(base, to)` loads.
 
@@ -138,7 +157,7 @@ def export_adapter(
     """
     manifest = read_manifest(resolve(path))
     names, config = adapter_view(manifest, adapter=adapter)
-    weights = Weights(manifest, dtype=dtype, names=names)
+    weights = Weights(manifest, dtype=dtype, names=names, ema=ema)
     with closing(weights), _new_folder(Path(to)) as folder:
         nbytes = _write(folder / "adapter_model.safetensors", specs=weights.specs, weights=weights)
         _write_json(folder / "adapter_config.json", value=config)
@@ -146,7 +165,7 @@ def export_adapter(
 
 
 def export_state_dict(
-    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None
+    path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None, ema: bool = False
 ) -> ExportReport:
     """Writes one file that `torch.load(to, weights_only=True)` reads as a state_dict, with tied names.
 
@@ -154,7 +173,7 @@ def export_state_dict(
     """
     manifest, to = _full_manifest(path), Path(to)
     temporary = _temporary_beside(to)
-    weights = Weights(manifest, dtype=dtype)
+    weights = Weights(manifest, dtype=dtype, ema=ema)
     try:
         state = {spec.key: _full_tensor(weights, spec=spec) for spec in weights.specs}
         state |= {name: state[canonical] for name, canonical in manifest.tied.items()}

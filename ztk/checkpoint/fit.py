@@ -12,6 +12,7 @@ from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import FROZEN, Manifest, TensorInfo
 from ztk.checkpoint.model import ModelInfo
 from ztk.checkpoint.reader import StateReader
+from ztk.zero.context import AVERAGE
 
 _SHOWN = 4  # names shown in an error
 _RANGE_ELEMENTS = 1 << 20  # elements compared at once
@@ -88,7 +89,8 @@ def match(manifest: Manifest, *, info: ModelInfo, options: LoadOptions) -> Match
 def check_fits(
     manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, options: LoadOptions, matched: Match
 ) -> None:
-    """Checks the names, shapes and optimizer states that will be set. state_names: those of the model's optimizer.
+    """Checks the names, shapes and optimizer states that will be set. state_names: those of the model's optimizer. An average of the
+    weights may be missing on either side.
 
     Raises:
         CheckpointError: they are not the model's.
@@ -103,10 +105,10 @@ def check_fits(
         return
     if manifest.state_names is None:
         raise CheckpointError(f"{where} contains only weights, no optimizer states; load it with weights_only=True")
-    if manifest.state_names != list(state_names):
+    if _of_optimizer(manifest.state_names) != _of_optimizer(state_names):
         raise CheckpointError(
-            f"{where} was saved with another optimizer: it has the states {_named(manifest.state_names)}, this one keeps "
-            f"{_named(list(state_names))}; use the optimizer it was saved with, or load it with weights_only=True"
+            f"{where} was saved with another optimizer: it has the states {_named(_of_optimizer(manifest.state_names))}, this one keeps "
+            f"{_named(_of_optimizer(state_names))}; use the optimizer it was saved with, or load it with weights_only=True"
         )
     trained = {saved.name for saved in manifest.parameters if saved.trainable}
     newly = [
@@ -117,6 +119,11 @@ def check_fits(
             f"{where} has no optimizer states for {_named(newly)}, which were frozen when it was saved; "
             "freeze them, or load it with weights_only=True"
         )
+
+
+def _of_optimizer(names: Sequence[str]) -> list[str]:
+    """The states without the average of the weights."""
+    return [name for name in names if name != AVERAGE]
 
 
 def check_ties(manifest: Manifest, *, info: ModelInfo, reader: StateReader) -> None:

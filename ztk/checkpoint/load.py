@@ -4,7 +4,7 @@ Phases: rank 0 chooses the checkpoint, all check that it fits, each reads its ow
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ztk.checkpoint.rng import restore_rng
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
 from ztk.runtime.part import Part
+from ztk.zero.context import AVERAGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,8 @@ class LoadReport:
     same_world: the number of ranks is that of the save, so the random number generators were restored too.
     read_bytes: bytes that this rank read from the files. kept: the model's parameters and buffers that stayed as they were; unused: names of
     the checkpoint that were not loaded. Both are empty except with `only`, `strict=False` and checkpoints of only the trained parameters.
-    passed_over: the faults of later checkpoints, see `load_newest`.
+    passed_over: the faults of later checkpoints, see `load_newest`. notes: what became of an average of the weights that only the engine or
+    only the checkpoint has, in sentences.
     """
 
     path: Path
@@ -44,6 +46,7 @@ class LoadReport:
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -57,7 +60,8 @@ def load(
     """Sets the engine's state from a checkpoint saved under any stage, tier, precision, bucket size and number of ranks.
 
     path: a step folder, or a folder of checkpoints or a run folder, of which the latest is taken. Every rank calls it.
-    weights_only: parameters and buffers only; the optimizer starts anew and counters stay.
+    weights_only: parameters and buffers only; the optimizer starts anew and counters stay. An average of the weights starts from what is
+        loaded, as it does from a checkpoint without one.
     only: shell patterns such as "*.lora_*" of the parameters and buffers to set; the others stay as they are, with their optimizer states.
     strict: False sets what the model and the checkpoint both have; look at the report's `kept` and `unused`. Shapes must be equal in any
         case. Both go with weights_only=True.
@@ -80,7 +84,7 @@ def load(
     with agreement.step():
         manifest = with_buffers_of(info, manifest=open_manifest(folder))
         matched = match(manifest, info=info, options=options)
-        names = engine.zero.optimizer.state_names
+        names = engine.zero.state_names
         check_fits(manifest, state_names=names, info=info, options=options, matched=matched)
         if not weights_only:
             check_progress(engine, manifest=manifest)
@@ -111,6 +115,7 @@ def load(
         read_bytes=reader.read_bytes,
         kept=matched.kept,
         unused=matched.unused,
+        notes=tuple(_notes(manifest, names=names, weights_only=weights_only)),
     )
 
 
@@ -118,6 +123,8 @@ def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_onl
     """The `read` of `ModelState.load`. A trained parameter may be loaded as a frozen one and, with `weights_only`, the other way round."""
 
     def read(*, name: str, kind: str, start: int, stop: int) -> Tensor:
+        if kind == AVERAGE and (weights_only or not reader.has(name=name, kind=AVERAGE)):
+            kind = "master"
         if kind in ("master", "parameter"):
             kind = "master" if reader.has(name=name, kind="master") else "parameter"
         elif weights_only:
@@ -125,6 +132,15 @@ def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_onl
         return reader.read(name=name, kind=kind, start=start, stop=stop, part=parts.get(name))
 
     return read
+
+
+def _notes(manifest: Manifest, *, names: Sequence[str], weights_only: bool) -> Iterator[str]:
+    """names: of the engine's states."""
+    saved = AVERAGE in (manifest.state_names or ()) and not weights_only
+    if AVERAGE in names and not saved:
+        yield f"the average of the weights starts from the weights of {manifest.path}"
+    elif saved and AVERAGE not in names:
+        yield f"the average of the weights in {manifest.path} is left out: this run keeps none"
 
 
 def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) -> None:

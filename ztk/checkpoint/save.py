@@ -117,6 +117,7 @@ class Saver:
 
         Raises:
             SaveFailed: on all ranks, if this save or the asynchronous one before it failed on any.
+            RuntimeError: inside `engine.averaged()`.
             ValueError: between micro-batches of a step, and for values that JSON lacks.
         """
         started = time.perf_counter()
@@ -182,6 +183,7 @@ class Saver:
     def _draft(self, *, data_state: Any, extra: Any, metric: float | None) -> dict[str, Any]:
         """The manifest without the files, checked."""
         engine = self._engine
+        engine.zero.averaged.check_hidden("a checkpoint")
         if engine.micro_steps % engine.accumulation_steps:
             raise ValueError(
                 f"the engine is after micro-batch {engine.micro_steps % engine.accumulation_steps} of "
@@ -206,7 +208,7 @@ class Saver:
                 "topology": asdict(self._process.mesh.topology),
                 "dynamic_loss_scale": engine.control.scaling.dynamic,
             },
-            "state_names": list(zero.optimizer.state_names),
+            "state_names": list(zero.state_names),
             "control": control_values(engine.control.state),
             "counters": {
                 "micro_steps": engine.micro_steps,

@@ -16,7 +16,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier
+from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier, times_kernels
+from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
@@ -112,8 +113,9 @@ def to_config(
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
         )
-    if (hardware := options.get("hardware")) and config.task.name != PLAN:
-        raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: use task=plan"])
+    if (hardware := options.get("hardware")) and config.task.name != PLAN and not times_kernels(config):
+        fix = "use task=plan" if config.task.name in ANSWERING else "use task=plan, or kernels.log_every=N"
+        raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: {fix}"])
     if (weights := options.get("weights")) and config.task.name not in ANSWERING:
         raise ConfigError(
             [
@@ -203,6 +205,8 @@ def _settle(config: Config, *, machine: Machine) -> None:
     settle_batch(config, recorded=load(record) if record else None)
     _settle_paths(config)
     config.train.z_loss = config.train.z_loss or None
+    config.ema.decay = config.ema.decay or None
+    config.train.evaluate = None if config.train.evaluate == Evaluated.weights else config.train.evaluate
     scheduler, steps = config.scheduler, config.train.steps
     if scheduler.name not in (SchedulerName.one_cycle, SchedulerName.range_test):
         scheduler.warmup_steps = steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps

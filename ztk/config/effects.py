@@ -31,11 +31,17 @@ from ztk.policies.tier import Tier
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
 _MODEL = "task=generate, task=serve or task=eval"
+CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
 
 
 def offloads(config: Config, *, tier: Tier) -> bool:
     """Whether anything is stored on `tier`. Parameters on `auto` never use another tier than the optimizer states."""
     return tier in (config.offload.optimizer, config.offload.parameters)
+
+
+def times_kernels(config: Config) -> bool:
+    """Whether the run times operations in some of its steps."""
+    return config.task.name not in (*ANSWERING, "plan") and bool(config.kernels.log_every)
 
 
 def device_of(config: Config, *, machine: Machine) -> str:
@@ -49,6 +55,9 @@ def device_of(config: Config, *, machine: Machine) -> str:
 
 def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
     return lambda config, machine: config.optimizer.name in names
+
+
+_uses_muon = _uses_optimizer(OptimizerName.muon)
 
 
 def _draws(config: Config, machine: Machine) -> bool:
@@ -312,6 +321,21 @@ EFFECTS = (
         required=False,
     ),
     Effect(
+        keys=("ema.decay",),
+        when=lambda c, m: c.task.name == "pretrain" and c.zero.engine is ZeroEngine.ztk,
+        only="task=pretrain and zero=stage0 to stage3",
+        required=False,
+    ),
+    Effect(keys=("ema.every",), when=lambda c, m: bool(c.ema.decay), only="ema.decay above 0"),
+    Effect(
+        keys=("train.evaluate",),
+        when=lambda c, m: (
+            c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files) and not c.train.quick
+        ),
+        only="task=pretrain with data=stdlib or data=files, and without train.quick",
+        required=False,
+    ),
+    Effect(
         keys=("train.z_loss",),
         when=lambda c, m: not is_hugging_face(c.model) and c.task.name in ("pretrain", "plan"),
         only="task=pretrain with ztk's own decoder, such as model=tiny",
@@ -332,17 +356,8 @@ EFFECTS = (
         when=_uses_optimizer(OptimizerName.sgd, OptimizerName.muon),
         only="optimizer=sgd or muon",
     ),
-    Effect(
-        keys=keys_of("optimizer", "ns_steps", "ns_dtype", "adjust_lr"),
-        when=_uses_optimizer(OptimizerName.muon),
-        only="optimizer=muon",
-    ),
-    Effect(
-        keys=keys_of("optimizer", "adam_lr", "adam_names"),
-        when=_uses_optimizer(OptimizerName.muon),
-        only="optimizer=muon",
-        required=False,
-    ),
+    Effect(keys=keys_of("optimizer", "ns_steps", "ns_dtype", "adjust_lr"), when=_uses_muon, only="optimizer=muon"),
+    Effect(keys=keys_of("optimizer", "adam_lr", "adam_names"), when=_uses_muon, only="optimizer=muon", required=False),
     *SCHEDULER_EFFECTS,
     Effect(
         keys=keys_of("checkpoint", "keep", "keep_every", "asynchronous"),
@@ -389,6 +404,7 @@ EFFECTS = (
         only="task=generate or task=serve",
         required=False,
     ),
+    Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
     Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
     Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),
@@ -402,7 +418,18 @@ EFFECTS = (
     ),
     *_alignment_effects(),
     Effect(
-        keys=keys_of("hardware", *vars(HardwareConfig())),
+        keys=("kernels.log_every",),
+        when=lambda c, m: c.task.name not in ANSWERING,
+        only="tasks that train, such as task=pretrain",
+    ),
+    Effect(
+        keys=keys_of("hardware", "name", "file", *CEILINGS),
+        when=lambda c, m: c.task.name == "plan" or times_kernels(c),
+        only="task=plan or kernels.log_every above 0, and hardware=NAME",
+        required=False,
+    ),
+    Effect(
+        keys=keys_of("hardware", *(name for name in vars(HardwareConfig()) if name not in ("name", "file", *CEILINGS))),
         when=lambda c, m: c.task.name == "plan",
         only="task=plan and hardware=NAME",
         required=False,

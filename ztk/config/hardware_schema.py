@@ -1,4 +1,4 @@
-"""The keys of `hardware`: what a plan is made for."""
+"""The keys of `hardware`: what a plan is made for, and what floors of kernels are counted with."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from ztk.config.key import key
 
 @dataclass(kw_only=True)
 class HardwareConfig:
-    """The device, the node and the network that a plan is made for. Bandwidths are one way, per device."""
+    """The device, the node and the network that a plan is made for, and whose floors `kernels.log_every` compares with. Bandwidths are one
+    way, per device."""
 
     name: str | None = key("name of the hardware", default=None)
     capacity_bytes: int | None = key("bytes of device memory that the driver offers", default=None)

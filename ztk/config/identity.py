@@ -15,8 +15,8 @@ from ztk.config.schema import Config
 from ztk.policies.schedule import wsd_steps
 
 HASH_LETTERS = 12
-# Where things are, who is told, what starts the ranks and where they go on: no part of the experiment.
-_ASIDE = ("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes")
+# Where things are, who is told, what is timed, what starts the ranks and where they go on: no part of the experiment.
+_ASIDE = ("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes", "kernels.log_every")
 _ASIDE_SECTIONS = ("logger", "launch")
 # Sections and keys that leave losses as they are, within rounding: where state is stored, how work is divided, what is measured and saved.
 _NUMBERLESS_SECTIONS = (
@@ -33,6 +33,8 @@ _NUMBERLESS_SECTIONS = (
         "serve",
         "eval",
         "task",
+        "hardware",
+        "ema",
     ),
 )
 _NUMBERLESS = {
@@ -45,6 +47,7 @@ _NUMBERLESS = {
         "train.eval_every",
         "train.eval_batches",
         "train.quick",
+        "train.evaluate",
     ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
 }

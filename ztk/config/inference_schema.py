@@ -37,6 +37,10 @@ class InferenceConfig:
     weights: WeightFormat | None = key(
         "stored: fp32; int8: a scale per output channel; int4: groups of 128 inputs, the head in int8", default=None
     )
+    ema: bool | None = key(
+        "take the moving average of the weights, which a run with ema.decay keeps; null: false, the weights that trained",
+        default=None,
+    )
     held_out: str | None = key(
         "a text file; its first 2,048 tokens say how much int8 or int4 weights change the perplexity", default=None
     )

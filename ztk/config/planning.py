@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from ztk.config.effects import CEILINGS
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, ZeroEngine
@@ -36,7 +37,7 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 def take_measured(choices: DictConfig) -> list[str]:
     """Fills what the command line leaves open of `hardware=here` from its file. Returns one line per fault."""
     hardware = choices.hardware
-    if choices.task.name != PLAN:
+    if choices.task.name != PLAN and not choices.kernels.log_every:
         return []  # nothing of it has an effect, which the rules say
     if hardware.name != HERE:
         return (
@@ -47,7 +48,7 @@ def take_measured(choices: DictConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     for name, value in measured.items():
-        if hardware[name] is None:
+        if hardware[name] is None and (choices.task.name == PLAN or name in CEILINGS):
             hardware[name] = value
     return []
 

@@ -10,7 +10,9 @@ from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads
+from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
+from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_schema import OptimizerName
@@ -33,6 +35,7 @@ from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
 from ztk.policies import (
     align,
+    ema,
     hardware,
     inference,
     layout,
@@ -112,10 +115,12 @@ RANGES = {
     "train.max_seconds": Range(low=0, high=31_536_000, above=True),  # a year
     "train.until_loss": POSITIVE,
     "train.z_loss": NOT_NEGATIVE,
+    **_of("ema", ranges=ema.RANGES),
     "checkpoint.every": COUNT_OR_ZERO,
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT_OR_ZERO,
     "logger.every": COUNT,
+    "kernels.log_every": COUNT_OR_ZERO,
     "launch.ranks": Range(low=1, high=65_536),
     "launch.threads": Range(low=1, high=4096),  # of each rank
     "launch.min_ranks": Range(low=1, high=65_536),
@@ -284,6 +289,12 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
             f"use train.eval_every={max(1, train.steps // 10)}"
         )
+    if train.evaluate is Evaluated.ema and not config.ema.decay:
+        yield "train.evaluate=ema has no average to evaluate: use ema.decay=0.999, or train.evaluate=weights"
+    if config.ema.every is not None and config.ema.every > train.steps:
+        yield (
+            f"ema.every={config.ema.every} would never come with train.steps={train.steps}: use ema.every=1, or leave out ema.decay"
+        )
     if checkpoint.keep_best and config.train.quick:
         yield "checkpoint.keep_best=true has nothing to measure with train.quick=true: use checkpoint.keep_best=false"
     if checkpoint.keep_best and config.data.validation_fraction == 0:
@@ -399,6 +410,7 @@ _RULES = (
     _training,
     _optimizer,
     _launch,
+    kernel_faults,
     rollout_faults,
     alignment_faults,
     text_faults,

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from ztk.config.align_schema import DpoConfig, SftConfig
+from ztk.config.ema_schema import EmaConfig, Evaluated
 from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
@@ -338,6 +339,10 @@ class TrainConfig:
     until_loss: float | None = key(
         "held-out loss at which the run ends, compared at every evaluation; null: none", default=None
     )
+    evaluate: Evaluated | None = key(
+        "whose held-out losses and sample of text: weights: those that train; ema: their moving average, see ema.decay; null: weights",
+        default=None,
+    )
     quick: bool | None = key(
         "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false", default=None
     )
@@ -353,6 +358,11 @@ class KernelsConfig:
 
     backend: KernelBackend = key(
         "auto: Triton on a GPU, torch's vectorised kernels on a CPU; triton: Triton or refuse; reference: plain torch"
+    )
+    log_every: int | None = key(
+        "steps between those whose operations are timed, a multiple of train.log_every: milliseconds, calls, rate and share of the floor of "
+        "each; 0: none",
+        default=None,
     )
 
 
@@ -442,4 +452,5 @@ class Config:
     dpo: DpoConfig = field(default_factory=DpoConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     output_dir: str

@@ -118,7 +118,7 @@ class Engine:
             except FloatingPointError:
                 self.discard_gradients()
                 raise
-            self.zero.update(self.control.control)
+            self.zero.update(self.control.control, step=self.global_steps + 1)
         self.global_steps += 1
         return True
 
@@ -180,6 +180,16 @@ class Engine:
         finally:
             for module, mode in training.items():
                 module.training = mode
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model's weights are their moving average; after it weights, optimizer states and average have the bits that they had.
+
+        To evaluate and to generate; a step or a checkpoint inside raises RuntimeError, and so does an engine without an average
+        (`ema=` of `parallelize`). Every rank must enter it, between steps.
+        """
+        with self.zero.averaged.shown():
+            yield
 
     @property
     def num_parameters(self) -> int:

@@ -35,8 +35,9 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
-from ztk.kernels._library import Backend, get_backend, operator, set_backend
+from ztk.kernels._library import Backend, behind_step, get_backend, op_names, operator, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
+from ztk.kernels._times import Ceilings, KernelTime, KernelTimes
 from ztk.kernels.adamw import adamw
 from ztk.kernels.adamw_8bit import adamw_8bit
 from ztk.kernels.adamw_bf16 import adamw_bf16
@@ -98,8 +99,11 @@ __all__ = [
     "STATE_SIZE",
     "AotCase",
     "Backend",
+    "Ceilings",
     "Control",
     "Hyper",
+    "KernelTime",
+    "KernelTimes",
     "OpSpec",
     "Routing",
     "Setting",
@@ -111,6 +115,7 @@ __all__ = [
     "adamw_stochastic",
     "attention",
     "attention_varlen",
+    "behind_step",
     "cast_copy",
     "cross_entropy",
     "dequantize",
@@ -126,6 +131,7 @@ __all__ = [
     "moe_combine",
     "moe_route",
     "moe_slots",
+    "op_names",
     "operator",
     "quantize",
     "quantized_bytes",

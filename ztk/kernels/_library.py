@@ -10,6 +10,7 @@ functions, so that plain torch autograd differentiates the reference.
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -28,7 +29,18 @@ class Backend(StrEnum):
     reference = "reference"  # the plain torch references everywhere
 
 
+class Watch(Protocol):
+    """Called in place of an op's implementation."""
+
+    def __call__(self, name: str, run: Callable, args: tuple, *, on_gpu: bool) -> Any:
+        """Returns `run(*args)`. name: the op's, without the namespace. on_gpu: `run` launches kernels and returns before they end."""
+
+    def bind(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """`call`, whose ops belong to the step after this one."""
+
+
 _backend = Backend.auto
+_watch: Watch | None = None
 
 
 def set_backend(name: str) -> None:
@@ -42,6 +54,22 @@ def set_backend(name: str) -> None:
 def get_backend() -> Backend:
     """The implementation chosen by `set_backend`."""
     return _backend
+
+
+def set_watch(watch: Watch | None) -> None:
+    """Every op of this process runs through `watch` from now on; None: as registered. See [Note: Watching]."""
+    global _watch
+    _watch = watch
+
+
+def get_watch() -> Watch | None:
+    """What `set_watch` has set."""
+    return _watch
+
+
+def behind_step(call: Callable[[], Any]) -> Callable[[], Any]:
+    """What is handed to a thread that goes on while the next step runs: a watch counts its ops as the next step's."""
+    return call if _watch is None else _watch.bind(call)
 
 
 def use_reference() -> bool:
@@ -73,7 +101,7 @@ def register(schema: str, *, triton: Callable, cpu: Callable, fake: Callable) ->
     LAUNCHERS[name] = triton
     LIBRARY.define(schema)
     LIBRARY.impl(name, _cpu_entry(name, triton=triton, cpu=cpu), "CPU")
-    LIBRARY.impl(name, _cuda_entry(triton), "CUDA")
+    LIBRARY.impl(name, _cuda_entry(name, triton), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     return operator(name)
 
@@ -83,27 +111,33 @@ def operator(name: str) -> Callable:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
+def op_names() -> tuple[str, ...]:
+    """Of all ops, in the order of their registration, which is the same in every process."""
+    return tuple(LAUNCHERS)
+
+
 def _cpu_entry(name: str, *, triton: Callable, cpu: Callable) -> Callable:
-    def entry(*args, **kwargs):
+    def entry(*args):
+        run, watch = cpu, _watch
         if _backend is Backend.triton:
             if not interpreting():
                 raise ValueError(
                     f"kernels=triton cannot run {name} on CPU tensors; set TRITON_INTERPRET=1 before the first import of "
                     "ztk, or choose kernels=auto"
                 )
-            return triton(*args, **kwargs)
-        return cpu(*args, **kwargs)
+            run = triton
+        return run(*args) if watch is None else watch(name, run, args, on_gpu=False)
 
     return entry
 
 
-def _cuda_entry(launch: Callable) -> Callable:
-    def entry(*args, **kwargs):
-        device = _first_device(args)
+def _cuda_entry(name: str, launch: Callable) -> Callable:
+    def entry(*args):
+        device, watch = _first_device(args), _watch
         if device is None or device.index == torch.cuda.current_device():
-            return launch(*args, **kwargs)
+            return launch(*args) if watch is None else watch(name, launch, args, on_gpu=True)
         with torch.cuda.device(device):  # Triton launches on the current device, whatever the pointers say
-            return launch(*args, **kwargs)
+            return launch(*args) if watch is None else watch(name, launch, args, on_gpu=True)
 
     return entry
 

@@ -19,9 +19,10 @@ from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.parallel.plan import Plan
-from ztk.parallel.stores import fit_pool, make_stores, piece_size
+from ztk.parallel.stores import fit_pool, make_stores, num_states, piece_size
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.optimizer import TORCH
 from ztk.policies.tier import Tier
 from ztk.precision import PrecisionPolicy
@@ -55,6 +56,7 @@ def parallelize(
     fast_linear: bool = False,
     sample_batch: object | None = None,
     model_divides_sequences: bool = False,
+    ema: EmaPolicy | None = None,
 ) -> Engine:
     """Makes `model` train under a memory strategy on the mesh of `process`. A collective call: every rank makes it with the same
     arguments.
@@ -75,6 +77,7 @@ def parallelize(
     sample_batch: a micro-batch to measure layers with, for partition="profile".
     model_divides_sequences: ranks of the mesh's sequence axis get parts of sequences from the caller, whose layers exchange what they need;
         otherwise the native decoder is changed to do both.
+    ema: keeps a moving average of the trained weights in the optimizer's tier, for `engine.averaged()`. None: none.
 
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
@@ -100,6 +103,7 @@ def parallelize(
         experts=experts,
         accumulation_steps=accumulation_steps,
         initial_values=initial_values,
+        ema=ema,
     )
     apply_fast_products(plan, fast_linear=fast_linear)
     apply_pipeline(plan, sample_batch=sample_batch)
@@ -253,9 +257,10 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
         parts=plan.parts,
         ledger=plan.memory,
         clock=plan.clock,
-        piece_size=piece_size(offload, optimizer=plan.flat_optimizer),
+        piece_size=piece_size(offload, states=num_states(plan)),
         initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
         skip_unused=plan.optimizer.skip_unused,
+        ema=plan.ema,
     )
     if plan.tensors is not None:
         plan.tensors.sum_partial_gradients(plan.model)

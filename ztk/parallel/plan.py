@@ -12,6 +12,7 @@ from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
 from ztk.pipeline import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.policies import layout
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy
@@ -25,7 +26,7 @@ from ztk.zero import Zero, ZeroPolicy
 
 @dataclass(kw_only=True)
 class Plan:
-    """One call of `parallelize`, see there for the fields up to `initial_values`; every one has a value here.
+    """One call of `parallelize`, see there for the fields up to `ema`; every one has a value here.
 
     trained: shapes of the full model's parameters that require gradients, by name, before anything is cut.
     parts: which box of the full parameter this rank has, by name; it has all of parameters that are not listed.
@@ -46,6 +47,7 @@ class Plan:
     experts: str | None
     accumulation_steps: int
     initial_values: InitialValues | None
+    ema: EmaPolicy | None = None
     trained: Mapping[str, torch.Size] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     tensors: ShardedTensors | None = None

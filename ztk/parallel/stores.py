@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
-from ztk.optim import FlatOptimizer, TorchStep
 from ztk.parallel.plan import Plan
 from ztk.policies.offload import PAGE_BYTES
 from ztk.runtime import Tier
@@ -51,18 +50,23 @@ def fit_pool(plan: Plan) -> OffloadPolicy:
     sizes = {name: shard_size(name, numel=parameter.numel()) for name, parameter in plan.model.named_parameters()}
     largest = max(sum(sizes[name] for name in unit.owned) for unit in plan_units(plan.model))
     elements = largest + SHARD_ALIGNMENT * PARAMETER_ALIGNMENT  # with room for padding
-    needed = -(-elements * _bytes_per_element(plan.flat_optimizer) // PAGE_BYTES) * PAGE_BYTES
+    needed = -(-elements * _bytes_per_element(num_states(plan)) // PAGE_BYTES) * PAGE_BYTES
     return replace(policy, buffer_bytes=min(policy.buffer_bytes, needed))
 
 
-def piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer | TorchStep) -> int | None:
-    """How many elements fit a pool buffer with master weights and moments in fp32, or None: no limit.
+def num_states(plan: Plan) -> int:
+    """Of a parameter's element, beside its master weight: the optimizer's, and the average if one is kept."""
+    return len(plan.flat_optimizer.state_names) + (plan.ema is not None)
+
+
+def piece_size(policy: OffloadPolicy, *, states: int) -> int | None:
+    """How many elements fit a pool buffer with master weights and so many states in fp32, or None: no limit.
 
     Raises ValueError for a buffer that holds too few.
     """
     if policy.optimizer is not Tier.nvme:
         return None  # parameter shards alone stream through the store's blocks, whatever their size
-    bytes_per_element = _bytes_per_element(optimizer)
+    bytes_per_element = _bytes_per_element(states)
     size = policy.buffer_bytes // bytes_per_element // SHARD_ALIGNMENT * SHARD_ALIGNMENT
     if size == 0:
         raise ValueError(
@@ -72,6 +76,6 @@ def piece_size(policy: OffloadPolicy, *, optimizer: FlatOptimizer | TorchStep) -
     return size
 
 
-def _bytes_per_element(optimizer: FlatOptimizer | TorchStep) -> int:
-    """Master weight and moments, fp32."""
-    return 4 * (1 + len(optimizer.state_names))
+def _bytes_per_element(states: int) -> int:
+    """Master weight and states, fp32."""
+    return 4 * (1 + states)

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from ztk.report.folder import RunFolder, read_rows, write_failed_summary
     from ztk.report.gauges import Gauges
     from ztk.report.history import Runs, load
+    from ztk.report.kernels import KernelPolicy
     from ztk.report.plot import plot_run
     from ztk.report.reporter import Reporter, ReportPolicy
     from ztk.report.tracker import TrackerPolicy
 
 _HOMES = {
     "Gauges": "gauges",
+    "KernelPolicy": "kernels",
     "LossDigest": "digest",
     "ReportPolicy": "reporter",
     "Reporter": "reporter",
@@ -32,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "Gauges",
+    "KernelPolicy",
     "LossDigest",
     "ReportPolicy",
     "Reporter",

@@ -13,12 +13,15 @@ from torch import Tensor
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gather, Gauges, gather_json
+from ztk.report.kernels import KernelLog, KernelPolicy
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
 from ztk.report.status import read_summary
 from ztk.report.summary import rank_report, rank_totals, summarise
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import TrackerPolicy, WandbTracker
+
+_NO_KERNELS = KernelPolicy()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,8 @@ class ReportPolicy:
 
     folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first and the last step,
     and those with extra values, always have one. plain_seconds: seconds between lines where there is no terminal.
-    tracker_every: steps between the rows sent to wandb. draws: the run ends with a picture.
+    tracker_every: steps between the rows sent to wandb. draws: the run ends with a picture. kernels: the steps whose ops are timed; they
+    always have a row.
 
     Raises:
         ValueError: `every` or `tracker_every` is less than 1.
@@ -40,6 +44,7 @@ class ReportPolicy:
     tracker: TrackerPolicy = TrackerPolicy(mode="disabled")
     tracker_every: int = 1
     draws: bool = True
+    kernels: KernelPolicy = _NO_KERNELS
 
     def __post_init__(self) -> None:
         for key, value in (("train.log_every", self.every), ("logger.every", self.tracker_every)):
@@ -78,6 +83,7 @@ class Reporter:
         self._rows = RowBuilder(
             gauges=gauges, gather=gather, first_step=first_step, first_tokens=first_tokens, digest=digest
         )
+        self._kernels = KernelLog(policy.kernels, gather=gather, device=gauges.device)
         self._console = Console() if sys.stdout.isatty() else Console(width=140)
         self._folder: RunFolder | None = None  # this and the next two: rank 0 only
         self._progress: LiveProgress | PlainProgress | None = None
@@ -96,9 +102,11 @@ class Reporter:
             torch.zeros(1, device=self._gauges.device)
         )  # so that the others' first step does not wait for `_open`
         self._rows.start()
+        self._kernels.begin(self._rows.step + 1)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._kernels.close()
         if self._rank == 0 and self._folder is not None:  # not after `finish`
             said = (
                 "interrupted"
@@ -127,19 +135,25 @@ class Reporter:
         metrics: called if the step has a row. module_metrics: likewise, for the metrics of modules since the last row.
         row: write a row in any case. extra: further values, such as `validation_loss`; they imply a row.
         """
+        self._kernels.end()
         self._rows.add(loss=loss, tokens=tokens)
         step = self._rows.step
+        timed = self._kernels.is_due(step)
         ends = (self._first_step + 1, self._policy.total_steps)
-        if row or extra or step in ends or step % self._policy.every == 0:
+        if row or extra or timed or step in ends or step % self._policy.every == 0:
             written = self._rows.build(metrics()) | extra | dict(module_metrics() if module_metrics else {})
+            if timed:
+                written |= self._kernels.read()
             for outlet in self._outlets(step):
                 outlet.row(written)
             self._say_tracker_notice()
+        if step < self._policy.total_steps:
+            self._kernels.begin(step + 1)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Excludes the time inside, such as for validation and checkpoints, from the steps."""
-        with self._rows.aside():
+        with self._rows.aside(), self._kernels.aside():
             yield
 
     def say(self, text: str) -> None:
@@ -152,6 +166,7 @@ class Reporter:
 
         Of a run that was done before and made no step now, the record stays as it is.
         """
+        self._kernels.close()
         ranks = gather_json(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
@@ -167,7 +182,7 @@ class Reporter:
             self._folder.write_summary(summary)
             self._close(summary, failed=False)
             picture = f", picture: {_draw(folder)}" if self._policy.draws else ""
-            print_tables(self._console, ranks=ranks, steps=self._rows.num_steps)
+            print_tables(self._console, ranks=ranks, steps=self._rows.num_steps, kernels=self._kernels.means())
             self._console.print(f"{describe_end(summary)}\nrecord: {folder}{picture}", highlight=False, soft_wrap=True)
         return summary
 
@@ -175,7 +190,7 @@ class Reporter:
         """The keys that rank 0 knows without the others."""
         counts = {"status": status, "error": error, "steps": self._rows.step}
         size = {"parameters": self._parameters, "world_size": self._world_size}
-        return counts | summarise(self._rows) | size | rank_totals([self._report()])
+        return counts | summarise(self._rows) | self._kernels.summary() | size | rank_totals([self._report()])
 
     def _report(self) -> dict[str, Any]:
         return rank_report(self._rows, gauges=self._gauges)

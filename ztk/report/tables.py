@@ -1,6 +1,6 @@
 """The tables at the end of a run, from every rank's counters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,11 +13,15 @@ _CATEGORIES = ("parameters", "gradients", "optimizer", "gathered")
 _MAX_RANKS = 8  # with more ranks the table shows the maximum over ranks
 
 
-def print_tables(console: Console, *, ranks: Sequence[dict[str, Any]], steps: int) -> None:
-    """ranks: `ztk.report.summary.rank_report` of every rank; steps: steps made, for values per step."""
+def print_tables(
+    console: Console, *, ranks: Sequence[dict[str, Any]], steps: int, kernels: Mapping[str, Mapping[str, float]]
+) -> None:
+    """ranks: `ztk.report.summary.rank_report` of every rank; steps: steps made, for values per step; kernels: `KernelLog.means`."""
     console.print(memory_table(ranks))
     console.print(traffic_table(ranks, steps=steps))
     console.print(seconds_table(ranks))
+    if kernels:
+        console.print(kernel_table(kernels))
 
 
 def memory_table(ranks: Sequence[dict[str, Any]]) -> Table:
@@ -61,6 +65,21 @@ def seconds_table(ranks: Sequence[dict[str, Any]]) -> Table:
         seconds = [report["flows"][f"seconds.{phase}"] for phase in PHASES]
         table.add_row(label, *[f"{value:.2f}" for value in seconds], f"{sum(seconds):.2f}")
     return table
+
+
+def kernel_table(kernels: Mapping[str, Mapping[str, float]]) -> Table:
+    """Milliseconds, calls, rate and share of the floor of every op in a step, of the rank on which it took longest."""
+    columns = ("kernel", "ms per step", "calls", "GB/s", "share of floor")
+    table = _table("kernels (mean of the timed steps)", columns=columns, text_columns=1)
+    for name, found in kernels.items():
+        rate, share = found.get("gb_per_s"), found.get("share_of_floor")
+        cells = (f"{found['ms']:.3f}", f"{found['calls']:g}", _cell(rate, ".2f"), _cell(share, ".1%"))
+        table.add_row(name, *cells)
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def describe_end(summary: dict[str, Any]) -> str:

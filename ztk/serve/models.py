@@ -62,19 +62,25 @@ class Opened:
     unknown: int | None = None
 
 
-def open_model(path: str) -> Opened:
+def open_model(path: str, *, ema: bool = False) -> Opened:
     """The model in `path`, fp32 on the CPU: a run folder, a checkpoint of ztk, or a folder with a config.json. Nothing is downloaded.
 
+    ema: with the moving average of the weights that the run has kept.
+
     Raises:
-        ValueError: the folder has neither, or transformers is needed and not installed.
+        ValueError: the folder has neither, it has no average, or transformers is needed and not installed.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
+        if ema:
+            raise ValueError(
+                f"inference.ema=true: {folder} is a model of transformers, which has one set of weights; leave it out, or name the run folder"
+            )
         return _open_transformers(folder)
-    return _open_checkpoint(folder)
+    return _open_checkpoint(folder, ema=ema)
 
 
-def _open_checkpoint(folder: Path) -> Opened:
+def _open_checkpoint(folder: Path, *, ema: bool) -> Opened:
     step = checkpoint.resolve(folder)
     recorded = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
     if recorded is None:
@@ -89,7 +95,7 @@ def _open_checkpoint(folder: Path) -> Opened:
     end = stop if tokenizer is None else tokenizer.end
     return Opened(
         name=recorded.name,
-        module=trained_model(config, step=step).eval(),
+        module=trained_model(config, step=step, ema=ema).eval(),
         tokenizer=_Bytes(chat_stop=stop if has_chats else None)
         if tokenizer is None
         else _Subword(tokenizer, has_chats=has_chats),

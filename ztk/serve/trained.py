@@ -15,18 +15,18 @@ from ztk.nn.lora import merge_adapters
 _NOT_SIZES = ("name", "path", "init", "kernels")
 
 
-def trained_model(config: Config, *, step: Path) -> nn.Module:
-    """The model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint.
+def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module:
+    """The model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint. ema: with the moving average of the weights.
 
     Adapters are merged: W + alpha / rank B A, in fp32, which differs from the sum of both products by rounding.
-    Raises ValueError for a model that gives no text, and for `model.path` without the run's model.
+    Raises ValueError for a model that gives no text, for `model.path` without the run's model, and for `ema` without an average.
     """
     if config.task.name == "reward":
         raise ValueError(
             f"inference.model={step}: task=reward trained a model of rewards, which writes no text; name another run"
         )
     manifest = checkpoint.read_manifest(step)
-    weights = Weights(manifest, dtype=torch.float32)
+    weights = Weights(manifest, dtype=torch.float32, ema=ema)
     try:
         state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
     finally:

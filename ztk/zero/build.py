@@ -189,6 +189,7 @@ class Builder:
             for fragment in piece.fragments:
                 values[fragment.place] = source(name=fragment.name, start=fragment.start, stop=fragment.stop)
             self._states.set_master(bucket, piece=piece, values=values)
+            self._states.start_average(piece, values=values)
         bucket.share_parameters()
 
     def _allocate_full(self, bucket: Bucket) -> Tensor:

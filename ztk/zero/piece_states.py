@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
+from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.piece import Piece
 
 MASTER, FROZEN, GRADIENT = (
@@ -24,10 +24,10 @@ def rows_by_kind(states: Tensor, *, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 class PieceStates:
-    """Reads and changes the states of pieces. names: of the optimizer's states."""
+    """Reads and changes the states of pieces. names: of the optimizer's states, and of the average of the weights if it is kept."""
 
     def __init__(self, context: ZeroContext) -> None:
-        self._stores, self.names = context.stores, context.optimizer.state_names
+        self._stores, self.names = context.stores, context.state_names
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
@@ -77,15 +77,35 @@ class PieceStates:
 
     def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         """Sets the master weights of a piece to `values`, fp32 [n], and the parameter to their cast."""
+        self._set_parameter(bucket, piece=piece, values=values)
+        if piece.states is not None and piece.states.shape[0] > len(self.names):
+            with self.changing(piece) as rows:
+                rows[MASTER].copy_(values)
+
+    def start_average(self, piece: Piece, *, values: Tensor) -> None:
+        """The average begins as a copy of the weights `values`, fp32 [n]; nothing where none is kept."""
+        if piece.states is not None and AVERAGE in self.names:
+            with self.changing(piece) as rows:
+                rows[AVERAGE].copy_(values)
+
+    def exchange_average(self, bucket: Bucket, *, piece: Piece) -> None:
+        """The average of a trained piece becomes its master weights, and the other way round; the parameter follows."""
+        with self.changing(piece) as rows:
+            average = rows[AVERAGE].clone()
+            if MASTER in rows:
+                rows[AVERAGE].copy_(rows[MASTER])
+                rows[MASTER].copy_(average)
+            else:
+                rows[AVERAGE].copy_(self._parameter(bucket, piece=piece))
+        self._set_parameter(bucket, piece=piece, values=average)
+
+    def _set_parameter(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         bucket.exchange.invalidate()
         parameter = values.to(bucket.traits.dtype)
         if piece.parameter is not None:
             self._stores.parameters.put(piece.parameter, value=parameter).wait()
         else:
             piece.of(bucket.full).copy_(parameter)
-        if piece.states is not None and piece.states.shape[0] > len(self.names):
-            with self.changing(piece) as rows:
-                rows[MASTER].copy_(values)
 
     def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
         if piece.parameter is None:

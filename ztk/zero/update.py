@@ -30,8 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.kernels import Control
+from ztk.kernels import Control, behind_step
 from ztk.optim import FlatOptimizer, TorchStep
+from ztk.optim.ema import update_average
 from ztk.optim.muon import step_along
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
@@ -39,7 +40,7 @@ from ztk.runtime.pending import Pending
 from ztk.runtime.planned import is_planned, is_set, on_host
 from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
+from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import MASTER, rows_by_kind
@@ -72,6 +73,7 @@ class ShardUpdate:
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
+        self._state_names, self._ema, self._averages = context.state_names, context.ema, False
         self.pool = BufferPool(
             device=context.device if is_planned(context.device) else torch.device("cpu"),
             ledger=context.ledger,
@@ -119,16 +121,16 @@ class ShardUpdate:
             self._stores.optimizer.release(piece.states)
         self._ahead.clear()
 
-    def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset()) -> None:
+    def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset(), averages: bool = False) -> None:
         """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
 
-        skipped: names of parameters that keep their values and their states.
+        skipped: names of parameters that keep their values and their states. averages: the average of the weights is updated, too.
 
         With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. Where parameters
         are written to a store, the host waits for the decision to skip.
         """
         self._join()
-        self._skipped = skipped
+        self._skipped, self._averages = skipped, averages
         if self._on_host:
             control = on_host(control)
         if self._must_know_of_skips and is_set(control[0, Control.skip]):
@@ -146,7 +148,7 @@ class ShardUpdate:
         for bucket in self._behind:
             bucket.residency.updated = Future()
         self._is_fetching = True
-        self._running = self._thread.submit(functools.partial(self._update_behind, control.clone()))
+        self._running = self._thread.submit(behind_step(functools.partial(self._update_behind, control.clone())))
 
     def finish(self) -> None:
         """Takes over what a script has written, then `finish_running`."""
@@ -254,7 +256,7 @@ class ShardUpdate:
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
                 states, gradient = self._wait_for(fetched)
-            rows = rows_by_kind(states, names=self._optimizer.state_names)
+            rows = rows_by_kind(states, names=self._state_names)
             yield FetchedMomentum(
                 bucket=bucket,
                 piece=piece,
@@ -276,7 +278,8 @@ class ShardUpdate:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
             states, gradient = self._wait_for(fetched)
-        rows = rows_by_kind(states, names=self._optimizer.state_names)
+        rows = rows_by_kind(states, names=self._state_names)
+        average = rows.pop(AVERAGE, None)
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
             master, out = resident, None  # master weight and parameter are one
@@ -293,7 +296,15 @@ class ShardUpdate:
         else:
             # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
             self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
+        if average is not None and self._averages:
+            self._update_average(average, weights=master, control=control)
         return self._write_back(bucket, piece=piece, states=states, out=out)
+
+    def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
+        """See `update_average`. Where the host knows of skips, no skipped step comes here."""
+        assert weights is not None and self._ema is not None
+        skip = None if self._must_know_of_skips else control[0, Control.skip]
+        update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
 
     def _run_kernel(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
@@ -24,6 +25,7 @@ from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, give_bac
 from ztk.zero.piece_states import PieceStates
 from ztk.zero.reduction import GradientReduction
 from ztk.zero.residency import ParameterState
+from ztk.zero.state.average import AveragedWeights
 from ztk.zero.state.named import NamedState
 from ztk.zero.state.offload import StateOffloader
 from ztk.zero.state.shards import ModelState
@@ -38,6 +40,7 @@ class Zero:
 
     buckets: in order of definition. gathering, hooks: parameters at stage 3. reduction: gradients.
     state: the state for checkpoints. named_state: the state of single parameters. offloader: moves states off the device.
+    averaged: the average of the weights in their place. state_names: of what is stored per parameter beside its master weight.
     num_parameters: elements of the model over all ranks, frozen ones included, padding not.
     dtype: of the parameters as the model computes with them. gradient_dtype: in which gradients are sent and add up.
     """
@@ -58,15 +61,17 @@ class Zero:
         parts: Mapping[str, Part] | None = None,
         initial_values: InitialValues | None = None,
         skip_unused: bool = False,
+        ema: EmaPolicy | None = None,
     ) -> None:
         """Takes over all parameters of `model`. A collective call.
 
         piece_size: elements that are updated at once; None: a shard. parts: of the parameters that are cut or copied along other axes than
         the data's. initial_values: needed if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient alone.
+        ema: keeps a moving average of the trained weights with the optimizer's states; None: none.
         Raises ValueError if a parameter has no values.
         """
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
-        self._skip_unused = skip_unused
+        self._skip_unused, self._ema = skip_unused, ema
         self.dtype, self.gradient_dtype = precision.dtype, precision.reduce_dtype or precision.dtype
         self._stores, self._comm, self._pipeline_rank = stores, mesh.world, mesh.comm("pp").rank
         context = ZeroContext(
@@ -81,7 +86,9 @@ class Zero:
             ledger=ledger,
             clock=clock,
             gathered=BufferPool(device=mesh.world.device, ledger=ledger, category="gathered"),
+            ema=ema,
         )
+        self.state_names = context.state_names
         built = Builder(model, context=context, initial_values=initial_values)
         self.buckets = built.buckets
         self._trained = [bucket for bucket in built.buckets if bucket.traits.trainable]
@@ -109,6 +116,7 @@ class Zero:
             reduction=self.reduction,
             update=self._update,
         )
+        self.averaged = AveragedWeights(self._trained, context=context, update=self._update, gathering=self.gathering)
         self.num_parameters = self._count_parameters()
 
     @property
@@ -138,16 +146,19 @@ class Zero:
         partial = torch.cat(counted or [torch.zeros(1, dtype=torch.float64, device=self._comm.device)]).sum().view(1)
         return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
 
-    def update(self, control: Tensor) -> None:
+    def update(self, control: Tensor, *, step: int) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. A collective call.
 
-        Raises RuntimeError if parameters are pinned.
+        step: its number, from 1 on, skipped ones included, by which the average of the weights is due.
+        Raises RuntimeError if parameters are pinned, or are an average.
         """
+        self.averaged.check_hidden("a step")
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
         skipped = self._writes.frozen_names()
         if self._skip_unused:
             skipped |= self.reduction.unused_names()
-        self._update.run(control, skipped=skipped)
+        averages = self._ema is not None and step % self._ema.every == 0
+        self._update.run(control, skipped=skipped, averages=averages)
         self._writes.mark_updated()
         self.gathering.parameters_change()
         self.reduction.forget()

@@ -24,7 +24,7 @@ from ztk.zero.update import ShardUpdate
 class StateKind(StrEnum):
     """What can be offloaded."""
 
-    optim_states = "optim_states"  # the optimizer's moments
+    optim_states = "optim_states"  # the optimizer's moments, and the average of the weights
     hp_params = "hp_params"  # fp32 master weights; fp32 parameters have none
     lp_params = "lp_params"  # parameters, or their shards
     lp_grads = "lp_grads"  # reduced gradients
@@ -60,7 +60,7 @@ class StateOffloader:
         self.absent: frozenset[StateKind] = frozenset()
         self._buckets, self._gathered = buckets, context.gathered
         self._gathering, self._reduction, self._update = gathering, reduction, update
-        self._stores, self._num_moments = context.stores, len(context.optimizer.state_names)
+        self._stores, self._num_moments = context.stores, len(context.state_names)
         self._device, self._ledger = context.device, context.ledger
         self._unsharded = [bucket for bucket in buckets if not bucket.traits.shards_parameters]
         self._offloaded: list[_Offloaded] = []

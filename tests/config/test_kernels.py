@@ -1,0 +1,63 @@
+"""`kernels.log_every` and the hardware that its floors are counted with."""
+
+import json
+
+import pytest
+
+from tests.config.test_config import CPU, GPU, composed, faults
+from ztk.config.identity import job_hash
+from ztk.policies.hardware import REQUIRED
+
+RATES = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")
+
+
+def test_it_is_off_and_no_part_of_the_experiment():
+    assert composed().kernels.log_every == 0
+    assert job_hash(composed()) == job_hash(composed("kernels.log_every=10"))
+
+
+def test_a_gpu_run_takes_what_floors_need_of_its_hardware():
+    config = composed("kernels.log_every=10", "hardware=h200", machine=GPU)
+    assert config.hardware.name == "h200" and config.hardware.memory_bandwidth == 4.8e12
+    assert config.hardware.pcie_bandwidth is None and config.hardware.capacity_bytes is None
+    assert composed("kernels.log_every=10", machine=GPU).hardware.memory_bandwidth is None
+
+
+def test_this_machine_as_it_was_measured(tmp_path):
+    file = tmp_path / "here.json"
+    needed = [name for name in REQUIRED if not name.startswith("network")]
+    file.write_text(
+        json.dumps({"hardware": {name: 8 for name in needed if name != "name"} | {"memory_bandwidth": 1e10}})
+    )
+    config = composed("kernels.log_every=5", "hardware=here", f"hardware.file={file}")
+    assert config.hardware.memory_bandwidth == 1e10 and config.hardware.fp32_rate == 8
+    (fault,) = faults("kernels.log_every=5", "hardware=here", f"hardware.file={tmp_path / 'none'}")
+    assert "was never written" in fault
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (("kernels.log_every=-1",), "kernels.log_every=-1"),
+        (("kernels.log_every=5", "train.log_every=2"), "use kernels.log_every=6"),
+        (("kernels.log_every=5", "logger.every=4"), "use kernels.log_every=8"),
+        (("kernels.log_every=50", "train.steps=20"), "use kernels.log_every=20"),
+        (("kernels.log_every=5", "kernels=reference"), "use kernels=auto, or kernels.log_every=0"),
+        (("kernels.log_every=5", "hardware=h100"), "use hardware=here, or leave it out"),
+        (("kernels.log_every=5", "hardware.memory_bandwidth=1e10"), "hardware.bf16_rate=VALUE"),
+        (("hardware=h100",), "use task=plan, or kernels.log_every=N"),
+        (("kernels.log_every=5", "hardware.pcie_bandwidth=1e10"), "only with task=plan and hardware=NAME"),
+        (("task=generate", "kernels.log_every=5"), "only with tasks that train"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_with_the_fix(words, fault):
+    assert any(fault in line for line in faults(*words, machine=CPU))
+
+
+def test_what_wandb_never_sees_is_no_fault():
+    assert composed("kernels.log_every=5", "logger=disabled").kernels.log_every == 5
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "stage3"])
+def test_every_engine_takes_it(engine):
+    assert composed(f"zero={engine}", "kernels.log_every=5").kernels.log_every == 5

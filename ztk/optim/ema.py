@@ -1,0 +1,20 @@
+"""An update of an average of weights, with the same bits wherever a shard is cut and on every device."""
+
+from torch import Tensor
+
+ELEMENTS = 1 << 18  # at once: what is between fits a processor's cache
+
+
+def update_average(average: Tensor, *, weights: Tensor, decay: float, skip: Tensor | None = None) -> None:
+    """average += (1 - decay) (weights - average), in place.
+
+    average, weights: fp32 [n] on one device. skip: a scalar on it; where it is not 0 the average keeps its bits. None: it is not skipped.
+
+    Every operation rounds for itself: a fused multiply-add, which torch's lerp and add(alpha=) may use, would make the bits depend on the
+    processor, and on the device that the tier brings.
+    """
+    for own, new in zip(average.split(ELEMENTS), weights.split(ELEMENTS), strict=True):
+        change = (new - own).mul_(1 - decay)
+        if skip is not None:
+            change.masked_fill_(skip != 0, -0.0)  # x + -0.0 is x, with its sign
+        own.add_(change)

@@ -1,0 +1,57 @@
+"""The moving average of the weights in the place of the weights, for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
+from ztk.zero.gathering import Gathering
+from ztk.zero.piece_states import PieceStates
+from ztk.zero.update import ShardUpdate
+
+
+class AveragedWeights:
+    """Exchanges weights and average, shard by shard. is_shown: the parameters are the average now."""
+
+    def __init__(
+        self, buckets: list[Bucket], *, context: ZeroContext, update: ShardUpdate, gathering: Gathering
+    ) -> None:
+        """buckets: the trained ones."""
+        self._buckets, self._states, self._has_average = buckets, PieceStates(context), context.ema is not None
+        self._update, self._gathering = update, gathering
+        self.is_shown = False
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, the parameters are the average, cast to the model's dtype; after it they and the master weights have the bits that they had.
+
+        A collective call, between steps. Raises RuntimeError if there is no average, it is shown already, or parameters are pinned.
+        """
+        if not self._has_average:
+            raise RuntimeError("no average of the weights is kept: pass ema=EmaPolicy(decay=0.999) to parallelize")
+        if self.is_shown:
+            raise RuntimeError("the average is in the place of the weights already: leave engine.averaged() first")
+        self._exchange()
+        self.is_shown = True
+        try:
+            yield
+        finally:
+            self._exchange()
+            self.is_shown = False
+
+    def check_hidden(self, action: str) -> None:
+        """Raises RuntimeError for `action` where it would take the average for the weights."""
+        if self.is_shown:
+            raise RuntimeError(
+                f"{action} inside engine.averaged() would take the average for the weights: leave it first"
+            )
+
+    def _exchange(self) -> None:
+        self._gathering.reshard_before_change()
+        self._gathering.parameters_change()
+        self._update.finish()
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                self._states.exchange_average(bucket, piece=piece)
+        for bucket in self._buckets:
+            bucket.share_parameters()
