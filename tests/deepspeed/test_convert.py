@@ -86,6 +86,7 @@ def run(tmp_path_factory) -> dict:
         ("topology", {"pipeline": 2}, "PipelineModule"),
         ("topology", {"sequence": 2}, "topology.sequence=1"),
         ("scheduler", {"name": "wsd"}, "use scheduler=linear"),
+        ("optimizer", {"name": "muon"}, "use optimizer=adamw"),
     ],
 )
 def test_what_a_ds_config_cannot_say_is_refused(run, section, changed, fix):

@@ -17,7 +17,7 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "adamax"}, "optimizer.name=adamax: must be one of adamw, adam, sgd, lion"),
+        ({"name": "adamax"}, "optimizer.name=adamax: must be one of adamw, adam, sgd, lion, muon"),
         ({"lr": -1.0}, "optimizer.lr=-1.0"),
         ({"lr": float("nan")}, "optimizer.lr=nan"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1"),
@@ -30,6 +30,11 @@ SHAPES = {
         ({"name": "sgd", "nesterov": True}, "without momentum: use optimizer.momentum=0.9"),
         ({"name": "sgd", "momentum": 1.0}, "optimizer.momentum=1.0"),
         ({"name": "sgd", "betas": (0.9, 0.9)}, "optimizer.betas=.*no effect with optimizer=sgd"),
+        ({"name": "muon", "ns_steps": 100}, "optimizer.ns_steps=100: must be 1 or more and at most 99"),
+        ({"name": "muon", "adjust_lr": "rms"}, "optimizer.adjust_lr=rms: must be one of original, match_rms_adamw"),
+        ({"name": "muon", "adam_names": "("}, "optimizer.adam_names='.': not a regular expression"),
+        ({"name": "muon", "momentum": 0.0}, "optimizer.nesterov=true has no effect without momentum"),
+        ({"adam_lr": 0.1}, "optimizer.adam_lr=0.1 has no effect with optimizer=adamw"),
         ({"name": "lion", "eps": 1e-8}, "optimizer.eps=1e-08 has no effect with optimizer=lion"),
         ({"groups": (ParameterGroup(pattern="head", lr=-1.0),)}, r"optimizer.groups\['head'\].lr=-1.0"),
         ({"name": "sgd", "groups": (ParameterGroup(pattern="a", momentum=0.5),)}, "needs a momentum buffer"),
@@ -82,3 +87,19 @@ def test_hyper_layout():
     assert hyper.tolist() == [[0.5, 0.25, 0.75, 0.125, 2.0, 0, 0, 0], [0.5, 0.25, 0.75, 0.125, 0.0, 0, 0, 0]]
     sgd = group_parameters(OptimizerPolicy(name="sgd", lr=0.5, momentum=0.75), shapes=SHAPES).hyper()
     assert sgd.tolist() == [[0.5, 0, 0, 0, 0, 0.75, 0, 0]]
+
+
+def test_muon_takes_the_matrices_of_the_body():
+    """Embeddings by their module or name, heads by name and vectors are AdamW's, at its own rate."""
+    shapes = {**SHAPES, "tokens.weight": (256, 8), "head.weight": (256, 8), "blocks.0.conv": (4, 4, 4)}
+    policy = OptimizerPolicy(name="muon", lr=0.02, adam_lr=0.003, adjust_lr="original")
+    assert (policy.momentum, policy.nesterov, policy.ns_steps, policy.ns_dtype) == (0.95, True, 5, "bf16")
+    table = group_parameters(policy, shapes=shapes, tables=("tokens.weight",))
+    rows = {name: table.rows[row] for name, row in table.row_of.items()}
+    assert [name for name, row in rows.items() if row.muon_scale] == ["blocks.0.up.weight"]
+    assert rows["blocks.0.up.weight"].muon_scale == 2.0  # sqrt(32 / 8)
+    assert rows["blocks.0.up.weight"].lr == 0.02
+    assert {row.lr for row in rows.values() if not row.muon_scale} == {0.003}
+    everything = OptimizerPolicy(name="muon", adam_names="^$", adjust_lr="match_rms_adamw")
+    table = group_parameters(everything, shapes=SHAPES)
+    assert table.rows[table.row_of["embedding.weight"]].muon_scale == 0.2 * 16

@@ -22,7 +22,10 @@ from ztk.runtime import MemoryLedger, PhaseClock, Tier
 ROW_KEYS = {
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second", "step_seconds"),
     *(f"memory.{tier}_bytes" for tier in ("device", "host", "nvme")),
-    *(f"comm.{kind}_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "tied")),
+    *(
+        f"comm.{kind}_bytes"
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "tied", "muon")
+    ),
     *("io.read_bytes", "io.write_bytes"),
 }
 SUMMARY_KEYS = {

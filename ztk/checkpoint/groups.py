@@ -13,7 +13,9 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
 
     Rates are those before the schedule's factor; they come from an fp32 table and are rounded to 7 digits.
     """
-    options = engine.zero.optimizer.options
+    optimizer = engine.zero.optimizer
+    muon = getattr(optimizer, "muon", None)
+    options = optimizer.options if muon is None else {"muon_steps": muon.steps, "nesterov": muon.nesterov}
     table = engine.control.hyper.tolist()
     own = {
         placement.name: {column.name: float(f"{table[placement.group][column]:.7g}") for column in Hyper}
@@ -32,8 +34,10 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
 
 
 def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind; None for lion, which torch lacks, and for a
-    class of which only the name is known."""
+    """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind.
+
+    None for lion, which torch lacks, for muon, which is two optimizers there, and for a class of which only the name is known.
+    """
     made = []
     for group in groups:
         optimizer = _torch_optimizer(group)
@@ -46,7 +50,9 @@ def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | N
 
 def _torch_optimizer(group: dict[str, Any]) -> torch.optim.Optimizer | None:
     parameters, options = [torch.nn.Parameter(torch.zeros(1))], group["options"]
-    if "class" in options:  # a torch optimizer's own step, whose options are not in the table
+    if (
+        "muon_steps" in options or "class" in options
+    ):  # a torch optimizer's own step, whose options are not in the table
         return None
     common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     if "decoupled" in options:

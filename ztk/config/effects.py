@@ -12,6 +12,7 @@ from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
+from ztk.config.optimizer_schema import OptimizerName
 from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
 from ztk.config.scheduler_effects import SCHEDULER_EFFECTS
 from ztk.config.schema import (
@@ -19,7 +20,6 @@ from ztk.config.schema import (
     DataName,
     DType,
     LoggerMode,
-    OptimizerName,
     ParameterTier,
     PipelineSchedule,
     ZeroEngine,
@@ -340,18 +340,29 @@ EFFECTS = (
     ),
     Effect(
         keys=("optimizer.betas",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion),
-        only="optimizer=adamw, adam or lion",
+        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion, OptimizerName.muon),
+        only="optimizer=adamw, adam, lion or muon",
     ),
     Effect(
         keys=("optimizer.eps",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam),
-        only="optimizer=adamw or adam",
+        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.muon),
+        only="optimizer=adamw, adam or muon",
     ),
     Effect(
         keys=keys_of("optimizer", "momentum", "nesterov"),
-        when=_uses_optimizer(OptimizerName.sgd),
-        only="optimizer=sgd",
+        when=_uses_optimizer(OptimizerName.sgd, OptimizerName.muon),
+        only="optimizer=sgd or muon",
+    ),
+    Effect(
+        keys=keys_of("optimizer", "ns_steps", "ns_dtype", "adjust_lr"),
+        when=_uses_optimizer(OptimizerName.muon),
+        only="optimizer=muon",
+    ),
+    Effect(
+        keys=keys_of("optimizer", "adam_lr", "adam_names"),
+        when=_uses_optimizer(OptimizerName.muon),
+        only="optimizer=muon",
+        required=False,
     ),
     *SCHEDULER_EFFECTS,
     Effect(

@@ -15,6 +15,7 @@ from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_f
 from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
+from ztk.config.optimizer_schema import OptimizerName
 from ztk.config.plan_schema import PLAN_RANGES
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
@@ -26,7 +27,6 @@ from ztk.config.schema import (
     KernelBackend,
     LoggerMode,
     LossScaleConfig,
-    OptimizerName,
     ZeroEngine,
 )
 from ztk.config.sweep_schema import SWEEP_RANGES
@@ -84,7 +84,7 @@ RANGES = {
     **_of("offload", ranges=offload.RANGES),
     **_of("precision.loss_scale", ranges={k: v for k, v in loss_scale.RANGES.items() if k in vars(LossScaleConfig())}),
     **_of("recompute", ranges=recompute.RANGES),
-    **_of("optimizer", ranges=optimizer.RANGES | optimizer.CLIP_RANGES),
+    **_of("optimizer", ranges=optimizer.RANGES | optimizer.CLIP_RANGES | optimizer.MUON_RANGES),
     **_of("scheduler", ranges=schedule.RANGES),
     **_of("topology", ranges=pipeline.RANGES),
     **{f"topology.{name}": COUNT for name in ("pipeline", "tensor", "sequence", "expert", "data")},
@@ -186,6 +186,8 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
             )
         if config.optimizer.name is OptimizerName.lion:
             yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+        if config.optimizer.name is OptimizerName.muon:
+            yield f"optimizer=muon: torch's does not run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.checkpoint.every or config.checkpoint.resume is not None:
             yield (
                 f"checkpoint: zero={name} is there to compare with and neither saves nor loads; use zero=stage0 to "
@@ -338,8 +340,15 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
 
 def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
     scheduler = config.scheduler
-    if config.optimizer.name is OptimizerName.sgd:
+    if config.optimizer.name in (OptimizerName.sgd, OptimizerName.muon):
         yield from optimizer.nesterov_faults(nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum)
+    if config.optimizer.name is OptimizerName.muon:
+        yield from optimizer.pattern_faults(config.optimizer.adam_names)
+        if config.topology.tensor > 1:
+            yield (
+                f"optimizer=muon orthogonalises full matrices, and topology.tensor={config.topology.tensor} cuts them: use "
+                "topology.tensor=1, or optimizer=adamw"
+            )
     end = config.train.steps if scheduler.total_steps is None else scheduler.total_steps
     if scheduler.warmup_steps is not None and scheduler.warmup_steps >= end > 0:
         key = "train.steps" if scheduler.total_steps is None else "scheduler.total_steps"

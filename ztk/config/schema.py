@@ -16,6 +16,7 @@ from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeConfig
 from ztk.config.key import key
+from ztk.config.optimizer_schema import OptimizerConfig
 from ztk.config.plan_schema import PlanConfig
 from ztk.config.rollout_schema import (
     AdvantageConfig,
@@ -80,15 +81,6 @@ class ModelInit(StrEnum):
 
     pretrained = "pretrained"  # the weights in the folder
     random = "random"  # drawn as transformers draws them; the folder needs only its config.json
-
-
-class OptimizerName(StrEnum):
-    """optimizer.name: the update."""
-
-    adamw = "adamw"
-    adam = "adam"
-    sgd = "sgd"
-    lion = "lion"
 
 
 class KernelBackend(StrEnum):
@@ -358,20 +350,6 @@ class TrainConfig:
         "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
         default=None,
     )
-
-
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """The update of the parameters."""
-
-    name: OptimizerName = key("the optimizer")
-    lr: float = key("learning rate, which the schedule multiplies")
-    betas: list[float] | None = key("decay rates of the two moving averages, as in [0.9,0.95]", default=None)
-    eps: float | None = key("added to the denominator", default=None)
-    weight_decay: float = key("weight decay: with adamw and lion decoupled, else added to the gradient")
-    momentum: float | None = key("momentum of SGD", default=None)
-    nesterov: bool | None = key("Nesterov's momentum", default=None)
-    clip_grad_norm: float = key("largest global gradient norm; 0: no clipping")
 
 
 @dataclass(kw_only=True)

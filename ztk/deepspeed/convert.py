@@ -308,6 +308,8 @@ def _ds_topology(topology: Mapping) -> dict:
 
 
 def _ds_optimizer(optimizer: Mapping) -> dict:
+    if optimizer["name"] == "muon":
+        raise ValueError("optimizer=muon: has no place in a ds_config of ztk; use optimizer=adamw, adam, sgd or lion")
     types = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
     keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
     params = {key: optimizer[key] for key in keys if optimizer.get(key) is not None}

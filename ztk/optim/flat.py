@@ -3,20 +3,26 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ztk import kernels
+from ztk.optim.muon import Muon
 from ztk.policies.optimizer import OptimizerPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatOptimizer:
     """An optimizer as the states it keeps beside the master weights (float32, the shard's size, zero at the start) and
-    one fused update. It has no tensors of its own: the store keeps the states."""
+    one fused update. It has no tensors of its own: the store keeps the states.
+
+    muon: how the matrices of rows with a `muon_scale` are updated, whose momentum is the first state; None: there are none.
+    """
 
     state_names: tuple[str, ...]
     kernel: Callable[..., None]
     options: dict[str, bool]
+    muon: Muon | None = None
 
     def step(
         self, master: Tensor, *, grad: Tensor, states: tuple[Tensor, ...], control: Tensor, out: Tensor | None = None
@@ -35,15 +41,21 @@ class FlatOptimizer:
 
 def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
     """The fused step of the optimizer `policy.name`. An unknown name, which the policy refuses, is an AssertionError."""
+    muon = None
     match policy.name:
+        case "muon":
+            names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": True}
+            assert policy.ns_steps is not None, "settled"
+            dtype = torch.float32 if policy.ns_dtype == "fp32" else torch.bfloat16
+            muon = Muon(steps=policy.ns_steps, nesterov=bool(policy.nesterov), dtype=dtype)
         case "adamw" | "adam":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": policy.name == "adamw"}
         case "lion":
             names, kernel, options = ("exp_avg",), kernels.lion, {}
         case "sgd" if policy.momentum:
-            names, kernel, options = ("momentum_buffer",), kernels.sgd, {"nesterov": policy.nesterov}
+            names, kernel, options = ("momentum_buffer",), kernels.sgd, {"nesterov": bool(policy.nesterov)}
         case "sgd":
             names, kernel, options = (), kernels.sgd, {}
         case _:
             raise AssertionError(policy.name)  # the policy has checked it
-    return FlatOptimizer(state_names=names, kernel=kernel, options=options)
+    return FlatOptimizer(state_names=names, kernel=kernel, options=options, muon=muon)

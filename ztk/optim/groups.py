@@ -1,13 +1,14 @@
 """Which parameter has which hyperparameters."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ztk import kernels
+from ztk.optim.muon import scale_of
 from ztk.policies.optimizer import OptimizerPolicy, ParameterGroup
 
 
@@ -24,6 +25,9 @@ class HyperParameters:
     weight_decay: float
     momentum: float
     uncorrected: float = 0.0  # 1: without bias correction
+    muon_scale: float = (
+        0.0  # the factor on the rate of Muon's matrices, no column of the table; 0: updated by the other optimizer
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +46,13 @@ class GroupTable:
         return table.to(device)
 
 
-def group_parameters(policy: OptimizerPolicy, *, shapes: Mapping[str, Sequence[int]]) -> GroupTable:
+def group_parameters(
+    policy: OptimizerPolicy, *, shapes: Mapping[str, Sequence[int]], tables: Collection[str] = ()
+) -> GroupTable:
     """Gives every parameter its row.
 
     shapes: full name -> full shape (not that of a shard), in the order of the model, so that all ranks number their rows alike.
+    tables: names of weights of embeddings, which are no matrices to Muon.
 
     Raises ValueError for a group whose pattern matches no parameter that an earlier group has not taken.
     """
@@ -56,7 +63,7 @@ def group_parameters(policy: OptimizerPolicy, *, shapes: Mapping[str, Sequence[i
         number = _first_match(policy.groups, name=name)
         matched.add(number)
         group = None if number is None else policy.groups[number]
-        row = _row(policy, group=group, shape=shape)
+        row = _row(policy, group=group, shape=shape, by_muon=_is_matrix(policy, name=name, shape=shape, tables=tables))
         key = (-1 if number is None else number, row)
         row_of[name] = row_numbers.setdefault(key, len(row_numbers))
     for number, group in enumerate(policy.groups):
@@ -72,19 +79,30 @@ def _first_match(groups: Sequence[ParameterGroup], *, name: str) -> int | None:
     return next((number for number, group in enumerate(groups) if re.search(group.pattern, name)), None)
 
 
-def _row(policy: OptimizerPolicy, *, group: ParameterGroup | None, shape: Sequence[int]) -> HyperParameters:
+def _is_matrix(policy: OptimizerPolicy, *, name: str, shape: Sequence[int], tables: Collection[str]) -> bool:
+    """Updated by Muon."""
+    if policy.adam_names is None or len(shape) != 2 or name in tables:
+        return False
+    return re.search(policy.adam_names, name) is None
+
+
+def _row(
+    policy: OptimizerPolicy, *, group: ParameterGroup | None, shape: Sequence[int], by_muon: bool
+) -> HyperParameters:
     def value(key: str):
         own = None if group is None else getattr(group, key)
         return getattr(policy, key) if own is None else own
 
     decays = len(shape) >= 2 or policy.decay_all or (group is not None and group.weight_decay is not None)
     beta1, beta2 = value("betas") or (0.0, 0.0)
+    own_rate = None if group is None else group.lr
     return HyperParameters(
-        lr=value("lr"),
+        lr=value("lr") if policy.adam_lr is None or by_muon or own_rate is not None else policy.adam_lr,
         beta1=beta1,
         beta2=beta2,
         eps=value("eps") or 0.0,
         weight_decay=value("weight_decay") if decays else 0.0,
         momentum=value("momentum"),
         uncorrected=float(not policy.bias_correction),
+        muon_scale=scale_of(shape, rule=policy.adjust_lr) if by_muon else 0.0,
     )

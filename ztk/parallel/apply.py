@@ -112,7 +112,8 @@ def parallelize(
         apply_sequence(plan)
     apply_experts(plan)
     apply_copies(plan)
-    groups = group_parameters(optimizer, shapes=plan.trained)
+    groups = group_parameters(optimizer, shapes=plan.trained, tables=_embeddings(plan))
+    _check_matrices(plan, groups=groups)
     apply_zero(plan, groups=groups)
     if process.device.type == "cpu":
         return_freed_memory()
@@ -215,6 +216,31 @@ def apply_copies(plan: Plan) -> None:
     if plan.stages is not None:
         share_values(plan.stages, comm=plan.mesh.comm("pp"))
         plan.parts = mark_copies(plan.parts, stages=plan.stages, comm=plan.mesh.comm("pp"))
+
+
+def _embeddings(plan: Plan) -> frozenset[str]:
+    """Names of embeddings' weights, tied heads with them, on all stages of a pipeline."""
+    tables = {
+        id(weight)
+        for module in plan.model.modules()
+        if isinstance(module, nn.Embedding)
+        for weight in module.parameters()
+    }
+    own = {name for name, parameter in plan.model.named_parameters() if id(parameter) in tables}
+    if plan.optimizer.name != "muon" or plan.mesh.comm("pp").size == 1:
+        return frozenset(own)
+    return frozenset().union(*plan.mesh.comm("pp").gather_objects(own))
+
+
+def _check_matrices(plan: Plan, *, groups: GroupTable) -> None:
+    """Raises ValueError for a matrix of which no rank of the data group has all."""
+    for name, row in groups.row_of.items():
+        part = plan.parts.get(name)
+        if groups.rows[row].muon_scale and part is not None and not part.is_full:
+            raise ValueError(
+                f"optimizer=muon orthogonalises full matrices, and {name} is cut over ranks: use topology.tensor=1 (and "
+                "topology.expert=1 for an expert), optimizer=adamw, or an optimizer.adam_names that matches it"
+            )
 
 
 def apply_zero(plan: Plan, *, groups: GroupTable) -> None:

@@ -4,18 +4,22 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, range_faults, refuse
+from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, range_faults, refuse
 
-NAMES = ("adamw", "adam", "sgd", "lion")
+NAMES = ("adamw", "adam", "sgd", "lion", "muon")
 TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
-_DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adam": (0.9, 0.95), "lion": (0.9, 0.99)}
-_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8}
+_DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adam": (0.9, 0.95), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "muon": 1e-8}
+ADJUST_LR, NS_DTYPES = ("original", "match_rms_adamw"), ("bf16", "fp32")
+# Weights beside the body's in ztk's decoder and in transformers' models, whatever the class of their modules.
+ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
 RANGES = {
     "lr": NOT_NEGATIVE,
     "eps": POSITIVE,
     "weight_decay": NOT_NEGATIVE,
     "momentum": BELOW_ONE,
 }
+MUON_RANGES = {"ns_steps": Range(low=1, high=99), "adam_lr": NOT_NEGATIVE}
 CLIP_RANGES = {"clip_grad_norm": NOT_NEGATIVE}
 
 
@@ -49,12 +53,17 @@ class OptimizerPolicy:
     """One optimizer for the full model.
 
     name: adamw (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), adam (Kingma and Ba 2015,
-        https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, or lion (Chen et al. 2023,
-        https://arxiv.org/abs/2302.06675); torch is for a torch optimizer that is passed beside the policy: its parameter groups have the
-        hyperparameters, and the policy says only how to clip.
-    betas: None means (0.9, 0.95) for adam and adamw, (0.9, 0.99) for lion.
-    eps: None means 1e-8; adam and adamw only.
-    momentum, nesterov: sgd only.
+        https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, lion (Chen et al. 2023,
+        https://arxiv.org/abs/2302.06675), or muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): Muon for parameters of
+        two dimensions, AdamW for the others, for embeddings and for the head; torch is for a torch optimizer that is passed beside the
+        policy: its parameter groups have the hyperparameters, and the policy says only how to clip.
+    betas: None means (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion.
+    eps: None means 1e-8; adam, adamw and muon's AdamW only.
+    momentum, nesterov: sgd and muon only. None means 0 and False for sgd, 0.95 and True for muon.
+    ns_steps, ns_dtype: of muon's orthogonalisation. None means 5 and "bf16", as torch.optim.Muon; "fp32" is there to compare with.
+    adjust_lr: muon's factor on the rate of a matrix, "original" or "match_rms_adamw", see `ztk.optim.muon.scale_of`; None: original.
+    adam_lr: the rate of muon's AdamW; None: `lr`. adam_names: a regular expression; AdamW updates matrices whose name contains a match, and
+        the weights of nn.Embedding. None means `ADAM_NAMES`.
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
     bias_correction: adam and adamw only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
         https://arxiv.org/abs/1810.04805).
@@ -72,8 +81,13 @@ class OptimizerPolicy:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float = 0.0
-    momentum: float = 0.0
-    nesterov: bool = False
+    momentum: float | None = None
+    nesterov: bool | None = None
+    ns_steps: int | None = None
+    ns_dtype: str | None = None
+    adjust_lr: str | None = None
+    adam_lr: float | None = None
+    adam_names: str | None = None
     clip_grad_norm: float = 0.0
     decay_all: bool = False
     bias_correction: bool = True
@@ -87,18 +101,30 @@ class OptimizerPolicy:
             object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])
         if self.eps is None and self.name in _DEFAULT_EPS:
             object.__setattr__(self, "eps", _DEFAULT_EPS[self.name])
+        is_muon = self.name == "muon"
+        for key, default, muons in (
+            ("momentum", 0.0, 0.95),
+            ("nesterov", False, True),
+            ("ns_steps", None, 5),
+            ("ns_dtype", None, "bf16"),
+            ("adjust_lr", None, "original"),
+            ("adam_names", None, ADAM_NAMES),
+        ):
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, muons if is_muon else default)
         object.__setattr__(self, "groups", tuple(self.groups))
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
         yield from range_faults(self, section="optimizer", ranges=CLIP_RANGES)
-        if self.name == "sgd":
+        if self.name in ("sgd", "muon"):
             yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
         elif self.nesterov:
             yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
         if not self.bias_correction and self.name not in _DEFAULT_EPS:
             yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
-        if self.skip_unused and self.name in ("adam", "adamw"):
+        yield from self._muon_faults()
+        if self.skip_unused and self.name in ("adam", "adamw", "muon"):
             yield (
                 f"skip_unused=true needs an optimizer that counts the steps of every parameter, and ztk's {self.name} corrects its bias by "
                 "those of the run: pass torch.optim.AdamW(...) as the optimizer, or use sgd or lion"
@@ -111,6 +137,26 @@ class OptimizerPolicy:
                     f"optimizer.groups momentum={group.momentum} for {group.pattern!r} needs a momentum buffer: "
                     "set optimizer.momentum too, to a small value if other parameters need little"
                 )
+
+    def _muon_faults(self) -> Iterator[str]:
+        if self.name != "muon":
+            for key in ("ns_steps", "ns_dtype", "adjust_lr", "adam_lr", "adam_names"):
+                if (value := getattr(self, key)) is not None:
+                    yield f"optimizer.{key}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=muon"
+            return
+        yield from range_faults(self, section="optimizer", ranges=MUON_RANGES)
+        for key, words in (("adjust_lr", ADJUST_LR), ("ns_dtype", NS_DTYPES)):
+            if (value := getattr(self, key)) not in words:
+                yield f"optimizer.{key}={value}: must be one of {', '.join(words)}"
+        yield from pattern_faults(self.adam_names)
+
+
+def pattern_faults(pattern: str | None) -> Iterator[str]:
+    """Of optimizer.adam_names."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        yield f"optimizer.adam_names={pattern!r}: not a regular expression ({error})"
 
 
 def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterator[str]:
@@ -141,7 +187,7 @@ def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iter
     for option, owners, use in (
         ("betas", _DEFAULT_BETAS, "adamw"),
         ("eps", _DEFAULT_EPS, "adamw"),
-        ("momentum", ("sgd",), "sgd"),
+        ("momentum", ("sgd", "muon"), "sgd"),
     ):
         value = getattr(group, option)
         if value and name not in owners:

@@ -23,7 +23,7 @@ has time for the rest of them. A store reads before it writes, and its memory li
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from ztk.kernels import Control, behind_step
 from ztk.optim import FlatOptimizer, TorchStep
 from ztk.optim.ema import update_average
+from ztk.optim.muon import step_along
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
@@ -40,6 +41,7 @@ from ztk.runtime.planned import is_planned, is_set, on_host
 from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
+from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import MASTER, rows_by_kind
 
@@ -87,12 +89,19 @@ class ShardUpdate:
             or context.stores.parameters.tier is not Tier.device
             or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
         )
+        self._scales = [row.muon_scale for row in context.groups.rows]
+        self._matrices: MatrixUpdate | None = None
+        if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
+            self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, context=context)
+            self._must_know_of_skips = True
         self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
         self._skipped: frozenset[str] = frozenset()
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
-        self._pieces = [piece for bucket in (*self._at_once, *self._behind) for piece in bucket.pieces]
+        # The first that are fetched: a store's memory goes to pieces in that order.
+        first = self._pieces_of((*self._at_once, *self._behind)) if self._matrices is None else self._matrices.pieces
+        self._pieces = [piece for _, piece in first]
         self._ahead: dict[Piece, Pending] = {}  # states that are fetched ahead
         self._is_fetching = False  # the update behind the forward has not fetched everything yet
 
@@ -131,6 +140,8 @@ class ShardUpdate:
             self._optimizer.begin_step()
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
+        if self._matrices is not None:
+            self._matrices.run(control, fetch=self._fetch_momentum, skipped=skipped)
         self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
             return
@@ -198,7 +209,7 @@ class ShardUpdate:
 
     def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
         gathers, writes = [], deque()
-        for current in self._fetch_all(buckets):
+        for current in self._fetch_all(self._pieces_of(buckets)):
             writes.append(self._update(current, control=control, clock=clock))
             if len(writes) > MAX_WRITES:
                 self._finish_write(writes.popleft(), clock=clock)
@@ -217,9 +228,13 @@ class ShardUpdate:
 
     # Phases of one piece
 
-    def _fetch_all(self, buckets: list[Bucket]) -> Iterator[_Fetched]:
+    @staticmethod
+    def _pieces_of(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Piece]]:
+        return [(bucket, piece) for bucket in buckets for piece in bucket.pieces]
+
+    def _fetch_all(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[_Fetched]:
         """Pieces in order. Each is fetched while the one before it is updated, and more of them where the store has room."""
-        todo = deque((bucket, piece) for bucket in buckets for piece in bucket.pieces)
+        todo = deque(pieces)
         fetched: deque[_Fetched] = deque()
         while todo or fetched:
             while todo and len(fetched) < (MAX_FETCHED if self._has_room(todo[0][1]) else 2):
@@ -235,20 +250,39 @@ class ShardUpdate:
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
         return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
 
+    def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
+        """Before the update, the states of pieces with matrices. Their gradients stay where they are."""
+        for fetched in self._fetch_all(pieces):
+            bucket, piece = fetched.bucket, fetched.piece
+            with self._clock.phase("io"):
+                states, gradient = self._wait_for(fetched)
+            rows = rows_by_kind(states, names=self._state_names)
+            yield FetchedMomentum(
+                bucket=bucket,
+                piece=piece,
+                momentum=rows[self._state_names[0]],
+                gradient=gradient,
+                put=functools.partial(self._stores.optimizer.put, piece.states, value=states),
+            )
+            if piece.gradient is not None:
+                self._stores.gradients.release(piece.gradient)
+
+    def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
+        """The states [k, n] and the gradient [n], where the update runs."""
+        states = fetched.states.wait()
+        gradient = fetched.gradient.wait() if fetched.gradient else fetched.piece.of(fetched.bucket.gradient.full)
+        assert gradient is not None
+        return states, on_host(gradient) if self._on_host else gradient
+
     def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> _WriteBack:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
-            states = fetched.states.wait()
-            gradient = fetched.gradient.wait() if fetched.gradient else piece.of(bucket.gradient.full)
-        if self._on_host:
-            assert gradient is not None
-            gradient = on_host(gradient)
+            states, gradient = self._wait_for(fetched)
         rows = rows_by_kind(states, names=self._state_names)
         average = rows.pop(AVERAGE, None)
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
             master, out = resident, None  # master weight and parameter are one
-        # pyrefly: ignore[missing-attribute]  # there while the update runs
         elif resident is not None and resident.device == states.device:
             master, out = rows.pop(MASTER), resident
         else:
@@ -288,6 +322,15 @@ class ShardUpdate:
         assert isinstance(self._optimizer, FlatOptimizer)
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
+            if scale := self._scales[segment.group]:
+                step_along(
+                    master[cut],
+                    direction=gradient[cut],
+                    scale=scale,
+                    control=control[segment.group],
+                    out=None if out is None else out[cut],
+                )
+                continue
             self._optimizer.step(
                 master[cut],
                 grad=gradient[cut],

@@ -146,15 +146,23 @@ class Comm:
         return self._submit(f"all_to_all {label}", source, lambda t, name: t.all_to_all(source, out=out, label=name))
 
     def all_to_all_rows(
-        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+        self,
+        source: Tensor,
+        *,
+        out: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        label: str,
+        kind: str = "all_to_all",
     ) -> Work:
         """All-to-all with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, `receive[r]` rows of `out` come from it.
 
         Rank r must receive as many rows as this rank sends to it. Counts may be zero; every rank makes the call nevertheless.
+        kind: the counter that the rows of `source` are added to.
         """
         assert sum(send) == source.shape[0] and sum(receive) == out.shape[0] and source.shape[1:] == out.shape[1:]
         assert source.is_contiguous() and out.is_contiguous() and source.dtype == out.dtype
-        self.counters.count("all_to_all", numel=source.numel(), itemsize=source.itemsize)
+        self.counters.count(kind, numel=source.numel(), itemsize=source.itemsize)
         width = source.shape[1]
         sent, received = [rows * width for rows in send], [rows * width for rows in receive]
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "tied", "scalars")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "tied", "muon", "scalars")
 
 
 class CommCounters:

@@ -1,0 +1,139 @@
+"""Muon over shards: the same bits at every stage and tier, torch's update, and the bytes of its exchange."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import _muon
+
+from tests.zero.models import BATCH, WIDTH, Layout, Model, batches, build, make_engine, train
+from ztk.checkpoint import load, save
+from ztk.optim import OptimizerPolicy
+from ztk.runtime import Process
+from ztk.runtime.part import Part
+
+MUON = OptimizerPolicy(name="muon", lr=1e-2, adam_lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5)
+TIERS = ("none", "cpu", "nvme")
+STEPS = 4  # one of them without a block
+
+
+def matrices(model: Model) -> list[Tensor]:
+    return [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(("embedding", "head"))]
+
+
+def layouts(world: int, dtype: str) -> list[Layout]:
+    """All of them on two ranks in fp32, some elsewhere."""
+    if (world, dtype) == (2, "fp32"):
+        return [Layout(stage=stage, offload=tier) for stage in range(4) for tier in TIERS][1:]
+    return [Layout(stage=2, offload="cpu"), Layout(stage=3, offload="nvme" if world == 3 else "none")]
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16"), (3, "fp32")])
+def test_every_stage_and_tier_gives_the_same_bits(ranks, world, dtype):
+    """Also after skipped steps; on three ranks shards end inside of matrices, and ranks have batches of other sizes."""
+    first = ranks(world).run(train, layout=Layout(), dtype=dtype, steps=STEPS, optimizer=MUON)[0]
+    assert (first.skipped > 0) == (dtype == "fp16")
+    for layout in layouts(world, dtype):
+        run = ranks(world).run(train, layout=layout, dtype=dtype, steps=STEPS, optimizer=MUON)[0]
+        assert repr(run.grad_norms) == repr(first.grad_norms), layout.id
+        assert run.digest == first.digest, layout.id
+
+
+def same_gradients(
+    process: Process, *, layout: Layout, steps: range, folder: str, saves: bool = False
+) -> dict[str, Tensor]:
+    """Weights after `steps`, in which every rank has the same micro-batch: with 1, 2 and 4 ranks their mean is exact.
+
+    The first steps start from the checkpoint in `folder` unless they begin at 0, and end with one there if `saves`.
+    """
+    engine = make_engine(process, layout=layout, optimizer=replace(MUON, clip_grad_norm=0.0))
+    if steps.start:
+        load(engine, path=folder)
+    for tokens in list(batches(steps.stop, rank=0, world=1))[steps.start :]:
+        engine.backward(engine(tokens))
+        engine.step()
+    if saves:
+        save(engine, folder=folder)
+    return {name: value.clone() for name, value in engine.zero.full_parameters()}
+
+
+def test_the_number_of_ranks_changes_no_bit_nor_does_a_resume_on_another(ranks, tmp_path):
+    folder = str(tmp_path)
+    first = ranks(1).run(same_gradients, layout=Layout(), steps=range(4), folder=folder)[0]
+    early = ranks(2).run(same_gradients, layout=Layout(stage=3), steps=range(2), folder=folder, saves=True)[0]
+    assert not torch.equal(first["blocks.0.up.weight"], early["blocks.0.up.weight"])
+    weights = ranks(4).run(same_gradients, layout=Layout(stage=2, offload="cpu"), steps=range(2, 4), folder=folder)[0]
+    assert [name for name in first if not torch.equal(first[name], weights[name])] == []
+
+
+def test_fp32_equals_torchs(ranks, monkeypatch):
+    """torch.optim.Muon and AdamW on one process: losses within 1e-5.
+
+    Both orthogonalise in fp32. In bf16 a direction that differs in its last bit may round to the next bf16 number, 2^-8 away.
+    """
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", _widened(_muon._zeropower_via_newtonschulz))
+    model = build()
+    body = matrices(model)
+    others = [p for p in model.parameters() if all(p is not other for other in body)]
+    groups = [
+        {"params": [p for p in others if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    muon = torch.optim.Muon(body, lr=1e-2, weight_decay=0.1, momentum=0.95, nesterov=True)
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    losses = []
+    for step, tokens in enumerate(batches(10, rank=0, world=1)):
+        assert len(tokens) == BATCH
+        loss = model(tokens, use_all=step % 3 != 1)
+        for optimizer in (muon, adamw):
+            optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        muon.step()
+        adamw.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    fp32 = replace(MUON, ns_dtype="fp32")
+    for world in (1, 2):
+        run = ranks(world).run(train, layout=Layout(stage=3), steps=10, optimizer=fp32)[0]
+        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), rtol=1e-5, atol=0)
+
+
+def _widened(torchs):
+    """torch's function on an object whose `bfloat16()` is float32."""
+
+    class Wide(torch.Tensor):
+        def bfloat16(self):
+            return self.as_subclass(torch.Tensor).clone()
+
+    return lambda grad, *rest: torchs(grad.as_subclass(Wide), *rest)
+
+
+def moved(process: Process, *, stage: int, ns_dtype: str) -> tuple[int, int]:
+    """Calls and bytes of one step."""
+    engine = make_engine(process, layout=Layout(stage=stage), optimizer=replace(MUON, ns_dtype=ns_dtype))
+    process.comm.counters.reset()
+    (tokens,) = batches(1, rank=process.rank, world=process.world_size)
+    engine.backward(engine(tokens))
+    engine.step()
+    return process.comm.counters.calls["muon"], process.comm.counters.bytes["muon"]
+
+
+@pytest.mark.parametrize(("stage", "ns_dtype"), [(0, "bf16"), (1, "bf16"), (3, "fp32")])
+def test_bytes_of_the_exchange(ranks, stage, ns_dtype):
+    """Of all ranks together: every element of a matrix to its owner and back. At stage 0 the results alone, to every rank."""
+    elements, itemsize = sum(p.numel() for p in matrices(build())), 2 if ns_dtype == "bf16" else 4
+    counted = ranks(2).run(moved, stage=stage, ns_dtype=ns_dtype)
+    assert [calls for calls, _ in counted] == [1 if stage == 0 else 2] * 2
+    assert sum(nbytes for _, nbytes in counted) == 2 * elements * itemsize
+
+
+def refusal(process: Process) -> None:
+    with pytest.raises(ValueError, match="is cut over ranks: use topology.tensor=1"):
+        part = Part.cut((2 * WIDTH, 4 * WIDTH), dim=0, start=0, stop=WIDTH)
+        make_engine(process, layout=Layout(), optimizer=MUON, parts={"blocks.0.down.weight": part})
+
+
+def test_matrices_that_are_cut_are_refused(ranks):
+    ranks(1).run(refusal)
