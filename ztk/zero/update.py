@@ -260,7 +260,7 @@ class ShardUpdate:
             yield FetchedMomentum(
                 bucket=bucket,
                 piece=piece,
-                momentum=rows[self._optimizer.state_names[0]],
+                momentum=rows[self._state_names[0]],
                 gradient=gradient,
                 put=functools.partial(self._stores.optimizer.put, piece.states, value=states),
             )
