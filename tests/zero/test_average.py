@@ -76,6 +76,7 @@ CASES = {
     "fp32": (EVERY, {"dtype": "fp32"}),
     "bf16": (MIXED, {"dtype": "bf16"}),
     "fp16, skipped steps": (MIXED, {"dtype": "fp16"}),
+    "muon": (MIXED, {"optimizer": OptimizerPolicy(name="muon", lr=1e-2, adam_lr=1e-2)}),
     "every second step, frozen parameters, an optimizer without states": (
         MIXED,
         {
