@@ -45,8 +45,8 @@ PROTOCOL_SIGNATURES = {
     "MoE.__init__",
     "TiedLayerSpec.__init__",
 }
-# Exceptions that belong to a protocol of Python, or say that ztk is wrong, and not to a function's contract.
-PROTOCOL_ERRORS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
+# Exceptions that belong to a protocol of Python and not to a function's contract.
+PROTOCOL_ERRORS = {"AttributeError", "KeyError", "NotImplementedError", "StopIteration", "SystemExit"}
 
 Rule = Callable[[Path], Iterable[str]]
 

@@ -140,12 +140,7 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
             tracker.restart()
             process.mesh.counters.reset()
             before = engine.io.read_bytes, engine.io.write_bytes
-            if case.pipeline > 1:
-                engine.train_batch([(tokens, tokens)] * case.accumulation)
-            for _ in range(0 if case.pipeline > 1 else case.accumulation):
-                engine.backward(engine(tokens, tokens))
-                engine.step()
-            settle(engine)
+            take_step(engine, case=case, tokens=tokens)
             peak = max(peak, tracker.peak.nbytes)
         measured = Measured(
             state={
@@ -172,16 +167,22 @@ def step_seconds(process: Process, *, case: Case, folder: str, steps: int) -> li
     for _ in range(STEPS + steps):
         process.comm.barrier()
         start = time.perf_counter()
-        if case.pipeline > 1:
-            engine.train_batch([(tokens, tokens)] * case.accumulation)
-        for _ in range(0 if case.pipeline > 1 else case.accumulation):
-            engine.backward(engine(tokens, tokens))
-            engine.step()
-        settle(engine)
+        take_step(engine, case=case, tokens=tokens)
         process.comm.barrier()
         found.append(time.perf_counter() - start)
     engine.close()
     return found[STEPS:]
+
+
+def take_step(engine: Any, *, case: Case, tokens: torch.Tensor) -> None:
+    """One optimizer step, up to its last write. tokens: [B, T]."""
+    if case.pipeline > 1:
+        engine.train_batch([(tokens, tokens)] * case.accumulation)
+    else:
+        for _ in range(case.accumulation):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+    settle(engine)
 
 
 def settle(engine: Any) -> None:

@@ -190,8 +190,8 @@ def size_text(nbytes: float) -> str:
     """Like `16.0 MB`, in steps of 1024."""
     if not nbytes:
         return "0B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if nbytes < 1024 or unit == "TB":
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1024:
             return f"{round(nbytes, 2)} {unit}"
         nbytes /= 1024
-    raise AssertionError
+    return f"{round(nbytes, 2)} TB"
