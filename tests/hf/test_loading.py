@@ -96,6 +96,31 @@ def test_what_the_checkpoint_lacks_is_initialised(hf, tmp_path):
     assert head.std().item() == pytest.approx(0.02, rel=0.1)  # initializer_range; 2560 values: 1.4 % standard error
 
 
+def enlarged(*, source: str, tokens: int, stage: int) -> list[torch.Tensor]:
+    """A model with `tokens` tokens and a value head that a script draws behind it: the embedding, the model's head, the value head."""
+    from transformers import AutoModelForCausalLM
+
+    import ztk.deepspeed as deepspeed
+
+    torch.manual_seed(5)
+    keep = hf_config() if stage == 3 else None
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.resize_token_embeddings(tokens)
+    head = torch.nn.Linear(small.WIDTH, 1, bias=False)
+    assert keep is None or keep.is_zero3()
+    found = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    with deepspeed.zero.GatheredParameters(found, enabled=stage == 3):
+        return [weight.detach().clone() for weight in (*found, head.weight)]
+
+
+@pytest.mark.parametrize("tokens", [small.VOCABULARY, small.VOCABULARY + 8], ids=["as it is", "larger"])
+def test_a_head_behind_a_resized_model_starts_alike_at_all_stages(hf, model_folder, tokens):
+    """DeepSpeed-Chat's reward models: what follows `resize_token_embeddings` is drawn from the same state of torch's generator."""
+    plain, sharded = (hf(enlarged, source=model_folder, tokens=tokens, stage=stage)[0] for stage in (0, 3))
+    assert len(plain[0]) == len(plain[1]) == tokens
+    assert all(torch.equal(*pair) for pair in zip(plain, sharded, strict=True))
+
+
 def built(*, tie: bool) -> dict:
     """`from_config`: parameters without memory; then a forward under the engine."""
     from transformers import AutoModelForCausalLM

@@ -11,11 +11,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
-    "accelerate.state": "ztk.hf.ranks",
-    "transformers.modeling_utils": "ztk.hf.loading",
-    "transformers.training_args": "ztk.hf.precision",
-    "trl.models.utils": "ztk.hf.generation",
-    "trl.trainer.utils": "ztk.hf.head",
+    "accelerate.state": ("ztk.hf.ranks",),
+    "transformers.modeling_utils": ("ztk.hf.loading", "ztk.hf.resizing"),
+    "transformers.training_args": ("ztk.hf.precision",),
+    "trl.models.utils": ("ztk.hf.generation",),
+    "trl.trainer.utils": ("ztk.hf.head",),
 }
 
 
@@ -30,7 +30,8 @@ def watch() -> None:
 
 
 def _complete(module: ModuleType) -> None:
-    importlib.import_module(COMPLETED[module.__name__]).complete(module)
+    for name in COMPLETED[module.__name__]:
+        importlib.import_module(name).complete(module)
 
 
 class _Watcher(MetaPathFinder):
