@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.examples import Examples, ExampleStream, Step
 from experiments.pretrain import load_past, open_saver
@@ -16,7 +16,7 @@ from ztk.engine import Engine
 from ztk.report import Reporter
 from ztk.runtime import Process
 
-BODY = ("embedding.*", "blocks.*", "norm.*")  # of a decoder: all but the output layer
+BODY = ("embedding.*", "blocks.*", "norm.*")  # of ztk's decoder: all but the output layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,14 @@ def start_from(config: Config, *, engine: Engine, body_only: bool = False) -> No
     Raises CheckpointError.
     """
     if config.warm_start.path is not None:
-        checkpoint.load(engine, path=config.warm_start.path, weights_only=True, only=BODY if body_only else None)
+        only = _body_of(engine.module) if body_only else None
+        checkpoint.load(engine, path=config.warm_start.path, weights_only=True, only=only)
+
+
+def _body_of(module: nn.Module) -> tuple[str, ...]:
+    """Patterns of the names of all parameters but the output layer's, which models of transformers have under one name."""
+    prefix = getattr(module, "base_model_prefix", None)
+    return BODY if prefix is None else (f"{prefix}.*",)
 
 
 def resume(

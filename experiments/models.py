@@ -14,6 +14,7 @@ from experiments.prompts import PAD, STOP, sorting, wrong_answer
 from ztk.config import Config
 from ztk.data import ByteTokenizer
 from ztk.engine import Engine
+from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear
 from ztk.parallel import parallelize
@@ -38,8 +39,7 @@ def build(
 ) -> Engine:
     """The run's model under its strategy. values: its first ones, where they differ from those of `train.seed` or `model.path`.
 
-    lr: None: optimizer.lr. is_critic: a decoder of ztk whose output layer gives one number per token, a value. has_adapters: False: without
-    those of `lora`.
+    lr: None: optimizer.lr. is_critic: the output layer gives one number per token, a value. has_adapters: False: without those of `lora`.
     """
     model, first_values = _critic(config) if is_critic else build_model(config, has_adapters=has_adapters)
     if not is_trained:
@@ -61,6 +61,10 @@ def build(
 
 
 def _critic(config: Config) -> tuple[nn.Module, InitialValues]:
+    given = config.model
+    if given.path is not None and given.init is not None:
+        options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
+        return open_scoring(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         shape = policies.decoder_config(config)
         model = Decoder(replace(shape, tie_embeddings=False))

@@ -10,8 +10,8 @@ import torch
 
 from ztk.align import ANSWER_END
 from ztk.config import Config
-from ztk.data import ByteTokenizer
-from ztk.rollout import load_reward, score
+from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.rollout import Samples, load_reward, score
 from ztk.rollout.rewards import RewardFunction
 from ztk.runtime.seed import generator
 
@@ -57,14 +57,21 @@ def wrong_answer(prompt: Prompt, *, seed: int, number: int) -> str:
 
 
 class Prompts:
-    """The prompts of a run by number, and the reward of an answer to them."""
+    """The prompts of a run by number, as tokens of the model, and the reward of an answer to them. stop: the token that ends an answer."""
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a file without prompts, a line that is none, and a reward function that cannot be loaded."""
         self._seed, self._timeout_seconds = config.train.seed, config.reward.timeout_seconds
+        self.tokenizer = open_tokenizer(config)
+        self.stop = STOP if isinstance(self.tokenizer, ByteTokenizer) else self.tokenizer.end
         self._records = None if config.rollout.task is not None else read_records(config.data.path)
         if self._records is not None:
-            check_lengths(self._records, seq_len=config.data.seq_len, max_tokens=config.rollout.max_tokens)
+            check_lengths(
+                self._records,
+                tokenizer=self.tokenizer,
+                seq_len=config.data.seq_len,
+                max_tokens=config.rollout.max_tokens,
+            )
         self._reward: RewardFunction = (
             is_right if config.reward.function is None else load_reward(config.reward.function)
         )
@@ -78,11 +85,21 @@ class Prompts:
         record = self._records[int(order[index])]
         return Prompt(text=record["prompt"], record=record)
 
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """What the policy continues."""
+        return self.tokenizer.encode(prompt.text).tolist()
+
+    def answer_of(self, samples: Samples, *, row: int) -> str:
+        """The text of an answer, without its end."""
+        first = int(samples.prompt_lengths[row])
+        last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
+        return self.tokenizer.decode(samples.tokens[row, first:last])
+
     def describe(self) -> str:
         """How many prompts there are, and their lengths in tokens."""
         if self._records is None:
             return f"prompts: made on the spot, of {len(self[0].tokens)} tokens each"
-        lengths = sorted(len(record["prompt"].encode()) for record in self._records)
+        lengths = sorted(len(self.tokenizer.encode(record["prompt"])) for record in self._records)
         parts = {f"{percent}%": lengths[(len(lengths) - 1) * percent // 100] for percent in (0, 10, 50, 90, 100)}
         shown = ", ".join(f"{name} {length}" for name, length in parts.items())
         return f"prompts: {len(lengths)}, of as many tokens (quantiles): {shown}"
@@ -115,10 +132,22 @@ def read_records(paths: list[str]) -> list[dict[str, Any]]:
     return records
 
 
-def check_lengths(records: list[dict[str, Any]], *, seq_len: int, max_tokens: int) -> None:
-    """Raises ValueError for a prompt that leaves no room for an answer: none is cut."""
-    longest = max(records, key=lambda record: len(record["prompt"].encode()))
-    length = len(longest["prompt"].encode())
+def open_tokenizer(config: Config) -> ByteTokenizer | SubwordTokenizer:
+    """That of `data.tokenizer`; built-in prompts are bytes."""
+    if config.data.path is None or config.data.tokenizer in (None, "bytes"):
+        return ByteTokenizer()
+    return SubwordTokenizer.open(config.data.tokenizer)
+
+
+def check_lengths(
+    records: list[dict[str, Any]], *, tokenizer: ByteTokenizer | SubwordTokenizer, seq_len: int, max_tokens: int
+) -> None:
+    """Raises ValueError for a prompt without a token, and for one that leaves no room for an answer: none is cut."""
+    counts = [len(tokenizer.encode(record["prompt"])) for record in records]
+    shortest, longest = (records[counts.index(bound(counts))] for bound in (min, max))
+    length = max(counts)
+    if not min(counts):
+        raise ValueError(f"the prompt {shortest['prompt']!r} has no token in data.tokenizer: give it a text")
     if length + max_tokens > seq_len:
         raise ValueError(
             f"the prompt {longest['prompt'][:40]!r}... of {length} tokens and rollout.max_tokens={max_tokens} do not fit into "

@@ -13,9 +13,10 @@ from experiments.models import warm_start
 from experiments.pretrain import build_reporter
 from experiments.prompts import Prompts
 from experiments.ranks import started
-from experiments.rollouts import Run, Scored, Update, answer_of, draw, evaluate, measure, open_run, score_samples
+from experiments.rollouts import Run, Scored, Update, draw, evaluate, measure, open_run, score_samples
 from ztk import checkpoint
 from ztk.config import Config
+from ztk.engine import Engine
 from ztk.report import Reporter, RunFolder
 from ztk.rollout import RolloutStopped, Samples
 from ztk.runtime import Process
@@ -116,7 +117,7 @@ class Texts:
             record = {
                 "step": step,
                 "prompt": run.prompts[int(samples.prompts[row])].text,
-                "answer": answer_of(samples, row=row),
+                "answer": run.prompts.answer_of(samples, row=row),
                 "reward": float(samples.rewards[row]) if samples.included[row] else None,
                 "length": int(samples.answer_lengths[row]),
                 "kl": None if kl is None else float(kl[row]),
@@ -150,29 +151,38 @@ class Savers:
     def _open(self) -> checkpoint.Saver:
         if self._policy is None:
             run, config = self._run, self._run.config
+            trained_only = config.lora.rank > 0  # the base stays where it is
             keep, keep_every = config.checkpoint.keep or 1, config.checkpoint.keep_every or 0
             # One more of the others: a save that ends between theirs and the policy's leaves the policy's last one complete.
             spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every)
-            others = {"critic": run.critic, "reference": run.reference}
             self._others = [
-                self._stack.enter_context(checkpoint.Saver(engine, folder=self.folder.parent / name, retention=spare))
-                for name, engine in others.items()
-                if engine is not None
+                self._stack.enter_context(
+                    checkpoint.Saver(
+                        engine, folder=self.folder.parent / name, retention=spare, trained_only=trained_only
+                    )
+                )
+                for name, engine in others_of(run).items()
             ]
             retention = checkpoint.Retention(keep=keep, keep_every=keep_every)
             self._policy = self._stack.enter_context(
-                checkpoint.Saver(run.actor, folder=self.folder, retention=retention)
+                checkpoint.Saver(run.actor, folder=self.folder, retention=retention, trained_only=trained_only)
             )
         return self._policy
 
     def save(self, *, extra: dict[str, Any]) -> None:
         """Saves all models after the same optimizer step. A collective call."""
         policy = self._open()
-        if self._run.reference is not None:  # it makes no steps: its checkpoints are named alike
-            self._run.reference.global_steps = self._run.actor.global_steps
+        for engine in others_of(self._run).values():  # a reference makes no steps: its checkpoints are named alike
+            engine.global_steps = self._run.actor.global_steps
         for saver in self._others:
             saver.save()
         policy.save(data_state=self._run.state_dict(), extra=extra)
+
+
+def others_of(run: Run) -> dict[str, Engine]:
+    """The models beside the policy that a checkpoint has to have. Below adapters the reference is `model.path`."""
+    others = {"critic": run.critic, "reference": None if run.config.lora.rank else run.reference}
+    return {name: engine for name, engine in others.items() if isinstance(engine, Engine)}
 
 
 def resume(run: Run) -> dict[str, Any]:
@@ -187,9 +197,8 @@ def resume(run: Run) -> dict[str, Any]:
             return {}
     else:
         loaded = checkpoint.load(run.actor, path=given)
-    for name, engine in (("critic", run.critic), ("reference", run.reference)):
-        if engine is not None:
-            checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
+    for name, engine in others_of(run).items():
+        checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
     run.load_state_dict(loaded.data_state)
     if run.process.rank == 0:
         print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from experiments.models import Values, build
-from experiments.prompts import PAD, STOP, Prompts
+from experiments.prompts import PAD, Prompts
+from experiments.reference import BaseModel
 from ztk.config import Config
-from ztk.data import ByteTokenizer
 from ztk.engine import Engine
 from ztk.rollout import (
     Buffer,
@@ -42,7 +42,7 @@ class Run:
     config: Config
     process: Process
     actor: Engine
-    reference: Engine | None
+    reference: Engine | BaseModel | None
     critic: Engine | None
     prompts: Prompts
     buffer: Buffer
@@ -54,7 +54,7 @@ class Run:
     def close(self) -> None:
         """Ends all engines."""
         for engine in (self.actor, self.reference, self.critic):
-            if engine is not None:
+            if isinstance(engine, Engine):
                 engine.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,18 +80,26 @@ def open_run(
 ) -> Run:
     """The models, with the same first weights, and an empty buffer."""
     common = {"process": process, "values": first_values}
-    has_reference, has_critic = config.kl.reference == "frozen", config.advantage.baseline == "critic"
+    has_critic = config.advantage.baseline == "critic"
     samples = config.rollout.prompts * config.rollout.group_size
+    actor = build(config, lr_table=lr_table, **common)
     return Run(
         config=config,
         process=process,
-        actor=build(config, lr_table=lr_table, **common),
-        reference=build(config, is_trained=False, **common) if has_reference else None,
+        actor=actor,
+        reference=open_reference(config, actor=actor, first_values=first_values),
         critic=build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None,
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
     )
+
+
+def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:
+    """What `kl.reference` names. New adapters add nothing, so the reference is the base alone."""
+    if config.kl.reference == "frozen":
+        return build(config, process=actor.process, values=first_values, is_trained=False, has_adapters=False)
+    return BaseModel(actor) if config.kl.reference == "lora_off" else None
 
 
 # A rollout
@@ -113,7 +121,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     prompt_numbers = first + numbers // rollout.group_size
     prompts = [run.prompts[int(number)] for number in prompt_numbers]
     requests = Requests(
-        prompts=[prompt.tokens for prompt in prompts],
+        prompts=[run.prompts.tokens_of(prompt) for prompt in prompts],
         numbers=numbers,
         prompt_numbers=prompt_numbers,
         copies=numbers % rollout.group_size,
@@ -122,7 +130,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         length=config.data.seq_len,
         micro_batch=config.train.micro_batch_size,
         max_tokens=rollout.max_tokens,
-        stop=STOP,
+        stop=run.prompts.stop,
         pad=PAD,
         temperature=rollout.temperature,
         seed=config.train.seed,
@@ -130,7 +138,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     )
     samples = generate(run.actor, policy=policy, requests=requests, step=run.rollouts)
     for row, prompt in enumerate(prompts):
-        reward = run.prompts.score(prompt, answer=answer_of(samples, row=row))
+        reward = run.prompts.score(prompt, answer=run.prompts.answer_of(samples, row=row))
         samples.rewards[row], samples.included[row] = reward or 0.0, reward is not None
     return samples
 
@@ -145,14 +153,7 @@ def evaluate(run: Run) -> float:
     return torch.cat(rewards).mean().item() if any(len(part) for part in rewards) else 0.0
 
 
-def answer_of(samples: Samples, *, row: int) -> str:
-    """The text of an answer, without its end."""
-    first = int(samples.prompt_lengths[row])
-    last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
-    return ByteTokenizer().decode(samples.tokens[row, first:last])
-
-
-def logprobs_of(engine: Engine | None, *, run: Run, samples: Samples) -> Tensor | None:
+def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples) -> Tensor | None:
     """What `engine` gives the tokens of `samples`, float32 [S, T], without gradients; None without an engine."""
     if engine is None:
         return None

@@ -16,6 +16,7 @@ from experiments.models import full_values, warm_start
 from ztk import checkpoint
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
+from ztk.engine import Engine
 from ztk.report import plot
 from ztk.runtime import Process
 
@@ -107,7 +108,7 @@ def play(process: Process, *, config: Config, planted: int = 0, dies: int = 0, f
         task.fill(run, scored)
         samples = run.buffer.samples
         drawn.append(samples.to_json())
-        if run.reference is not None:
+        if isinstance(run.reference, Engine):
             references.append(digest_of(full_values(run.reference)))
         for row in (samples.numbers == planted).nonzero().flatten().tolist() if planted else []:
             position = int(samples.prompt_lengths[row]) + 1

@@ -72,6 +72,8 @@ def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], d
     # base_model.model.x.lora_A.default.weight and x.modules_to_save.default.weight are stored as x.lora_A.weight and x.weight
     pattern = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     names = {info.name: pattern.sub("", info.name) for info in manifest.parameters if pattern.search(info.name)}
+    heads = tuple(f"{module}." for module in configs[adapter].get("modules_to_save") or ())  # without a copy: ztk's own
+    names |= {info.name: info.name for info in manifest.parameters if heads and info.name.startswith(heads)}
     prefix = "base_model.model."  # of peft's models; ztk.nn.lora leaves the model's names as they are
     names = {own: name if name.startswith(prefix) else prefix + name for own, name in names.items()}
     return names, configs[adapter] | {"inference_mode": True}

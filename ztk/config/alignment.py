@@ -74,8 +74,6 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if name == "sft":
         return
-    if name == "reward" and is_hugging_face(config.model):
-        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft or dpo with model=hf"
     for degree in DEGREES:
         value = getattr(config.topology, degree)
         if value > 1:
@@ -87,6 +85,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
 
 def _loss_faults(config: Config) -> Iterator[str]:
     dpo, reward = config.dpo, config.reward
+    if config.task.name == "reward" and config.data.path is None and is_hugging_face(config.model):
+        yield "model=hf: pairs of the built-in task are bytes; use data.path=PAIRS.jsonl and data.tokenizer=FOLDER"
     if config.task.name == "dpo":
         if dpo.label_smoothing and dpo.loss is not DpoLossName.sigmoid:
             yield f"dpo.label_smoothing={dpo.label_smoothing:g}: only dpo.loss=sigmoid has it; use dpo.label_smoothing=0"

@@ -139,6 +139,10 @@ def _reads_records(config: Config, machine: Machine) -> bool:
     return config.data.name in (DataName.chat, DataName.preferences)
 
 
+def _reads_lines(config: Config, machine: Machine) -> bool:
+    return _reads_records(config, machine) or config.data.name is DataName.prompts
+
+
 def _alignment_effects() -> Iterator[Effect]:
     yield Effect(keys=("sft.mask_prompts",), when=_task("sft"), only="task=sft")
     yield Effect(keys=keys_of("reward", "loss", "margin", "centring"), when=_task("reward"), only="task=reward")
@@ -280,8 +284,8 @@ EFFECTS = (
     ),
     Effect(
         keys=("data.tokenizer",),
-        when=lambda c, m: c.data.name in TEXT or (_reads_records(c, m) and c.data.path is not None),
-        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
+        when=lambda c, m: c.data.name in TEXT or (_reads_lines(c, m) and c.data.path is not None),
+        only="data=stdlib or data=files, and data=chat, data=preferences or data=prompts with data.path",
     ),
     Effect(
         keys=("data.vocab_size",),

@@ -13,6 +13,8 @@ NAME = "hf"
 _SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_DROPS = ("dropout", "pdrop", "layerdrop")
+_OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither a policy nor a model of values has
 _ENDLESS = 1 << 30  # no learned positions: as long as memory allows
 
 
@@ -71,6 +73,17 @@ def _sizes(folder: Path) -> Mapping[str, int]:
         )
     experts = first(*_EXPERTS)
     return found | ({"experts": experts} if experts else {})
+
+
+def dropouts_of(model: ModelConfig) -> Mapping[str, float]:
+    """The probabilities above 0 with which the model of `model.path` drops values in training, by their names in config.json."""
+    if not is_hugging_face(model) or not model.path:
+        return {}
+    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+
+    found = read_config(str(Path(model.path).expanduser())).get_text_config().to_dict()
+    names = [name for name in found if any(word in name for word in _DROPS) and not name.startswith(_OTHER_HEADS)]
+    return {name: float(found[name]) for name in names if isinstance(found[name], int | float) and found[name] > 0}
 
 
 def hugging_face_faults(config: Config) -> Iterator[str]:

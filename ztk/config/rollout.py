@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.hugging_face import is_hugging_face
+from ztk.config.hugging_face import dropouts_of, is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import (
     AdvantageScale,
@@ -16,6 +16,7 @@ from ztk.config.rollout_schema import (
     RolloutIdentity,
 )
 from ztk.config.schema import Config, DataName, ZeroEngine
+from ztk.config.text import has_tokenizer
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 
 ROLLOUT_TASKS = ("grpo", "ppo")
@@ -37,8 +38,6 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 def _strategy_faults(config: Config) -> Iterator[str]:
     name = config.task.name
-    if is_hugging_face(config.model):
-        yield f"model=hf: task={name} trains ztk's own decoder; use model=nano or another of its sizes, or task=sft with model=hf"
     for degree in DEGREES:
         value = getattr(config.topology, degree)
         if value > 1:
@@ -58,6 +57,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
             f"model.experts={config.model.experts}: how many rows an expert multiplies depends on tokens that are drawn later, so "
             "rollout.identity=exact cannot be promised; use rollout.identity=corrected, or model=tiny"
         )
+    if config.rollout.identity is RolloutIdentity.exact:
+        yield from _dropout_faults(config)
     if config.launch.elastic:
         yield f"launch.elastic=true: task={name} does not go on with fewer ranks yet; use launch.elastic=false"
     if config.train.log_every != 1:
@@ -71,13 +72,29 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         )
 
 
+def _dropout_faults(config: Config) -> Iterator[str]:
+    """What the trainer's forward drops, a rollout does not."""
+    if config.lora.rank and config.lora.dropout:
+        yield (
+            f"lora.dropout={config.lora.dropout:g}: the trainer's forward drops what a rollout's does not, so rollout.identity=exact cannot be "
+            "promised; use lora.dropout=0, or rollout.identity=corrected"
+        )
+    for name, value in dropouts_of(config.model).items():
+        yield (
+            f"model.path={config.model.path}: {name}={value:g} in its config.json, and the trainer's forward drops what a rollout's does not, so "
+            f"rollout.identity=exact cannot be promised; put 0 there, or use rollout.identity=corrected"
+        )
+
+
 def _data_faults(config: Config) -> Iterator[str]:
     data, rollout = config.data, config.rollout
     if data.name is not DataName.prompts:
         yield f"data={data.name.value}: task={config.task.name} answers prompts; use data=prompts"
         return
-    if config.model.vocab_size > 256:
-        yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use model.vocab_size=256"
+    if config.model.vocab_size > 256 and not (has_tokenizer(config) and data.path is not None):
+        fix = "data.path=PROMPTS.jsonl and data.tokenizer=FOLDER" if data.path is None else "data.tokenizer=FOLDER"
+        fix = fix if is_hugging_face(config.model) else f"model.vocab_size=256, or {fix}"
+        yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use {fix}"
     if rollout.task is None and data.path is None:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
     if rollout.task is not None and data.path is not None:
@@ -87,6 +104,11 @@ def _data_faults(config: Config) -> Iterator[str]:
     yield from _reward_faults(config.reward.function)
     if rollout.task is None and config.warm_start.steps:
         yield "warm_start.steps: answers to learn from are made for rollout.task=sorting alone; use warm_start.steps=0"
+    if config.lora.rank and config.warm_start.steps:
+        yield (
+            f"warm_start.steps={config.warm_start.steps}: would train the adapters, and their reference is the frozen model; use "
+            "warm_start.steps=0"
+        )
     if rollout.task is not None and rollout.max_tokens:
         prompt, answer = TASK_LENGTHS[rollout.task]
         if rollout.max_tokens < answer:
@@ -157,6 +179,8 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
     if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
         yield "kl.estimator=k3_weighted is a loss: use kl.estimator=k1, or kl.place=loss"
+    if kl.reference is ReferenceName.lora_off and not config.lora.rank:
+        yield "kl.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or kl.reference=frozen"
     if kl.reference is ReferenceName.none and kl.coef:
         yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"
     if kl.reference is ReferenceName.none and kl.stop_above is not None:

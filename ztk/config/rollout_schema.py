@@ -80,6 +80,7 @@ class ReferenceName(StrEnum):
     """kl.reference: what the divergence is measured to."""
 
     frozen = "frozen"
+    lora_off = "lora_off"
     none = "none"
 
 
@@ -174,7 +175,9 @@ class KlConfig:
     """The KL divergence to the reference, the model as it was before the first rollout."""
 
     reference: ReferenceName | None = key(
-        "frozen: a copy of the first weights is kept; none: nothing is measured", default=None
+        "frozen: a copy of the first weights is kept, with lora=adapter of those below the adapters; lora_off: with lora=adapter, the policy "
+        "without its adapters, no second model; none: nothing is measured",
+        default=None,
     )
     coef: float | None = key("factor of the divergence; 0: it is measured alone", default=None)
     estimator: KlEstimator | None = key(

@@ -83,7 +83,8 @@ def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _reads_records(config: Config) -> bool:
-    return config.data.name in (DataName.chat, DataName.preferences) and config.data.path is not None
+    names = (DataName.chat, DataName.preferences, DataName.prompts)
+    return config.data.name in names and config.data.path is not None
 
 
 def _same(one: Path, *, folder: Path) -> bool:

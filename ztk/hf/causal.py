@@ -109,7 +109,7 @@ def read_config(path: str) -> Any:
 
 def _build(transformers: ModuleType, config: Any) -> Any:
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ValueError(
@@ -118,7 +118,7 @@ def _build(transformers: ModuleType, config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Inside, a parameter loses its memory as soon as a module has it; buffers keep theirs."""
     original = nn.Module.register_parameter
 

@@ -17,7 +17,12 @@ def complete(modeling_utils: ModuleType) -> None:
 
     @functools.wraps(embeddings)
     def _get_resized_embeddings(
-        self: Any, old_embeddings: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *rest, **options
+        self: Any,
+        old_embeddings: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *rest,
+        **options,
     ):
         count = old_embeddings.weight.shape[0]
         wanted = count if new_num_tokens is None else new_num_tokens

@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ class FolderValues:
     Parameters that the files store in another form (experts one by one) are converted by transformers, one at a time; the last one is kept.
     """
 
-    def __init__(self, path: str, *, model: nn.Module) -> None:
-        """model: of the folder, with parameters on the meta device; kept.
+    def __init__(self, path: str, *, model: nn.Module, may_lack: Sequence[str] = ()) -> None:
+        """model: of the folder, with parameters on the meta device; kept. may_lack: names of parameters that need not be there: see `has`.
 
         Raises ValueError if the folder has no safetensors files, or if they lack a parameter or have it in another shape.
         """
-        self._model = model
+        self._model, self._may_lack = model, may_lack
         entries = SafetensorsSlices(_files(path)).__enter__()  # the files stay open: buckets are filled later
         self._targets = model.state_dict(keep_vars=True)
         self._mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
@@ -48,6 +49,10 @@ class FolderValues:
         if entry is None:
             return self._convert(name)[start:stop].float()
         return entry.read(start, stop).float()
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has this parameter."""
+        return name in self._plain or name in self._converted
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Gives the buffers that the files have their values."""
@@ -69,7 +74,7 @@ class FolderValues:
                         f"model.path={path}: {name} is {entry.shape} in the files and {tuple(parameter.shape)} by config.json; name a "
                         "folder whose files belong together"
                     )
-            elif name not in self._converted:
+            elif name not in self._converted and name not in self._may_lack:
                 lacking.append(name)
         if lacking:
             raise ValueError(

@@ -1,0 +1,299 @@
+"""task=reward, grpo and ppo with a model of transformers: losses of plain transformers and AdamW, the trainer's bits in every layout."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from experiments.prompts import PAD
+from tests.experiments.test_alignment import laid_out, losses_of
+from tests.experiments.test_alignment import play as play_pairs
+from tests.hf import small
+from tests.hf.test_dpo import LEARNING, PAIRS, RELATIVE, config_seed, plain
+from tests.hf.test_dpo import config_of as config_of_pairs
+from tests.rollout.runs import REWARD, play, rows_of
+from ztk.checkpoint.export import export_adapter, export_safetensors
+from ztk.config import Config, ConfigError, Machine, compose
+from ztk.hf.scoring import open_scoring
+from ztk.nn.lora import LoraPolicy
+from ztk.rollout import Samples
+
+CPU = Machine(gpus=0, cores=2)
+CLIP, PROMPTS = 0.2, ("ab", "cab", "dd", "e")
+ADAPTERS = ("lora=adapter", "lora.rank=4")
+COMMON = (
+    *("rollout.task=null", "warm_start.steps=0", "rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=6"),
+    *("data.seq_len=12", "train.steps=4", "train.global_batch_size=8", "train.micro_batch_size=4"),
+    *("scheduler=constant", "scheduler.warmup_steps=0", "optimizer=adamw", "optimizer.clip_grad_norm=0"),
+    *("optimizer.lr=3e-3", "optimizer.betas=[0.9,0.95]", "optimizer.eps=1e-8", "optimizer.weight_decay=0.1"),
+    *("logger=disabled", "launch.device=cpu", "zero.bucket_size=5000"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Llama that ends answers after three letters or so, its tokenizer, prompts, pairs, a reward."""
+    path = small.save_model(tmp_path_factory.mktemp("model"))
+    model, draw = plain(path), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(25):
+        rows = torch.randint(3, 29, (16, 12), generator=draw)
+        rows = torch.where(torch.rand(rows.shape, generator=draw) < 0.3, small.EOS, rows)
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path, max_shard_size="150KB")
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    pairs = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
+    (path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (path / "mine.py").write_text(REWARD)
+    return path
+
+
+def config_of(task: str, *overrides: str, folder: Path, to: Path, ranks: int = 2) -> Config:
+    to.mkdir(parents=True, exist_ok=True)
+    data = (f"data.path={folder}/prompts.jsonl", f"data.tokenizer={folder}", f"reward.function={folder}/mine.py:score")
+    model = (f"task={task}", "model=hf", f"model.path={folder}", f"launch.ranks={ranks}")
+    return compose(*model, *data, *COMMON, *overrides, output_dir=str(to), machine=CPU)
+
+
+def optimizer_of(model: torch.nn.Module, **changes) -> torch.optim.Optimizer:
+    named = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norms = {"params": [parameter for parameter in named if parameter.dim() == 1], "weight_decay": 0.0}  # as ztk does
+    matrices = {"params": [parameter for parameter in named if parameter.dim() > 1]}
+    return torch.optim.AdamW([matrices, norms], **LEARNING | changes)
+
+
+def valued(folder: Path) -> torch.nn.Module:
+    """transformers' own model with one label, and ztk's first values of its head."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    _, values = open_scoring(str(folder), init="pretrained", seed=config_seed(folder))
+    with torch.no_grad():
+        model.score.weight.copy_(values(name="score.weight", start=0, stop=small.WIDTH).view(1, -1))
+    return model
+
+
+def values_by(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model.score(model.model(input_ids=tokens)[0]).squeeze(-1)
+
+
+def padded(found: torch.Tensor) -> torch.Tensor:
+    """Of the token that follows: [S, T - 1] -> [S, T]."""
+    return F.pad(found, (1, 0))
+
+
+def logprobs_by(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    found = F.log_softmax(model(input_ids=tokens).logits[:, :-1].float(), dim=-1)
+    return padded(found.gather(-1, tokens[:, 1:, None]).squeeze(-1))
+
+
+def clipped_loss(logprobs, *, old, advantages, mask) -> torch.Tensor:
+    ratio = (logprobs - old).exp()
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return (losses * mask).sum() / mask.sum()
+
+
+# The same numbers
+
+
+def test_grpo_has_the_losses_of_plain_transformers(ranks, folder, tmp_path):
+    """Two rollouts of two steps each, replayed with the texts that were drawn."""
+    found = ranks(1).run(play, config=config_of("grpo", folder=folder, to=tmp_path, ranks=1))[0]
+    rows, model = rows_of(tmp_path), plain(folder)
+    optimizer, expected = optimizer_of(model), []
+    for rollout in map(Samples.from_json, found["rollouts"]):
+        rewards = rollout.rewards.view(-1, 4)[rollout.numbers // 4 - rollout.numbers.min() // 4]
+        deviation = rewards.std(1) + 1e-4
+        advantages = ((rollout.rewards - rewards.mean(1)) / deviation).float()[:, None]
+        with torch.no_grad():
+            old = logprobs_by(model, rollout.tokens)
+        assert torch.allclose(old * rollout.answer_mask, rollout.logprobs, atol=1e-5)
+        for part in (slice(0, 8), slice(8, 16)):
+            mask = rollout.answer_mask[part]
+            loss = clipped_loss(
+                logprobs_by(model, rollout.tokens[part]), old=old[part], advantages=advantages[part], mask=mask
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(float(loss.detach()))
+    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-5)
+    assert all(row["rollout_differing"] == 0 for row in rows) and rows[-1]["kl"] > 0 == rows[0]["kl"]
+    assert len({len(row) for rollout in found["rollouts"] for row in Samples.from_json(rollout).tokens}) == 1
+
+
+def test_ppo_has_the_losses_of_plain_transformers(ranks, folder, tmp_path):
+    """The first rollout's two steps: critic and policy, without a divergence in the reward (it is 0 at first)."""
+    config = config_of("ppo", "train.steps=2", "critic.lr=3e-3", folder=folder, to=tmp_path, ranks=1)
+    found = ranks(1).run(play, config=config)[0]
+    rows, model, critic = rows_of(tmp_path), plain(folder), valued(folder)
+    optimizers, expected = (optimizer_of(model), optimizer_of(critic)), []
+    samples = Samples.from_json(found["rollouts"][0])
+    mask = samples.answer_mask
+    with torch.no_grad():
+        old, values = logprobs_by(model, samples.tokens), padded(values_by(critic, samples.tokens)[:, :-1]) * mask
+    advantages = torch.zeros_like(values)
+    for row in range(len(samples)):
+        first, count = int(samples.prompt_lengths[row]), int(samples.answer_lengths[row])
+        following = after = 0.0
+        for place in reversed(range(first, first + count)):
+            reward = float(samples.rewards[row]) if place == first + count - 1 else 0.0
+            delta = reward + after - float(values[row, place])
+            following = delta + 0.95 * following
+            advantages[row, place], after = following, float(values[row, place])
+    returns = advantages + values
+    kept = advantages[mask]
+    advantages = (advantages - kept.mean()) / (kept.std(unbiased=False) + 1e-8)
+    for part in (slice(0, 8), slice(8, 16)):
+        now = padded(values_by(critic, samples.tokens[part])[:, :-1])
+        near = values[part] + (now - values[part]).clamp(-CLIP, CLIP)
+        errors = torch.maximum((now - returns[part]).square(), (near - returns[part]).square()) / 2
+        critic_loss = (errors * mask[part]).sum() / mask[part].sum()
+        loss = clipped_loss(
+            logprobs_by(model, samples.tokens[part]), old=old[part], advantages=advantages[part], mask=mask[part]
+        )
+        for one, optimizer in zip((loss, critic_loss), optimizers, strict=True):
+            one.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append((float(loss.detach()), float(critic_loss.detach())))
+    assert [row["critic_loss"] for row in rows] == pytest.approx([pair[1] for pair in expected], abs=1e-5)
+    assert [row["loss"] for row in rows] == pytest.approx([pair[0] for pair in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "adapters"])
+def test_reward_models_have_the_losses_of_plain_transformers(ranks, folder, tmp_path, kind):
+    """Its first loss with adapters, too: they add nothing yet. The exported model is transformers' own."""
+    options = ("train.steps=1", *ADAPTERS) if kind == "adapters" else ()
+    config = config_of_pairs(
+        *options,
+        "checkpoint=periodic",
+        "checkpoint.every=1",
+        folder=folder,
+        to=tmp_path / "run",
+        ranks=1,
+        task="reward",
+    )
+    ranks(1).run(play_pairs, configs=[config])
+    model, encode = valued(folder), small.tokenizer().encode
+    optimizer, expected = optimizer_of(model), []
+    for _ in range(1 if options else 4):
+        loss = torch.zeros(())
+        for prompt, *answers in PAIRS:
+            texts = [torch.tensor([[*encode(prompt), *encode(answer), small.EOS]]) for answer in answers]
+            chosen, rejected = (values_by(model, text)[0, -1] for text in texts)
+            loss = loss - F.logsigmoid(chosen - rejected) / len(PAIRS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=RELATIVE)
+    tokens = torch.arange(2, 10)[None]
+    if options:
+        export_adapter(tmp_path / "run", to=tmp_path / "out")
+        from peft import PeftModel
+        from transformers import AutoModelForSequenceClassification
+
+        base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, pad_token_id=PAD)
+        before = base(input_ids=tokens).logits
+        trained = PeftModel.from_pretrained(base, tmp_path / "out")
+        assert trained.base_model.model.score.modules_to_save["default"].weight.abs().sum() > 0
+        assert not torch.equal(trained(input_ids=tokens).logits, before)
+        return
+    export_safetensors(tmp_path / "run", to=tmp_path / "out")
+    from transformers import AutoModelForSequenceClassification
+
+    exported, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and exported.config.num_labels == 1
+    assert torch.allclose(values_by(exported, tokens), values_by(model, tokens), atol=1e-3)  # weights after four steps
+
+
+# The trainer's bits
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [("grpo", ()), ("grpo", (*ADAPTERS, "kl.reference=lora_off")), ("ppo", ADAPTERS)],
+    ids=["grpo", "grpo, adapters", "ppo, adapters"],
+)
+def test_rollouts_have_the_trainers_bits_at_every_stage(ranks, folder, tmp_path, task, options):
+    """Texts, rewards and losses are the same bits; with adapters, those of every reference, too."""
+    first = config_of(task, *options, folder=folder, to=tmp_path / "first")
+    configs = [first]
+    for stage, tier in ((0, "cpu"), (3, "cpu")):
+        config = laid_out(copy.deepcopy(first), stage, tier)
+        if "kl.reference=lora_off" in options and stage == 3:
+            config.kl.reference = type(config.kl.reference)("frozen")
+        config.output_dir = str(tmp_path / f"{stage}{tier}")
+        Path(config.output_dir).mkdir()
+        configs.append(config)
+    for config in configs:
+        ranks(2).run(play, config=config)
+    expected = rows_of(Path(configs[0].output_dir))
+    assert all(row["rollout_differing"] == 0 for row in expected) and expected[-1]["kl"] > 0
+    for config in configs[1:]:
+        assert rows_of(Path(config.output_dir)) == expected, config.output_dir
+
+
+def test_a_resumed_run_with_adapters_equals_one_that_was_not_interrupted(ranks, folder, tmp_path):
+    """In the middle of a rollout. The base is in no checkpoint."""
+    options = (*ADAPTERS, "checkpoint=periodic", "checkpoint.every=1", "checkpoint.keep=9", "zero=stage3")
+    full = config_of("grpo", *options, folder=folder, to=tmp_path / "full")
+    ranks(2).run(play, config=full)
+    resumed = copy.deepcopy(full)
+    resumed.output_dir, resumed.checkpoint.resume = (
+        str(tmp_path / "resumed"),
+        str(tmp_path / "full" / "checkpoints" / "step-000003"),
+    )
+    Path(resumed.output_dir).mkdir()
+    ranks(2).run(play, config=resumed)
+    assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "full")[3:]
+    assert not (tmp_path / "full" / "reference").exists()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "says"),
+    [
+        ("grpo", ("data.tokenizer=bytes",), "text is read as bytes"),
+        ("grpo", ("kl.reference=lora_off",), "kl.reference=lora_off: .* use lora=adapter, or kl.reference=frozen"),
+        (
+            "ppo",
+            (*ADAPTERS, "lora.dropout=0.1"),
+            "lora.dropout=0.1: .* use lora.dropout=0, or rollout.identity=corrected",
+        ),
+        ("grpo", ("topology=tp2",), "topology.tensor=2: task=grpo draws"),
+    ],
+)
+def test_what_does_not_run_is_refused(folder, tmp_path, task, overrides, says):
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        config_of(task, *overrides, folder=folder, to=tmp_path)
+
+
+def test_dropout_of_the_model_is_refused_where_bits_are_promised(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match="attention_dropout=0.1 in its config.json.* or use rollout.identity=corrected"
+    ):
+        config_of("grpo", folder=tmp_path, to=tmp_path / "run")
+    config_of("grpo", "rollout.identity=corrected", folder=tmp_path, to=tmp_path / "run")
+
+
+def test_a_family_without_a_model_of_values_is_named(tmp_path):
+    from transformers import BertConfig
+
+    BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match="no linear layer 'score' over its tokens, so it is no decoder"):
+        open_scoring(str(tmp_path), init="random", seed=1, lora=LoraPolicy(rank=2, alpha=2.0, targets=("all-linear",)))

@@ -1,0 +1,87 @@
+"""A model of transformers with one number per token, in the main job: reward models and critics."""
+
+import functools
+import json
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.hf.causal import parameters_on_meta, read_config, transformers_module
+from ztk.hf.kernels import inject_kernels
+from ztk.hf.values import DrawnValues, FolderValues
+from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
+from ztk.runtime.part import InitialValues
+
+logger = logging.getLogger(__name__)
+
+HEAD = "score"  # of transformers' ...ForSequenceClassification over a decoder
+_WEIGHT = f"{HEAD}.weight"
+
+
+def open_scoring(
+    path: str, *, init: str, seed: int, lora: LoraPolicy | None = None, kernels: bool = False
+) -> tuple[nn.Module, InitialValues]:
+    """The decoder of the folder `path` with a linear layer `score` of one output, and its initial values, fp32 by name and range.
+
+    It is the family's ...ForSequenceClassification with one label, so that an export opens as such. Its forward is tokens int64 [B, T] ->
+    values [B, T, 1]. The head's first values are the folder's if it has a `score` of one output (a reward model), else drawn from `seed` as
+    transformers draws them; all others are those of the folder. init, lora, kernels: as for `open_causal`; the head trains beside adapters.
+
+    Raises:
+        ValueError: as `open_causal`; a family without such a model, and a folder with a `score` of several outputs.
+    """
+    transformers = transformers_module()
+    config = read_config(path)
+    config.num_labels = 1
+    build = functools.partial(_build, transformers, config, path=path)
+    model, skeleton = build(), build()
+    values: InitialValues = DrawnValues(skeleton, seed=seed)
+    if init == "pretrained":
+        in_folder = FolderValues(path, model=skeleton, may_lack=(_WEIGHT,))
+        in_folder.fill_buffers(model)
+        values = in_folder if in_folder.has(_WEIGHT) else functools.partial(_joined, in_folder, values)
+    if kernels:
+        logger.warning("model.kernels: %s", inject_kernels(model, option="model.kernels"))
+    if lora is not None:
+        add_adapters(model, policy=lora, base=path)
+        values = adapter_values(values, model=model, seed=seed)
+        getattr(model, HEAD).requires_grad_(True)
+        model.peft_config["default"].values.update(task_type="SEQ_CLS", modules_to_save=[HEAD])
+    model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
+    model.config.use_cache = False
+    model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    model.forward = ScoringForward(model)
+    return model.train(), values
+
+
+def _build(transformers: Any, config: Any, *, path: str) -> Any:
+    try:
+        with parameters_on_meta():
+            model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(
+            f"model.path={path}: {str(error).splitlines()[0]}; name a decoder of a family that has one, such as Llama, Qwen or GPT-2"
+        ) from None
+    head = getattr(model, HEAD, None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ValueError(
+            f"model.path={path}: {type(model).__name__} has no linear layer {HEAD!r} over its tokens, so it is no decoder; name a causal model"
+        )
+    return model
+
+
+def _joined(in_folder: InitialValues, drawn: InitialValues, *, name: str, start: int, stop: int) -> Tensor:
+    return (drawn if name == _WEIGHT else in_folder)(name=name, start=start, stop=stop)
+
+
+class ScoringForward:
+    """tokens int64 [B, T] -> values [B, T, 1], in place of the pooled output of transformers' forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        hidden = self._model.base_model(input_ids=tokens, use_cache=False)[0]
+        return self._model.score(hidden)
