@@ -1,4 +1,4 @@
-"""Train a reward model, a decoder of ztk's or of transformers with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
+"""Train a reward model, a decoder with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
 
 from functools import partial
 

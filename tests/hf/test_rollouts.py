@@ -235,7 +235,7 @@ def test_rollouts_have_the_trainers_bits_at_every_stage(ranks, folder, tmp_path,
     for config in configs:
         ranks(2).run(play, config=config)
     expected = rows_of(Path(configs[0].output_dir))
-    assert all(row["rollout_differing"] == 0 for row in expected) and expected[-1]["kl"] > 0
+    assert all(row["rollout_differing"] == 0 for row in expected) and expected[-1]["kl"] != 0
     for config in configs[1:]:
         assert rows_of(Path(config.output_dir)) == expected, config.output_dir
 

@@ -81,7 +81,7 @@ def _dropout_faults(config: Config) -> Iterator[str]:
         )
     for name, value in dropouts_of(config.model).items():
         yield (
-            f"model.path={config.model.path}: {name}={value:g} in its config.json, and the trainer's forward drops what a rollout's does not, so "
+            f"model.path={config.model.path}: {name}={value:g} in its config.json, and it drops what a rollout does not, so "
             f"rollout.identity=exact cannot be promised; put 0 there, or use rollout.identity=corrected"
         )
 
