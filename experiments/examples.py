@@ -78,6 +78,7 @@ class Examples:
             seq_len=data.seq_len,
             stop=data.stop,
             tokenizer=tokenizer,
+            by_template=data.chat_template == "tokenizer",
         )
         found = [self._shaped(example) for example in found]
         held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0

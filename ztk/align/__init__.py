@@ -5,9 +5,12 @@ from ztk.align.logprobs import token_logprobs
 from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
 from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples
 from ztk.align.sequences import Sequences, segment_sums
+from ztk.align.templates import ChatTemplate, ChatTemplateError
 
 __all__ = [
     "ANSWER_END",
+    "ChatTemplate",
+    "ChatTemplateError",
     "DpoLosses",
     "DpoPolicy",
     "Example",

@@ -2,7 +2,8 @@
 
 A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, with "margin" if a reward model is to use one. A chat is {"messages":
 [{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. Text is UTF-8 bytes, and an answer
-ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end token. So a policy learns to end.
+ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end token, or as the tokenizer's chat template ends it. So a
+policy learns to end.
 """
 
 import json
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.align.templates import ChatTemplate, ChatTemplateError
 from ztk.data import ByteTokenizer, SubwordTokenizer
 
 ANSWER_END = ord("\n")  # ends an answer, unless data.stop says otherwise
@@ -42,12 +45,13 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Encoding:
-    """end: ends an answer. reserved: a byte that no answer may contain; None: all may be there."""
+    """end: ends an answer. reserved: a byte that no answer may contain; None: all may be there. template: of messages; None: `_rendered`."""
 
     encode: Callable[[str], list[int]]
     end: int
     reserved: int | None
     dtype: torch.dtype
+    template: Callable[[], ChatTemplate] | None = None
 
     @staticmethod
     def of_bytes(stop: int) -> "_Encoding":
@@ -56,9 +60,13 @@ class _Encoding:
         )
 
     @staticmethod
-    def of_tokenizer(tokenizer: SubwordTokenizer) -> "_Encoding":
+    def of_tokenizer(tokenizer: SubwordTokenizer, *, by_template: bool) -> "_Encoding":
         return _Encoding(
-            encode=lambda text: tokenizer.encode(text).tolist(), end=tokenizer.end, reserved=None, dtype=torch.int32
+            encode=lambda text: tokenizer.encode(text).tolist(),
+            end=tokenizer.end,
+            reserved=None,
+            dtype=torch.int32,
+            template=partial(ChatTemplate.open, tokenizer.folder) if by_template else None,
         )
 
 
@@ -104,14 +112,17 @@ def read_examples(
     seq_len: int,
     stop: int | None = None,
     tokenizer: SubwordTokenizer | None = None,
+    by_template: bool = False,
 ) -> list[Example]:
     """The lines of all files. paths: files, globs, or folders of *.jsonl. seq_len: the longest text in tokens. stop: the byte that
-    ends answers of bytes. tokenizer: of the texts; None: they are bytes.
+    ends answers of bytes. tokenizer: of the texts; None: they are bytes. by_template: messages are written by the chat template of the
+    tokenizer's folder, which is read if there are any.
 
     Raises:
         ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.
+        ChatTemplateError: messages, and no template that can be used.
     """
-    encoding = _encoding(stop=stop, tokenizer=tokenizer)
+    encoding = _encoding(stop=stop, tokenizer=tokenizer, by_template=by_template)
     examples: list[Example] = []
     faults: list[str] = []
     for file in files_of(paths):
@@ -120,6 +131,8 @@ def read_examples(
                 continue
             try:
                 examples.append(_example(line, record_format=record_format, seq_len=seq_len, encoding=encoding))
+            except ChatTemplateError:
+                raise  # one fault, not one per line
             except ValueError as error:
                 faults.append(f"data.path={file}, line {number}: {error}")
             if len(faults) == _MAX_FAULTS:
@@ -131,10 +144,10 @@ def read_examples(
     return examples
 
 
-def _encoding(*, stop: int | None, tokenizer: SubwordTokenizer | None) -> _Encoding:
+def _encoding(*, stop: int | None, tokenizer: SubwordTokenizer | None, by_template: bool) -> _Encoding:
     if tokenizer is not None:
         assert stop is None, "answers have one end"
-        return _Encoding.of_tokenizer(tokenizer)
+        return _Encoding.of_tokenizer(tokenizer, by_template=by_template)
     assert stop is not None, "answers have an end"
     return _Encoding.of_bytes(stop)
 
@@ -179,27 +192,53 @@ def _example(line: str, *, record_format: RecordFormat, seq_len: int, encoding: 
 
 def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     if "messages" in record:
-        parts = _rendered(record["messages"], encoding=encoding)
-        if not any(part.is_answer for part in parts):
+        messages = record["messages"]
+        if encoding.template is not None:
+            text = _by_template(_checked(messages), template=encoding.template(), last_only=False)
+        else:
+            text = _text(_rendered(messages, encoding=encoding), encoding=encoding)
+        if not bool(text.answer.any()):
             raise ValueError('"messages" has no message of the role "assistant", so there is nothing to learn')
-        return Example(texts=(_text(parts, encoding=encoding),))
-    prompt = _prompt(record, encoding=encoding)
-    answer = _Part(text=_answer(record, key="answer", encoding=encoding), is_answer=True, ends=True)
-    return Example(texts=(_text([*prompt, answer], encoding=encoding),))
+        return Example(texts=(text,))
+    answer = _answer(record, key="answer", encoding=encoding)
+    return Example(texts=(_answered(record, answer=answer, encoding=encoding),))
 
 
 def _preference(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
-    prompt = _prompt(record, encoding=encoding)
     answers = [_answer(record, key=key, encoding=encoding) for key in ("chosen", "rejected")]
     if answers[0] == answers[1]:
         raise ValueError('"chosen" and "rejected" are equal, so there is nothing to learn: leave the line out')
     margin = record.get("margin", math.nan)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or math.isinf(margin):
         raise ValueError(f'"margin": {margin!r} must be a finite number')
-    texts = tuple(
-        _text([*prompt, _Part(text=answer, is_answer=True, ends=True)], encoding=encoding) for answer in answers
+    return Example(
+        texts=tuple(_answered(record, answer=answer, encoding=encoding) for answer in answers), margin=float(margin)
     )
-    return Example(texts=texts, margin=float(margin))
+
+
+def _answered(record: Mapping[str, Any], *, answer: str, encoding: _Encoding) -> Text:
+    """A record's prompt, and an answer to it that is to be learnt."""
+    messages = record.get("prompt")
+    if isinstance(messages, list) and encoding.template is not None:
+        chat = [*_checked(messages), {"role": "assistant", "content": answer}]
+        return _by_template(chat, template=encoding.template(), last_only=True)
+    prompt = _prompt(record, encoding=encoding)
+    return _text([*prompt, _Part(text=answer, is_answer=True, ends=True)], encoding=encoding)
+
+
+def _by_template(messages: list[dict], *, template: ChatTemplate, last_only: bool) -> Text:
+    found = template.learnt(messages, last_only=last_only)
+    return Text(tokens=torch.tensor(found.tokens, dtype=torch.int32), answer=torch.tensor(found.is_answer))
+
+
+def _checked(messages: Any) -> list[dict]:
+    """Messages for a template, which may know other roles and contents than texts. Raises ValueError for what are none."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{_shown(messages)} must be a list of messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'message {number}: {_shown(message)} must be {{"role": ..., "content": ...}}')
+    return messages
 
 
 def _prompt(record: Mapping[str, Any], *, encoding: _Encoding) -> list[_Part]:
@@ -222,13 +261,19 @@ def _answer(record: Mapping[str, Any], *, key: str, encoding: _Encoding) -> str:
 
 
 def chat_prompt(
-    messages: Sequence[Mapping[str, str]], *, stop: int | None = None, tokenizer: SubwordTokenizer | None = None
+    messages: Sequence[Mapping[str, str]],
+    *,
+    stop: int | None = None,
+    tokenizer: SubwordTokenizer | None = None,
+    by_template: bool = False,
 ) -> list[int]:
-    """The tokens of a conversation up to where the next answer begins, as `task=sft` learns them. stop, tokenizer: see `read_examples`.
+    """The tokens of a conversation up to where the next answer begins, as `task=sft` learns them. The options are those of `read_examples`.
 
-    Raises ValueError for messages that are none.
+    Raises ValueError for messages that are none, and ChatTemplateError.
     """
-    encoding = _encoding(stop=stop, tokenizer=tokenizer)
+    encoding = _encoding(stop=stop, tokenizer=tokenizer, by_template=by_template)
+    if encoding.template is not None:
+        return encoding.template().prompt(_checked(list(messages)))
     return _text(_prompt({"prompt": list(messages)}, encoding=encoding), encoding=encoding).tokens.tolist()
 
 

@@ -30,6 +30,13 @@ class RewardLossName(StrEnum):
     per_token = "per_token"
 
 
+class ChatTemplateName(StrEnum):
+    """data.chat_template: how messages are written."""
+
+    tokenizer = "tokenizer"
+    roles = "roles"
+
+
 @dataclass(kw_only=True)
 class SftConfig:
     """Supervised fine-tuning."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ztk.config.align_schema import DpoLossName, DpoReferenceName, RewardLossName
+from ztk.config.align_schema import ChatTemplateName, DpoLossName, DpoReferenceName, RewardLossName
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
@@ -53,6 +53,7 @@ def _record_faults(config: Config) -> Iterator[str]:
             seq_len=data.seq_len,
             stop=None if tokenizer else data.stop,
             tokenizer=tokenizer,
+            by_template=data.chat_template is ChatTemplateName.tokenizer,
         )
     except ValueError as error:
         yield from str(error).splitlines()

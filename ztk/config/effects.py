@@ -4,8 +4,9 @@ A key without effect in a run is refused if the user set it, and set to None if 
 configuration shows what took part. A key that has an effect needs a value.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+from ztk.config.align_effects import ALIGN_EFFECTS, reads_lines, reads_records
 from ztk.config.effect import Effect, keys_of
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
@@ -13,7 +14,6 @@ from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_schema import OptimizerName
-from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
 from ztk.config.scheduler_effects import SCHEDULER_EFFECTS
 from ztk.config.schema import (
     Config,
@@ -24,7 +24,7 @@ from ztk.config.schema import (
     PipelineSchedule,
     ZeroEngine,
 )
-from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
+from ztk.config.text import TEXT, TRAIN, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
@@ -60,63 +60,6 @@ def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
 _uses_muon = _uses_optimizer(OptimizerName.muon)
 
 
-def _draws(config: Config, machine: Machine) -> bool:
-    """Whether the task draws answers from the policy."""
-    return config.task.name in ("grpo", "ppo")
-
-
-def _warms(config: Config, machine: Machine) -> bool:
-    """Whether supervised steps may come first."""
-    return config.task.name in ("grpo", "ppo", "dpo")
-
-
-def _rollout_effects() -> Iterator[Effect]:
-    only = "task=grpo or task=ppo"
-    required = {
-        "rollout": "prompts group_size max_tokens temperature identity drop_equal_groups mask_truncated show_every",
-        "advantage": "baseline scale",
-        "policy": "ratio form clip_low clip_high average",
-        "kl": "reference coef",
-        "reward": "timeout_seconds",
-    }
-    for section, names in required.items():
-        yield Effect(keys=keys_of(section, *names.split()), when=_draws, only=only)
-    yield Effect(keys=("warm_start.steps",), when=_warms, only="task=grpo, task=ppo or task=dpo")
-    optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function")
-    yield Effect(keys=optional, when=_draws, only=only, required=False)
-    yield Effect(
-        keys=("rollout.weights",),
-        when=lambda c, m: _draws(c, m) and c.zero.engine is ZeroEngine.ztk and c.zero.stage == 3,
-        only=f"{only} and zero=stage3",
-    )
-    yield Effect(
-        keys=("policy.dual_clip",),
-        when=lambda c, m: _draws(c, m) and c.policy.form is PolicyForm.clipped,
-        only=f"{only} and policy.form=clipped",
-        required=False,
-    )
-    yield Effect(
-        keys=("kl.estimator", "kl.place"),
-        when=lambda c, m: _draws(c, m) and bool(c.kl.coef),
-        only=f"{only} and kl.coef above 0",
-    )
-    yield Effect(
-        keys=keys_of("warm_start", "correct", "lr", "batch_size"),
-        when=lambda c, m: _warms(c, m) and bool(c.warm_start.steps),
-        only="task=grpo, task=ppo or task=dpo with warm_start.steps above 0",
-    )
-    yield Effect(
-        keys=("advantage.gamma", "advantage.lam", "critic.lr", "critic.value_clip"),
-        when=lambda c, m: c.task.name == "ppo",
-        only="task=ppo",
-    )
-    yield Effect(
-        keys=("rollout.correction_max",),
-        when=lambda c, m: _draws(c, m) and c.rollout.identity is RolloutIdentity.corrected,
-        only="rollout.identity=corrected",
-    )
-
-
 def _answers(config: Config, machine: Machine) -> bool:
     """Whether the task computes a model and trains nothing."""
     return config.task.name in ANSWERING
@@ -129,39 +72,6 @@ def _prompted(config: Config, machine: Machine) -> bool:
 
 def _is(task: str) -> Callable[[Config, Machine], bool]:
     return lambda c, m: c.task.name == task
-
-
-def _task(*names: str) -> Callable[[Config, Machine], bool]:
-    return lambda config, machine: config.task.name in names
-
-
-def _reads_records(config: Config, machine: Machine) -> bool:
-    return config.data.name in (DataName.chat, DataName.preferences)
-
-
-def _reads_lines(config: Config, machine: Machine) -> bool:
-    return _reads_records(config, machine) or config.data.name is DataName.prompts
-
-
-def _alignment_effects() -> Iterator[Effect]:
-    yield Effect(keys=("sft.mask_prompts",), when=_task("sft"), only="task=sft")
-    yield Effect(keys=keys_of("reward", "loss", "margin", "centring"), when=_task("reward"), only="task=reward")
-    yield Effect(
-        keys=keys_of("dpo", "loss", "beta", "label_smoothing", "length_normalised", "sft_weight", "reference"),
-        when=_task("dpo"),
-        only="task=dpo",
-    )
-    yield Effect(
-        keys=("warm_start.path",),
-        when=_task("sft", "reward", "dpo"),
-        only="task=sft, task=reward or task=dpo",
-        required=False,
-    )
-    yield Effect(
-        keys=("data.stop",),
-        when=lambda c, m: _reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
-        only="data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
-    )
 
 
 EFFECTS = (
@@ -278,13 +188,13 @@ EFFECTS = (
     ),
     Effect(
         keys=("data.path",),
-        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or _reads_records(c, m),
+        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or reads_records(c, m),
         only="data=files, prompts, chat or preferences",
         required=False,
     ),
     Effect(
         keys=("data.tokenizer",),
-        when=lambda c, m: c.data.name in TEXT or (_reads_lines(c, m) and c.data.path is not None),
+        when=lambda c, m: c.data.name in TEXT or (reads_lines(c, m) and c.data.path is not None),
         only="data=stdlib or data=files, and data=chat, data=preferences or data=prompts with data.path",
     ),
     Effect(
@@ -301,14 +211,14 @@ EFFECTS = (
     Effect(
         keys=("data.validation_fraction",),
         when=lambda c, m: (
-            c.data.name in (DataName.stdlib, DataName.files) or (_reads_records(c, m) and c.data.path is not None)
+            c.data.name in (DataName.stdlib, DataName.files) or (reads_records(c, m) and c.data.path is not None)
         ),
         only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
     ),
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
         when=lambda c, m: (
-            (c.data.name in (DataName.stdlib, DataName.files) or _reads_records(c, m)) and not c.train.quick
+            (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c, m)) and not c.train.quick
         ),
         only="data=stdlib, files, chat or preferences, and without train.quick",
     ),
@@ -394,7 +304,7 @@ EFFECTS = (
         when=lambda c, m: c.logger.mode is not LoggerMode.disabled,
         only="logger=offline or online",
     ),
-    *_rollout_effects(),
+    *ALIGN_EFFECTS,
     Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
     Effect(keys=keys_of("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
     Effect(
@@ -420,7 +330,6 @@ EFFECTS = (
         only="task=eval and eval.path=FILE",
         required=False,
     ),
-    *_alignment_effects(),
     Effect(
         keys=("kernels.log_every",),
         when=lambda c, m: c.task.name not in ANSWERING,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ztk.config.align_schema import DpoConfig, SftConfig
+from ztk.config.align_schema import ChatTemplateName, DpoConfig, SftConfig
 from ztk.config.ema_schema import EmaConfig, Evaluated
 from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
@@ -306,6 +306,11 @@ class DataConfig:
     )
     on_error: OnError | None = key(
         "what becomes of broken records and files: refuse: the run does not start; skip: they are left out and counted",
+        default=None,
+    )
+    chat_template: ChatTemplateName | None = key(
+        "how messages become tokens of data.tokenizer. tokenizer: by the chat template of its folder, as transformers renders it; roles: lines "
+        "<|role|>, and the end token behind an answer",
         default=None,
     )
     stop: int | None = key("byte that ends an answer of data=chat and data=preferences; 10: a line end", default=None)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ztk import checkpoint
-from ztk.align import ANSWER_END, chat_prompt
+from ztk.align import ANSWER_END, ChatTemplate, chat_prompt
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.schema import DataName
@@ -92,14 +92,17 @@ def _open_checkpoint(folder: Path, *, ema: bool) -> Opened:
     tokenizer = _tokenizer_of(recorded, name=config.data.tokenizer)
     stop = None if tokenizer is not None else _stop_of(config)
     has_chats = config.data.name in CHATS
-    end = stop if tokenizer is None else tokenizer.end
+    by_template = config.data.chat_template == "tokenizer"
+    ends = {stop if tokenizer is None else tokenizer.end}
+    if tokenizer is not None and by_template and ChatTemplate.has(tokenizer.folder):
+        ends.add(ChatTemplate.open(tokenizer.folder).end)
     return Opened(
         name=recorded.name,
         module=trained_model(config, step=step, ema=ema).eval(),
         tokenizer=_Bytes(chat_stop=stop if has_chats else None)
         if tokenizer is None
-        else _Subword(tokenizer, has_chats=has_chats),
-        ends=() if end is None else (end,),
+        else _Subword(tokenizer, has_chats=has_chats, by_template=by_template),
+        ends=tuple(sorted(ends - {None})),
         vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
         first=_first_of(config) if tokenizer is None else tokenizer.end,
         unknown=None if tokenizer is None else _unknown_of(tokenizer),
@@ -195,9 +198,9 @@ class _Bytes:
 class _Subword:
     """The tokenizer that a run of ztk was trained with."""
 
-    def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool) -> None:
-        """has_chats: it has learnt chats, as `task=sft` writes them."""
-        self._tokenizer, self._has_chats = tokenizer, has_chats
+    def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool, by_template: bool) -> None:
+        """has_chats: it has learnt chats, as `task=sft` writes them. by_template: by the tokenizer's chat template."""
+        self._tokenizer, self._has_chats, self._by_template = tokenizer, has_chats, by_template
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).tolist()
@@ -212,7 +215,7 @@ class _Subword:
             raise ValueError(
                 "the model was trained on text and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
-        return chat_prompt(messages, tokenizer=self._tokenizer)
+        return chat_prompt(messages, tokenizer=self._tokenizer, by_template=self._by_template)
 
 
 class _Pretrained:

@@ -1,0 +1,130 @@
+"""Chats by a tokenizer's own template: transformers' text and tokens, and loss on what an assistant wrote alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ztk.align import ChatTemplate, ChatTemplateError, RecordFormat, chat_prompt, read_examples
+from ztk.config import ConfigError, Machine, compose
+from ztk.data import SubwordTokenizer
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "BEFORE{{ message['content'] }}<|im_end|>AFTER\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = CHATML.replace("BEFORE", "").replace("AFTER", "")
+MARKED = (  # the same text, in which the template says what an answer is
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LAST_ALONE = PLAIN.replace(
+    "{{ message['content'] }}", "{% if loop.last %}think {% endif %}{{ message['content'] }}"
+)  # as templates that drop earlier reasoning
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user begins') }}{% endif %}" + PLAIN
+CHAT = [
+    {"role": "system", "content": "short"},
+    {"role": "user", "content": "2 + 2 ?"},
+    {"role": "assistant", "content": "it is 4"},
+    {"role": "user", "content": "and 3 + 3 ?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, letters = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=270, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    inner.train_from_iterator([message["content"] for message in CHAT] * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"]
+    )
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    def write(template: str | None) -> Path:
+        path = tmp_path / "tokenizer"
+        trained.chat_template = template
+        trained.save_pretrained(path, save_jinja_files=False)
+        ChatTemplate.open.cache_clear()
+        return path
+
+    return write
+
+
+def written(tmp_path: Path, *records: dict) -> str:
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def read(file: str, *, folder: Path, kind: RecordFormat = RecordFormat.chat, seq_len: int = 200):
+    tokenizer = SubwordTokenizer.open(folder)
+    return read_examples([file], record_format=kind, seq_len=seq_len, tokenizer=tokenizer, by_template=True)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_tokens_are_those_of_transformers_and_answers_alone_count(trained, folder, tmp_path, template):
+    path = folder(template)
+    (example,) = read(written(tmp_path, {"messages": CHAT}), folder=path)
+    (text,) = example.texts
+    expected = trained.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+    assert text.tokens.tolist() == expected
+    learnt = trained.decode(text.tokens[text.answer])
+    assert learnt == "it is 4<|im_end|>\n6<|im_end|>\n"
+    assert ChatTemplate.open(path).end == trained.eos_token_id
+    asked = trained.apply_chat_template(CHAT[:4], tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert chat_prompt(CHAT[:4], tokenizer=SubwordTokenizer.open(path), by_template=True) == asked
+
+
+def test_pairs_share_a_prompt_of_messages(trained, folder, tmp_path):
+    record = {"prompt": CHAT[:4], "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]}
+    (example,) = read(written(tmp_path, record), folder=folder(PLAIN), kind=RecordFormat.preferences)
+    for text, answer in zip(example.texts, "67", strict=True):
+        chat = [*CHAT[:4], {"role": "assistant", "content": answer}]
+        assert text.tokens.tolist() == trained.apply_chat_template(chat, tokenize=True, return_dict=False)
+        assert trained.decode(text.tokens[text.answer]) == f"{answer}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        (
+            LAST_ALONE,
+            CHAT,
+            r"line 1: message 3: the chat template .* another way when more follows.*\{% generation %\}",
+        ),
+        (STRICT, CHAT, "line 1: the chat template of .* refuses the messages: a user begins"),
+        (PLAIN, CHAT[:2], 'line 1: "messages" has no message of the role "assistant"'),
+        (PLAIN, [*CHAT[1:3], "x"], "line 1: message 3: 'x' must be"),
+    ],
+    ids=["drops", "refuses", "no answer", "no message"],
+)
+def test_a_chat_that_cannot_be_learnt_is_named(folder, tmp_path, template, messages, says):
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        read(written(tmp_path, {"messages": messages}), folder=folder(template))
+
+
+def test_a_folder_without_a_template_is_refused_with_what_to_do(folder, tmp_path):
+    path, file = folder(None), written(tmp_path, {"messages": CHAT}, {"messages": CHAT})
+    words = ("task=sft", "data=chat", f"data.path={file}", f"data.tokenizer={path}", "data.seq_len=128")
+    machine = Machine(gpus=0, cores=2)
+    with pytest.raises(ConfigError) as caught:
+        compose(*words, output_dir="/run", machine=machine)
+    faults = [fault for fault in caught.value.faults if "chat template" in fault]
+    assert len(faults) == 1 and "use data.chat_template=roles" in faults[0]
+    compose(*words, "data.chat_template=roles", output_dir="/run", machine=machine)
+    texts = written(tmp_path, {"prompt": "2 + 2 ?", "answer": "4"}, {"prompt": "3 + 3 ?", "answer": "6"})
+    compose(*words[:2], f"data.path={texts}", *words[3:], output_dir="/run", machine=machine)  # nothing to render
+    assert not ChatTemplate.has(path)
+    with pytest.raises(ChatTemplateError, match='put "chat_template" into its tokenizer_config.json'):
+        ChatTemplate.open(path)
