@@ -1,0 +1,42 @@
+"""The most reward of a divergence: `scripts/frontier.py`'s closed form against a search, and the table of a run's points."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from scripts.frontier import WINDOW, Frontier, measured
+
+
+def divergence(q: torch.Tensor, p: float) -> torch.Tensor:
+    return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+
+
+def test_no_policy_earns_more_for_its_divergence():
+    """All pairs of a fine grid for two prompts; the best of them comes near, so the bound is not loose. A step of the grid is 0.001."""
+    first = (0.3, 0.05)
+    frontier = Frontier(torch.tensor(first))
+    grid = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    spent = (divergence(grid, first[0]).unsqueeze(1) + divergence(grid, first[1])) / 2
+    earned = (grid.unsqueeze(1) + grid) / 2
+    for budget in (0.02, 0.2, 0.6, 1.2):
+        best = float(earned[spent <= budget].max())
+        assert best <= frontier.most(budget) + 1e-6
+        assert best == pytest.approx(frontier.most(budget), abs=1e-3)
+
+
+def test_its_ends():
+    frontier = Frontier(torch.tensor([0.3, 0.1]))
+    assert frontier.most(0.0) == pytest.approx(0.2) == frontier.most(-0.01)
+    assert frontier.most(-(math.log(0.3) + math.log(0.1)) / 2) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="give the first policy warm_start steps"):
+        Frontier(torch.tensor([0.0, 0.5]))
+
+
+def test_rows_of_a_run_become_points(tmp_path):
+    drawn = [{"step": step, "reward": step / 100, "kl": 1.0, "rollout_differing": 0} for step in range(1, WINDOW + 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": WINDOW + 1}))
+    mean = sum(range(1, WINDOW + 1)) / WINDOW / 100
+    assert measured(tmp_path) == [(WINDOW, 1.0, pytest.approx(mean)), (WINDOW + 1, 1.0, (WINDOW + 1) / 100)]
