@@ -14,6 +14,7 @@ from ztk.config import Config
 from ztk.engine import Engine
 from ztk.rollout import (
     Buffer,
+    CachedRollouts,
     GuardPolicy,
     Guards,
     Requests,
@@ -37,7 +38,11 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run goes on with. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step."""
+    """What a run goes on with.
+
+    cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the
+    first step.
+    """
 
     config: Config
     process: Process
@@ -47,6 +52,7 @@ class Run:
     prompts: Prompts
     buffer: Buffer
     guards: Guards
+    cached: CachedRollouts | None = None
     rollouts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     reward_before: float | None = None
@@ -91,6 +97,7 @@ def open_run(
         critic=build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None,
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
+        cached=CachedRollouts(actor) if config.rollout.engine == "generator" else None,
         guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
     )
 
@@ -136,7 +143,8 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         seed=config.train.seed,
         weights=RolloutWeights(rollout.weights.value if rollout.weights else "full"),
     )
-    samples = generate(run.actor, policy=policy, requests=requests, step=run.rollouts)
+    options = {"policy": policy, "requests": requests, "step": run.rollouts}
+    samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
     for row, prompt in enumerate(prompts):
         reward = run.prompts.score(prompt, answer=run.prompts.answer_of(samples, row=row))
         samples.rewards[row], samples.included[row] = reward or 0.0, reward is not None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from ztk.config.effect import Effect, keys_of
 from ztk.config.machine import Machine
-from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
+from ztk.config.rollout_schema import PolicyForm, RolloutEngineName, RolloutIdentity
 from ztk.config.schema import Config, DataName, ZeroEngine
 from ztk.config.text import has_tokenizer
 
@@ -36,7 +36,7 @@ def _warms(config: Config, machine: Machine) -> bool:
 def _rollout_effects() -> Iterator[Effect]:
     only = "task=grpo or task=ppo"
     required = {
-        "rollout": "prompts group_size max_tokens temperature identity drop_equal_groups mask_truncated show_every",
+        "rollout": "prompts group_size max_tokens temperature engine identity drop_equal_groups mask_truncated show_every",
         "advantage": "baseline scale",
         "policy": "ratio form clip_low clip_high average",
         "kl": "reference coef",
@@ -49,8 +49,13 @@ def _rollout_effects() -> Iterator[Effect]:
     yield Effect(keys=optional, when=_draws, only=only, required=False)
     yield Effect(
         keys=("rollout.weights",),
-        when=lambda c, m: _draws(c, m) and c.zero.engine is ZeroEngine.ztk and c.zero.stage == 3,
-        only=f"{only} and zero=stage3",
+        when=lambda c, m: (
+            _draws(c, m)
+            and c.zero.engine is ZeroEngine.ztk
+            and c.zero.stage == 3
+            and c.rollout.engine is RolloutEngineName.trainer
+        ),
+        only=f"{only} and zero=stage3, and rollout.engine=trainer",
     )
     yield Effect(
         keys=("policy.dual_clip",),

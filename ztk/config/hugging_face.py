@@ -75,6 +75,15 @@ def _sizes(folder: Path) -> Mapping[str, int]:
     return found | ({"experts": experts} if experts else {})
 
 
+def family_of(model: ModelConfig) -> str | None:
+    """The `model_type` of `model.path`; None: the model is ztk's own."""
+    if not is_hugging_face(model) or not model.path:
+        return None
+    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+
+    return read_config(str(Path(model.path).expanduser())).model_type
+
+
 def dropouts_of(model: ModelConfig) -> Mapping[str, float]:
     """The probabilities above 0 with which the model of `model.path` drops values in training, by their names in config.json."""
     if not is_hugging_face(model) or not model.path:

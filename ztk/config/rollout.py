@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.hugging_face import dropouts_of, is_hugging_face
+from ztk.config.effects import device_of
+from ztk.config.hugging_face import dropouts_of, family_of, is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import (
     AdvantageScale,
@@ -13,6 +14,7 @@ from ztk.config.rollout_schema import (
     KlPlace,
     PromptTask,
     ReferenceName,
+    RolloutEngineName,
     RolloutIdentity,
 )
 from ztk.config.schema import Config, DataName, ZeroEngine
@@ -30,13 +32,13 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         if config.data.name is DataName.prompts:
             yield f"data=prompts: task={name} reads text; use data=stdlib, or task=grpo"
         return
-    yield from _strategy_faults(config)
+    yield from _strategy_faults(config, machine=machine)
     yield from _data_faults(config)
     yield from _batch_faults(config, machine=machine)
     yield from _algorithm_faults(config)
 
 
-def _strategy_faults(config: Config) -> Iterator[str]:
+def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     name = config.task.name
     for degree in DEGREES:
         value = getattr(config.topology, degree)
@@ -57,6 +59,8 @@ def _strategy_faults(config: Config) -> Iterator[str]:
             f"model.experts={config.model.experts}: how many rows an expert multiplies depends on tokens that are drawn later, so "
             "rollout.identity=exact cannot be promised; use rollout.identity=corrected, or model=tiny"
         )
+    if config.rollout.engine is RolloutEngineName.generator:
+        yield from _generator_faults(config, machine=machine)
     if config.rollout.identity is RolloutIdentity.exact:
         yield from _dropout_faults(config)
     if config.launch.elastic:
@@ -70,6 +74,30 @@ def _strategy_faults(config: Config) -> Iterator[str]:
             f"checkpoint.asynchronous=true: task={name} saves a critic or a reference beside the policy, together; use "
             "checkpoint.asynchronous=false"
         )
+
+
+def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    if config.rollout.identity is RolloutIdentity.exact:
+        yield (
+            "rollout.engine=generator: attention over a cache adds in another order than the trainer's forward, so rollout.identity=exact "
+            "cannot be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
+        )
+    if device_of(config, machine=machine) != "cpu":
+        yield "rollout.engine=generator: the inference engine computes on the CPU, and this run on GPUs; use rollout.engine=trainer"
+    if config.model.experts is not None and not is_hugging_face(config.model):
+        yield (
+            f"rollout.engine=generator: the inference engine computes the native decoder without experts, and model.experts="
+            f"{config.model.experts}; use rollout.engine=trainer"
+        )
+    kind = family_of(config.model)
+    if kind is not None:
+        from ztk.inference.describe import FAMILIES  # here: torch takes a second
+
+        if kind not in FAMILIES:
+            yield (
+                f"rollout.engine=generator: the inference engine does not compute models of the kind {kind}, of model.path="
+                f"{config.model.path}; use rollout.engine=trainer"
+            )
 
 
 def _dropout_faults(config: Config) -> Iterator[str]:

@@ -7,6 +7,13 @@ from ztk.config.align_schema import RewardLossName
 from ztk.config.key import key
 
 
+class RolloutEngineName(StrEnum):
+    """rollout.engine: what computes answers."""
+
+    trainer = "trainer"
+    generator = "generator"
+
+
 class RolloutWeightsName(StrEnum):
     """rollout.weights: when parameters are gathered at stage 3."""
 
@@ -101,6 +108,11 @@ class RolloutConfig:
     group_size: int | None = key("answers per prompt", default=None)
     max_tokens: int | None = key("tokens of an answer, at most", default=None)
     temperature: float | None = key("divides the logits, for drawing and for the log-probabilities", default=None)
+    engine: RolloutEngineName | None = key(
+        "what computes answers. trainer: its own forward over full rows, with its bits; generator: the inference engine, with a cache of keys "
+        "and values, on the CPU, over a copy of the weights in fp32 on every rank; its log-probabilities differ in their last bits",
+        default=None,
+    )
     weights: RolloutWeightsName | None = key(
         "at stage 3: full: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
         "forward, in the memory of training",

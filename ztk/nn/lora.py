@@ -7,7 +7,7 @@ and adds scale * B A dropout(x) to its output.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +160,30 @@ def merge_adapters(model: nn.Module, *, state: Mapping[str, Tensor], scale: floa
         with torch.no_grad():
             module.weight += product.T if _sizes(module)[2] else product
     return model
+
+
+def merged_parameters(
+    model: nn.Module, *, read: Callable[[], Iterator[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of the parameters of `model` without adapters: theirs are added to the weights beside them, in fp32.
+
+    read: (name, full value) of all its own; where there are adapters it is called twice, and read to its end.
+    """
+    adapted: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if hasattr(module, "adapter_is_off")
+    }
+    if not adapted:
+        yield from read()
+        return
+    adapters = {name: value.detach().to(torch.float32, copy=True) for name, value in read() if name.endswith((_A, _B))}
+    for name, value in read():
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight" and layer in adapted:
+            module = adapted[layer]
+            product = adapters[f"{layer}.{_B}"] @ adapters[f"{layer}.{_A}"] * module.adapter.keywords["scale"]
+            yield name, value.float() + (product.T if _sizes(module)[2] else product)
+        elif name not in adapters:
+            yield name, value
 
 
 def _added(module: Any, out: Tensor, *, x: Tensor, scale: float, dropout: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
 
 from ztk.rollout.buffer import Buffer, Samples, share_of_rank
+from ztk.rollout.cached import CachedRollouts
 from ztk.rollout.draws import choose, sample_keys, uniforms
 from ztk.rollout.equality import Difference, RolloutMismatch, compare, token_logprobs
 from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
@@ -10,6 +11,7 @@ from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 __all__ = [
     "Buffer",
+    "CachedRollouts",
     "Difference",
     "GuardPolicy",
     "Guards",

@@ -62,22 +62,12 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
     Raises:
         ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
     """
-    lengths = torch.tensor([len(prompt) for prompt in requests.prompts])
-    if (longest := int(lengths.max())) + policy.max_tokens > policy.length:
-        raise ValueError(
-            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} do not fit into data.seq_len={policy.length}: use "
-            f"data.seq_len={longest + policy.max_tokens}"
-        )
-    if int(lengths.min()) < 1:
-        raise ValueError("a prompt has no token: an answer needs something to follow")
+    tokens, lengths = first_tokens(policy, requests=requests)
     if len(lengths) % policy.micro_batch:
         raise ValueError(
             f"{len(lengths)} samples of a rank are no multiple of train.micro_batch_size={policy.micro_batch}: the rollout's forwards "
             "have the trainer's shape"
         )
-    tokens = torch.full((len(lengths), policy.length), policy.pad, dtype=torch.int64)
-    for row, prompt in zip(tokens, requests.prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
     keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
     parts = []
     with rollout_weights(engine, weights=policy.weights):
@@ -96,6 +86,25 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
         rewards=torch.zeros(len(lengths), dtype=torch.float64),
         included=torch.ones(len(lengths), dtype=torch.bool),
     )
+
+
+def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, Tensor]:
+    """Rows that begin with the prompts, int64 [S, T], and the prompts' lengths, int64 [S].
+
+    Raises ValueError for a prompt without a token, and for one that leaves no room for the answer.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in requests.prompts])
+    if (longest := int(lengths.max())) + policy.max_tokens > policy.length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} do not fit into data.seq_len={policy.length}: use "
+            f"data.seq_len={longest + policy.max_tokens}"
+        )
+    if int(lengths.min()) < 1:
+        raise ValueError("a prompt has no token: an answer needs something to follow")
+    tokens = torch.full((len(lengths), policy.length), policy.pad, dtype=torch.int64)
+    for row, prompt in zip(tokens, requests.prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+    return tokens, lengths
 
 
 def _answer(

@@ -1,0 +1,90 @@
+"""rollout.engine=generator: the trainer's log-probabilities but for rounding, weights that follow the policy, texts by counters alone."""
+
+import pytest
+import torch
+
+from experiments import policies
+from experiments.models import build
+from tests.hf.test_rollouts import ADAPTERS, folder  # noqa: F401 - a fixture
+from tests.hf.test_rollouts import config_of as config_of_hf
+from tests.rollout.runs import config_of, play, rows_of
+from ztk.config import ConfigError, Machine, compose
+from ztk.rollout import CachedRollouts, Requests, RolloutPolicy, Samples, token_logprobs
+from ztk.runtime import Process
+
+GENERATOR = ("rollout.engine=generator", "rollout.identity=corrected")
+NEAR = 2e-5  # two layers in fp32: both sum up to 64 products per value in another order, about 40 roundings of 6e-8 of logits below 8
+
+
+def drawn_twice(process: Process, *, config) -> list[dict]:
+    """Samples before and after optimizer steps that change every weight, with the trainer's log-probabilities of them."""
+    engine = build(config, process=process.arrange(policies.topology(config)))
+    cached = CachedRollouts(engine)
+    numbers = torch.arange(6)
+    requests = Requests(
+        prompts=[[5 + row, 6, 7][: 1 + row % 3] for row in range(6)],
+        numbers=numbers,
+        prompt_numbers=numbers // 2,
+        copies=numbers % 2,
+    )
+    options = {"length": 12, "micro_batch": 2, "max_tokens": 6, "stop": 10, "pad": 0, "temperature": 0.8}
+    found = []
+    for step in range(3):
+        samples = cached.generate(policy=RolloutPolicy(**options), requests=requests, step=0)
+        with engine.evaluating():
+            trainer = token_logprobs(engine(samples.tokens), tokens=samples.tokens, temperature=0.8)
+        mask = samples.answer_mask
+        found.append(
+            {"off": float(((trainer - samples.logprobs) * mask).abs().max()), "tokens": samples.tokens.tolist()}
+        )
+        if step < 2:
+            targets = torch.where(mask, samples.tokens, -100)
+            engine.backward(engine(samples.tokens, targets) * 100)
+            engine.step()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers", "adapters"])
+def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind):  # noqa: F811
+    """Adapters are merged, also those that have moved. Ranks have the same texts here, because they ask for the same samples."""
+    options = (*GENERATOR, "zero=stage3", "optimizer.lr=0.03")
+    if kind == "native":
+        config = config_of("grpo", *options, folder=tmp_path, ranks=2)
+    else:
+        config = config_of_hf("grpo", *options, *(ADAPTERS if kind == "adapters" else ()), folder=folder, to=tmp_path)
+    first, second = ranks(2).run(drawn_twice, config=config)
+    assert first == second
+    assert all(found["off"] < NEAR for found in first)
+    assert first[0]["tokens"] != first[-1]["tokens"]
+
+
+def test_a_run_corrects_for_the_difference(ranks, tmp_path):
+    """The first texts do not depend on the number of ranks; the ratio to the trainer's probabilities is in the loss."""
+    found = {}
+    for count in (1, 2):
+        path = tmp_path / str(count)
+        result = ranks(count).run(play, config=config_of("grpo", *GENERATOR, folder=path, ranks=count))
+        joined = Samples.joined([Samples.from_json(rank["rollouts"][0]) for rank in result])
+        found[count] = joined[joined.numbers.argsort()].tokens.tolist()
+        rows = rows_of(path)
+        assert len(rows) == 4 and rows[-1]["grad_norm"] > 0
+    assert found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("rollout.engine=generator",),
+            "rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
+        ),
+        ((*GENERATOR, "model=tiny_moe"), "without experts, and model.experts=.*; use rollout.engine=trainer"),
+        ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
+    ],
+)
+def test_what_it_cannot_promise_is_refused(overrides, says):
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=0, cores=2))
+    with pytest.raises(ConfigError, match="computes on the CPU, and this run on GPUs"):
+        compose("task=grpo", *GENERATOR, output_dir="/run", machine=Machine(gpus=1, cores=2))
