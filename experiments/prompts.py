@@ -85,6 +85,11 @@ class Prompts:
         record = self._records[int(order[index])]
         return Prompt(text=record["prompt"], record=record)
 
+    def save_tokenizer(self, folder: Path) -> None:
+        """For those who take the trained model elsewhere; bytes need none."""
+        if isinstance(self.tokenizer, SubwordTokenizer):
+            self.tokenizer.save(folder)
+
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """What the policy continues."""
         return self.tokenizer.encode(prompt.text).tolist()

@@ -41,6 +41,8 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
     guard ends the run, RolloutMismatch where rollout.identity=exact does not hold.
     """
     prompts = Prompts(config)  # first: a fault in the user's files is said at once
+    if process.rank == 0:
+        prompts.save_tokenizer(RunFolder(config.output_dir).tokenizer)
     continues = config.checkpoint.resume not in (None, "auto")
     first_values = None if continues else warm_start(config, process=process)
     lr_table = policies.learning_rates(config)

@@ -254,6 +254,7 @@ def test_a_resumed_run_with_adapters_equals_one_that_was_not_interrupted(ranks, 
     ranks(2).run(play, config=resumed)
     assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "full")[3:]
     assert not (tmp_path / "full" / "reference").exists()
+    assert (tmp_path / "full" / "tokenizer" / "tokenizer.json").is_file()
 
 
 # Refusals

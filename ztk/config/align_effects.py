@@ -13,14 +13,14 @@ def _task(*names: str) -> Callable[[Config, Machine], bool]:
     return lambda config, machine: config.task.name in names
 
 
-def reads_records(config: Config, machine: Machine) -> bool:
+def reads_records(config: Config) -> bool:
     """Whether examples are chats or preferences."""
     return config.data.name in (DataName.chat, DataName.preferences)
 
 
-def reads_lines(config: Config, machine: Machine) -> bool:
+def reads_lines(config: Config) -> bool:
     """Whether `data.path` may name lines of JSON with texts."""
-    return reads_records(config, machine) or config.data.name is DataName.prompts
+    return reads_records(config) or config.data.name is DataName.prompts
 
 
 def _draws(config: Config, machine: Machine) -> bool:
@@ -101,12 +101,12 @@ def _alignment_effects() -> Iterator[Effect]:
     )
     yield Effect(
         keys=("data.stop",),
-        when=lambda c, m: reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
+        when=lambda c, m: reads_records(c) and not (has_tokenizer(c) and c.data.path is not None),
         only="data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
     )
     yield Effect(
         keys=("data.chat_template",),
-        when=lambda c, m: reads_records(c, m) and has_tokenizer(c) and c.data.path is not None,
+        when=lambda c, m: reads_records(c) and has_tokenizer(c) and c.data.path is not None,
         only="data=chat or data=preferences with data.path and data.tokenizer=FOLDER",
     )
 

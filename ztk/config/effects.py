@@ -188,13 +188,13 @@ EFFECTS = (
     ),
     Effect(
         keys=("data.path",),
-        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or reads_records(c, m),
+        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or reads_records(c),
         only="data=files, prompts, chat or preferences",
         required=False,
     ),
     Effect(
         keys=("data.tokenizer",),
-        when=lambda c, m: c.data.name in TEXT or (reads_lines(c, m) and c.data.path is not None),
+        when=lambda c, m: c.data.name in TEXT or (reads_lines(c) and c.data.path is not None),
         only="data=stdlib or data=files, and data=chat, data=preferences or data=prompts with data.path",
     ),
     Effect(
@@ -211,15 +211,13 @@ EFFECTS = (
     Effect(
         keys=("data.validation_fraction",),
         when=lambda c, m: (
-            c.data.name in (DataName.stdlib, DataName.files) or (reads_records(c, m) and c.data.path is not None)
+            c.data.name in (DataName.stdlib, DataName.files) or (reads_records(c) and c.data.path is not None)
         ),
         only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
     ),
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
-        when=lambda c, m: (
-            (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c, m)) and not c.train.quick
-        ),
+        when=lambda c, m: (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c)) and not c.train.quick,
         only="data=stdlib, files, chat or preferences, and without train.quick",
     ),
     Effect(keys=("train.quick",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False),

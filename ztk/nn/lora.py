@@ -165,7 +165,7 @@ def merge_adapters(model: nn.Module, *, state: Mapping[str, Tensor], scale: floa
 def merged_parameters(
     model: nn.Module, *, read: Callable[[], Iterator[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of the parameters of `model` without adapters: theirs are added to the weights beside them, in fp32.
+    """(name, value of any shape) of the parameters of `model` without adapters: theirs are added to the weights beside them, in fp32.
 
     read: (name, full value) of all its own; where there are adapters it is called twice, and read to its end.
     """
