@@ -279,8 +279,3 @@ def test_fine_tuned_parameters_start_both_models(ranks, folder, tmp_path, adapte
 def test_what_does_not_run_is_refused(folder, tmp_path, overrides, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         config_of(*(word.format(folder=folder) for word in overrides), folder=folder, to=tmp_path)
-
-
-def test_reward_models_of_transformers_are_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="model=hf: task=reward trains ztk's own decoder; .* task=sft or dpo"):
-        config_of(folder=folder, to=tmp_path, task="reward")
