@@ -37,7 +37,7 @@ def on_host(values: Tensor) -> Tensor:
     return host_bytes(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
 
 
-def in_one_memory(first: Tensor, second: Tensor) -> bool:
+def in_one_memory(first: Tensor, *, second: Tensor) -> bool:
     """Two tensors of any shapes are on one device, and in a plan both stand for its memory or both for the host's."""
     if first.device != second.device:
         return False

@@ -21,19 +21,29 @@ from torch import Tensor
 class Event(Protocol):
     """A moment of a stream."""
 
-    def synchronize(self) -> None: ...  # the host waits for it
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        ...
 
-    def query(self) -> bool: ...  # it is over
+    def query(self) -> bool:
+        """It is over."""
+        ...
 
 
 class Stream(Protocol):
     """Work in order."""
 
-    def wait_event(self, event: Event, /) -> None: ...  # what is given to the stream from now on starts behind it
+    def wait_event(self, event: Event, /) -> None:
+        """What is given to the stream from now on starts behind `event`."""
+        ...
 
-    def record_event(self) -> Event: ...  # the end of what the stream has been given so far
+    def record_event(self) -> Event:
+        """The end of what the stream has been given so far."""
+        ...
 
-    def synchronize(self) -> None: ...  # the host waits for all of it
+    def synchronize(self) -> None:
+        """The host waits for all of it."""
+        ...
 
 
 class StreamApi(Protocol):

@@ -309,7 +309,7 @@ class ShardUpdate:
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
             master, out = resident, None  # master weight and parameter are one
-        elif resident is not None and in_one_memory(resident, states):
+        elif resident is not None and in_one_memory(resident, second=states):
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
