@@ -39,7 +39,7 @@ from ztk.kernels._library import Backend, behind_step, get_backend, op_names, op
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels._times import Ceilings, KernelTime, KernelTimes
 from ztk.kernels.adamw import adamw
-from ztk.kernels.adamw_8bit import adamw_8bit
+from ztk.kernels.adamw_8bit import adamw_8bit, decode_master, decode_moments, encode_master
 from ztk.kernels.adamw_bf16 import adamw_bf16
 from ztk.kernels.adamw_stochastic import adamw_stochastic
 from ztk.kernels.attention import attention, attention_varlen

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from ztk.nn.deferred import DeferredGradients
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
+from ztk.optim.states import StateFormat
 from ztk.pipeline import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.policies import layout
+from ztk.policies.compact import compact_faults
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
@@ -22,6 +24,7 @@ from ztk.runtime.part import InitialValues, Part
 from ztk.tensor import TensorPolicy
 from ztk.tensor.shard import ShardedTensors
 from ztk.zero import Zero, ZeroPolicy
+from ztk.zero.context import AVERAGE
 
 
 @dataclass(kw_only=True)
@@ -66,6 +69,15 @@ class Plan:
                 partition_inputs=self.recompute.partition_inputs, sequence_parallel=self.tensor.sequence_parallel
             )
         )
+        refuse(
+            compact_faults(
+                name=self.optimizer.name,
+                states=self.optimizer.states,
+                master=self.precision.master,
+                dtype=self.precision.name,
+                averages=self.ema is not None,
+            )
+        )
         refuse(layout.hpz_topology_faults(self.zero.hpz_partition_size, intra_node=self.mesh.topology.intra_node))
         if self.accumulation_steps > 1 and self.precision.reduce_dtype is None:
             # Sums of many micro-batches stagnate in 16 bits: 512 equal bf16 gradients add up to three quarters of their sum.
@@ -75,6 +87,12 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh of `process`."""
         return self.process.mesh
+
+    @property
+    def state_format(self) -> StateFormat:
+        """What is stored per parameter: the optimizer's states, and the average if one is kept."""
+        states = self.flat_optimizer.format
+        return states if self.ema is None else states.with_row(AVERAGE)
 
     @property
     def is_cut(self) -> bool:

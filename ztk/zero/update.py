@@ -43,7 +43,7 @@ from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
 from ztk.zero.piece import Piece
-from ztk.zero.piece_states import MASTER, rows_by_kind
+from ztk.zero.piece_states import MASTER
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -51,12 +51,14 @@ MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fetched:
-    """A piece whose states and gradient are being fetched."""
+    """A piece whose states and gradient are being fetched. parameter: one that is its own master weight, into a buffer of the pool, where it
+    is on NVMe."""
 
     bucket: Bucket
     piece: Piece
     states: Pending
     gradient: Pending | None
+    parameter: Pending | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,8 @@ class ShardUpdate:
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
-        self._state_names, self._ema, self._averages = context.state_names, context.ema, False
+        self._format, self._ema, self._averages = context.states, context.ema, False
+        self._state_names = context.state_names
         self.pool = BufferPool(
             device=context.device if is_planned(context.device) else torch.device("cpu"),
             ledger=context.ledger,
@@ -248,7 +251,11 @@ class ShardUpdate:
     def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
         gradient = None if piece.gradient is None else self._stores.gradients.fetch(piece.gradient)
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
-        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
+        parameter = None
+        if not piece.has_master and piece.parameter is not None and self._stores.parameters.tier is Tier.nvme:
+            memory = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+            parameter = self._stores.parameters.fetch_into(piece.parameter, out=memory)
+        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient, parameter=parameter)
 
     def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
         """Before the update, the states of pieces with matrices. Their gradients stay where they are."""
@@ -256,7 +263,7 @@ class ShardUpdate:
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
                 states, gradient = self._wait_for(fetched)
-            rows = rows_by_kind(states, names=self._state_names)
+            rows = self._rows(piece, states=states)
             yield FetchedMomentum(
                 bucket=bucket,
                 piece=piece,
@@ -268,7 +275,7 @@ class ShardUpdate:
                 self._stores.gradients.release(piece.gradient)
 
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
-        """The states [k, n] and the gradient [n], where the update runs."""
+        """The stored states and the gradient [n], where the update runs."""
         states = fetched.states.wait()
         gradient = fetched.gradient.wait() if fetched.gradient else fetched.piece.of(fetched.bucket.gradient.full)
         assert gradient is not None
@@ -278,11 +285,12 @@ class ShardUpdate:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
             states, gradient = self._wait_for(fetched)
-        rows = rows_by_kind(states, names=self._state_names)
+            own = None if fetched.parameter is None else fetched.parameter.wait()
+        rows = self._rows(piece, states=states)
         average = rows.pop(AVERAGE, None)
-        resident = self._resident_parameter(bucket, piece=piece)
+        resident = self._resident_parameter(bucket, piece=piece) if own is None else None
         if MASTER not in rows:
-            master, out = resident, None  # master weight and parameter are one
+            master, out = (resident if own is None else own), None  # master weight and parameter are one
         elif resident is not None and resident.device == states.device:
             master, out = rows.pop(MASTER), resident
         else:
@@ -298,7 +306,11 @@ class ShardUpdate:
             self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
-        return self._write_back(bucket, piece=piece, states=states, out=out)
+        return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
+
+    def _rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
+        """The rows of a piece's stored states by name."""
+        return self._format.views(states, numel=piece.numel, has_master=piece.has_master)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
         """See `update_average`. Where the host knows of skips, no skipped step comes here."""
@@ -334,9 +346,10 @@ class ShardUpdate:
             self._optimizer.step(
                 master[cut],
                 grad=gradient[cut],
-                states=tuple(moment[cut] for moment in rows.values()),
+                states=self._format.cut(rows, start=cut.start, stop=cut.stop),
                 control=control[segment.group],
                 out=None if out is None else out[cut],
+                position=segment.position,
             )
         for view, value in kept:
             view.copy_(value)
