@@ -52,7 +52,11 @@ class FlatOptimizer:
         hyperparameters; position: of the first element in the model;
         out: 16-bit [n] that receives the cast master. A skipped step changes no value.
         """
-        options = self.options | ({"start": position} if self.is_stochastic else {}) | ({"out": out} if self.writes_out else {})
+        options = (
+            self.options
+            | ({"start": position} if self.is_stochastic else {})
+            | ({"out": out} if self.writes_out else {})
+        )
         named = {row.name: state for row, state in zip(self.format.rows, states, strict=True)}
         self.kernel(master, grad=grad, control=control, **named, **options)
         if out is not None and not self.writes_out:

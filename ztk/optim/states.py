@@ -104,6 +104,12 @@ class StateFormat:
             return dict.fromkeys((MASTER, *self.names), torch.float32)
         return {row.name: row.dtype for row in self.all_rows(has_master=True)}
 
+    def described(self) -> dict[str, str]:
+        """What is kept of each state, the master weights' first, in a word for a manifest."""
+        if self.is_eight_bit:
+            return {MASTER: "24 bits"} | dict.fromkeys(self.names, "8 bits")
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in self.read_dtypes().items()}
+
     def read(self, rows: Mapping[str, Tensor], *, master: Tensor) -> dict[str, Tensor]:
         """`master`, its row or the parameter, and the states under `names`, each [numel]: the rows themselves, or what they decode to."""
         if not self.is_eight_bit:

@@ -22,9 +22,10 @@ from ztk.parallel.plan import Plan
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
-from ztk.policies.compact import master_of
+from ztk.policies.compact import compact_faults, master_of
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.optimizer import TORCH
+from ztk.policies.ranges import refuse
 from ztk.policies.tier import Tier
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
@@ -83,6 +84,16 @@ def parallelize(
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
     """
+    precision = precision or PrecisionPolicy()
+    refuse(
+        compact_faults(
+            name=optimizer.name,
+            states=optimizer.states,
+            master=precision.master,
+            dtype=precision.name,
+            averages=ema is not None,
+        )
+    )
     plan = Plan(
         model=model,
         process=process,
@@ -93,10 +104,10 @@ def parallelize(
             model=model,
             lr_table=lr_table,
             device=_device_of_states(offload, process=process),
-            master=None if precision is None else precision.master,
+            master=precision.master,
         ),
         lr_table=lr_table,
-        precision=precision or PrecisionPolicy(),
+        precision=precision,
         zero=zero or ZeroPolicy(),
         offload=offload or OffloadPolicy(),
         tensor=tensor or TensorPolicy(),

@@ -13,7 +13,6 @@ from ztk.optim.states import StateFormat
 from ztk.pipeline import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.policies import layout
-from ztk.policies.compact import compact_faults
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
@@ -67,15 +66,6 @@ class Plan:
         refuse(
             layout.recompute_faults(
                 partition_inputs=self.recompute.partition_inputs, sequence_parallel=self.tensor.sequence_parallel
-            )
-        )
-        refuse(
-            compact_faults(
-                name=self.optimizer.name,
-                states=self.optimizer.states,
-                master=self.precision.master,
-                dtype=self.precision.name,
-                averages=self.ema is not None,
             )
         )
         refuse(layout.hpz_topology_faults(self.zero.hpz_partition_size, intra_node=self.mesh.topology.intra_node))

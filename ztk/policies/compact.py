@@ -43,11 +43,17 @@ def compact_faults(*, name: str, states: str, master: str | None, dtype: str, av
             "stochastically: use precision.master=stochastic, or optimizer.states=bf16"
         )
     if master_of(states, master=master) == "stochastic":
-        option = "optimizer.states=8bit" if states == "8bit" else "precision.master=stochastic"
+        option, without = (
+            ("optimizer.states=8bit", "optimizer.states=bf16 with precision.master=fp32")
+            if states == "8bit"
+            else ("precision.master=stochastic", "precision.master=fp32")
+        )
         if dtype != "bf16":
-            yield f"{option} needs bfloat16 parameters, and precision.dtype is {dtype}: use precision=bf16, or optimizer.states=fp32"
+            yield (
+                f"{option} needs bfloat16 parameters, and precision.dtype is {dtype}: use precision=bf16, or {without}"
+            )
         if averages:
             yield (
                 f"{option} has no float32 master weights that a moving average could change places with: use ema.decay=null, or "
-                "optimizer.states=bf16 with precision.master=fp32"
+                f"{without}"
             )

@@ -160,7 +160,7 @@ class ParameterWrites:
                 master, parameter = rows[MASTER], piece.of(bucket.full)
                 for place in places:
                     value = parameter[place].to(master.device)
-                    is_same = master[place].to(value.dtype) == value
+                    is_same = self._states.cast(master[place], bucket=bucket) == value
                     master[place] = torch.where(is_same, master[place], value.float())
 
 
