@@ -12,6 +12,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.kernel_callers import FOR_USERS, HOT_PATHS, callers
 from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +31,6 @@ GOALS = {
     "adamw_stochastic": ("90 %", ""),
     "adamw_8bit": ("80 %", "1.5 to 2x flashoptim"),
     "sum_of_squares": ("90 %", "1.1x torch._foreach_norm"),
-    "flatten_into": ("92 %", "1.2x torch._foreach_copy_"),
-    "unflatten_from": ("92 %", "1.2x torch._foreach_copy_"),
     "quantize": ("85 %", "1.1x torch.compile"),
     "dequantize": ("85 %", "1.1x torch.compile"),
     "dequantize_reduce": ("85 %", "1.1x torch.compile"),
@@ -99,6 +100,15 @@ def floors() -> str:
             ])  # fmt: skip
     header = ["op", "shape", "bytes", "bytes of backward", "FLOPs", "floor", "share to reach", "against the best peer"]
     return table(header, rows)
+
+
+def called() -> str:
+    found = callers()
+    rows = []
+    for spec in ALL_OPS:
+        names = [f"`{name}`" for name in found.get(spec.name, ())] or [FOR_USERS[spec.name]]
+        rows.append([HOT_PATHS[spec.name], f"`{spec.name}`", ", ".join(names)])
+    return table(["hot path", "op", "caller"], sorted(rows))
 
 
 def measured() -> str:
@@ -177,6 +187,17 @@ that count over the ceilings of one H200 as measured elsewhere: {COPY_GB_PER_S} 
 bfloat16 products. Shares of measured rows are relative to the limits of the same machine in the same run.
 
 {floors()}
+
+## Callers
+
+What each op is on the way of, and the functions that call it, read from the source (`scripts/kernel_callers.py`). On a GPU an op is its Triton
+kernel, on a CPU torch's operations.
+
+{called()}
+
+Gradients reach their bucket by one copy each, when autograd brings them: the copy runs behind the backward's products and frees the gradient at
+once, where one launch per bucket would keep the gradients of a bucket beside its buffer until the last one has come. Parameters are views
+of what is gathered. So there is no kernel that flattens or unflattens a list of tensors.
 
 ## Measured
 

@@ -13,8 +13,6 @@ from ztk.kernels._work import visible_pairs, work_of
 
 # Statistics, control rows and offsets come on top of `num_bytes`, which counts rows of these widths.
 SHAPES = {
-    "flatten_into": (4096, 160, 1024),
-    "unflatten_from": (4096, 160, 1024),
     "swiglu": (32, 256),
     "geglu": (32, 256),
     "rms_norm": (64, 256),
