@@ -19,7 +19,10 @@ from ztk.kernels._library import operator
 # Written and not read, by name: their schema says only that they change.
 _WRITTEN = {"step_control": ("control",)}
 _OUT = "out"  # everywhere
-_NOT_READ = {"step_control": ("lr_table",)}  # one number of it
+_NOT_READ = {
+    "step_control": ("lr_table",),  # one number of it
+    "linear_cross_entropy": ("logits",),  # memory for a chunk
+}
 
 
 class Work(NamedTuple):

@@ -26,8 +26,13 @@ _ELEMENTS = 1 << 20  # at once
 
 
 def read_master(param: Tensor, *, rows: Mapping[str, Tensor]) -> Tensor:
-    """float32 [n] from the bfloat16 parameter and the row `low`."""
-    return decode_master(param.contiguous(), low=rows["low"])
+    """float32 [n] from the bfloat16 parameter and the row `low`, whose cast is the parameter.
+
+    One that lies in the middle between two bfloat16 values is a unit of float32 nearer to the parameter, because a cast rounds it to even and
+    the update away from zero. `split` takes the unit off again.
+    """
+    bits = decode_master(param.contiguous(), low=rows["low"]).view(torch.int32)
+    return (bits + (rows["low"] == -128)).view(torch.float32)
 
 
 def read_moments(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

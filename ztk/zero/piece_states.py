@@ -91,7 +91,7 @@ class PieceStates:
         if piece.states is None:
             self._set_parameter(bucket, piece=piece, values=values)
             return
-        self._set_parameter(bucket, piece=piece, values=self.cast(values, bucket=bucket))
+        self._set_parameter(bucket, piece=piece, values=self._format.cast(values, dtype=bucket.traits.dtype))
         if piece.has_master or self._format.is_eight_bit:
             with self._rows(piece) as rows:
                 self._write_master(rows, values=values)
@@ -105,10 +105,6 @@ class PieceStates:
         rows["low"].copy_(low)
         if MASTER in rows:
             rows[MASTER].copy_(high)
-
-    def cast(self, master: Tensor, *, bucket: Bucket) -> Tensor:
-        """The parameter, in the bucket's dtype, of master weights fp32 [n]."""
-        return self._format.cast(master, dtype=bucket.traits.dtype)
 
     def start_average(self, piece: Piece, *, values: Tensor) -> None:
         """The average begins as a copy of the weights `values`, fp32 [n]; nothing where none is kept."""

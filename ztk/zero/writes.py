@@ -160,7 +160,7 @@ class ParameterWrites:
                 master, parameter = rows[MASTER], piece.of(bucket.full)
                 for place in places:
                     value = parameter[place].to(master.device)
-                    is_same = self._states.cast(master[place], bucket=bucket) == value
+                    is_same = master[place].to(value.dtype) == value
                     master[place] = torch.where(is_same, master[place], value.float())
 
 

@@ -102,7 +102,7 @@ class NamedState:
             weights = next(iter(states.values())).to("cpu", torch.float32, copy=True)
         new = weights.clone()
         _copy_fragments(flat, piece=piece, out=new)
-        unchanged = self._states.cast(weights, bucket=bucket).float() == new
+        unchanged = weights.to(bucket.traits.dtype).float() == new
         self._states.set_master(bucket, piece=piece, values=torch.where(unchanged, weights, new))
 
     def _write_gradient(self, bucket: Bucket, *, flat: dict[str, Tensor], pieces: list[Piece]) -> None:
