@@ -116,6 +116,16 @@ def test_operations_of_products():
     assert back.flops() == 10 * (15 + 28) * 2 * 16
 
 
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_call_that_does_nothing_moves_nothing(factor):
+    """The gradient of a loss is there after the forward: the backward scales it by what it starts from, and by 1 touches nothing."""
+    logits, target = torch.randn(6, 40, requires_grad=True), torch.arange(6)
+    with KernelTimes() as times:
+        (factor * kernels.cross_entropy(logits * 1, target, inplace=True)).backward()
+    scaled = times.read()["scale_rows"]
+    assert (scaled.calls, scaled.num_bytes) == (1, 0 if factor == 1 else 2 * 6 * 40 * 4 + 4)
+
+
 def test_the_floor_is_the_longer_of_moving_and_computing():
     ceilings = Ceilings(memory_bandwidth=100.0, rates={torch.bfloat16: 1000.0, torch.float32: 10.0})
     assert ceilings.seconds(num_bytes=200, flops=100, dtype=torch.bfloat16) == 2.0

@@ -25,7 +25,8 @@ class AdjustLr(StrEnum):
 
 
 # Named as on the command line, and `8bit` is no name that a class body can have.
-StateDtype = StrEnum("StateDtype", {word: word for word in STATES})
+# pyrefly: ignore[invalid-argument]  # the members follow the policy
+StateDtype = StrEnum("StateDtype", [(word, word) for word in STATES])
 StateDtype.__doc__ = """optimizer.states: in what AdamW's states are kept."""
 
 
@@ -62,7 +63,6 @@ class OptimizerConfig:
         "regular expression: AdamW updates matrices whose name contains a match; null: names of heads and embeddings",
         default=None,
     )
-    # pyrefly: ignore[not-a-type]  # an enum whose members follow the policy
     states: StateDtype | None = key(
         "how AdamW's moments are kept: fp32, bf16 (the second rounded stochastically), or 8bit, with a scale per 32 elements and 24 bits of "
         "the master weights; see docs/recipes.md",

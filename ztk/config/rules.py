@@ -217,10 +217,11 @@ def _nvme(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _precision(config: Config, machine: Machine) -> Iterator[str]:
+    states = config.optimizer.states
     if config.zero.engine is ZeroEngine.ztk:
         yield from compact_faults(
             name=config.optimizer.name.value,
-            states=config.optimizer.states.value if config.optimizer.name is OptimizerName.adamw else "fp32",
+            states=states.value if states is not None and config.optimizer.name is OptimizerName.adamw else "fp32",
             master=config.precision.master and config.precision.master.value,
             dtype=config.precision.dtype.value,
             averages=bool(config.ema.decay),

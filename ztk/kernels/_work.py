@@ -27,18 +27,26 @@ _NOT_READ = {
 
 class Work(NamedTuple):
     """num_bytes: moved at least. flops: () -> operations of matrix products; it may read offsets from the device, so it is called
-    after the step. dtype: of the products. A tuple: one is made per timed call."""
+    after the step, as `share` is. dtype: of the products. share: () -> what share of the bytes the call has moved, where values decide it;
+    None: all. A tuple: one is made per timed call."""
 
     num_bytes: int
     flops: Callable[[], int] | None
     dtype: torch.dtype
+    share: Callable[[], float] | None = None
 
 
 def work_of(name: str, *, args: tuple, result: object) -> Work:
     """Of a call `ztk::name(*args) -> result`. args: in the order of the schema; trailing ones may be left to their defaults."""
     flops = _PRODUCTS.get(name)
     moved = sum(map(_moved, args, _passes(name))) + _nbytes(result)
-    return Work(num_bytes=moved, flops=flops(args, result) if flops else None, dtype=_first(args).dtype)
+    share = _share_of_rows(args) if name == "scale_rows" else None
+    return Work(num_bytes=moved, flops=flops(args, result) if flops else None, dtype=_first(args).dtype, share=share)
+
+
+def _share_of_rows(args: tuple) -> Callable[[], float]:
+    """Of `scale_rows(x, scale)`: rows whose scale is 1 are not touched, as those of a loss that the backward starts from."""
+    return lambda: float((args[1] != 1).float().mean())
 
 
 def _moved(arg: object, passes: int) -> int:

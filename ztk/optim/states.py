@@ -77,6 +77,10 @@ class StateFormat:
         shape, dtype = self.stored(numel, has_master=has_master)
         return prod(shape) * dtype.itemsize
 
+    def bytes_per_element(self, *, has_master: bool) -> float:
+        """Without padding."""
+        return sum(row.dtype.itemsize / row.group for row in self.all_rows(has_master=has_master))
+
     def views(self, stored: Tensor, *, numel: int, has_master: bool) -> dict[str, Tensor]:
         """The rows of that tensor by name: [numel], or [ceil(numel / group)]."""
         rows = self.all_rows(has_master=has_master)
