@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.kernel_callers import FOR_USERS, HOT_PATHS, callers
+from scripts.kernel_records import Record
 from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,7 @@ AOT_FILE = RESULTS / "aot" / "kernels.json"
 PAGE = ROOT / "docs" / "kernels.md"
 COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, for floors in milliseconds
 ITEMSIZE = 2
+PICTURED = "sm_90"
 
 # (share of the limit, ratio to the best peer) to reach on an H200.
 GOALS = {
@@ -56,6 +58,15 @@ def refresh_aot() -> None:
     AOT_FILE.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(done.stdout)
     AOT_FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    record_aot()
+
+
+def record_aot() -> None:
+    """A wandb run and a picture of the metrics of `PICTURED`."""
+    rows = [row for row in json.loads(AOT_FILE.read_text()) if row["arch"] == PICTURED]
+    record = Record(title=f"instructions per element, {PICTURED}", column="instructions_per_element")
+    labels = [f"{row['op']} {row['kernel']}" for row in rows]
+    record.write(rows, folder=AOT_FILE.parent, name=f"kernels-{PICTURED}", labels=labels)
 
 
 def newest_measurements() -> dict[str, dict]:

@@ -9,6 +9,7 @@ import pytest
 
 from scripts import kernel_callers
 from scripts.kernel_callers import FOR_USERS, HOT_PATHS, callers
+from scripts.kernel_records import Record
 from ztk.kernels import ALL_OPS
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -74,3 +75,14 @@ def test_callers_are_uses_and_no_imports(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_callers, "ROOT", tmp_path)
     monkeypatch.setattr(kernel_callers, "PACKAGE", tmp_path / "ztk")
     assert callers() == {"adamw": ["ztk.a.A.f"], "rope": ["ztk.a.A.f", "ztk.a"]}
+
+
+def test_rows_become_a_picture_and_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    rows = [{"op": "adamw", "share": 0.9}, {"op": "rope", "share": None}]
+    path = Record(title="share of the limit", column="share", line=1.0).write(
+        rows, folder=tmp_path, name="kernels", labels=["adamw", "rope"]
+    )
+    assert path.read_bytes().startswith(b"\x89PNG") and "adamw" in path.with_suffix(".svg").read_text()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert run.stat().st_size > 0
