@@ -2,14 +2,16 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from scripts.compare_states import FORMATS, VOCAB, Format, chain, final, losses
-from tests.zero.models import Layout, make_engine, train
+from tests.zero.models import Layout, batches, make_engine, train
 from ztk.optim import OptimizerPolicy
 from ztk.policies.ema import EmaPolicy
+from ztk.runtime import Tier
+from ztk.zero.state.offload import StateKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,20 @@ def test_every_stage_and_tier_gives_the_same_bits(ranks, choice):
         for run in runs:
             assert run.losses == first.losses, layout.id
             assert run.digest == first.digest, layout.id
+
+
+@pytest.mark.parametrize("choice", [CHOICES[1], *CHOICES[3:]], ids=lambda choice: choice.id)
+def test_buckets_of_any_size_give_the_same_bits(ranks, choice):
+    """Launches and pieces begin at other elements. Without clipping, because the norm is summed per bucket."""
+    options = choice.options
+    options["optimizer"] = replace(options["optimizer"], clip_grad_norm=0.0)
+    first = ranks(2).run(train, layout=Layout(stage=0), steps=4, **options)[0]
+    for layout in (
+        Layout(stage=3, offload="nvme", zero={"bucket_size": 10**6}),
+        Layout(stage=2, zero={"bucket_size": 300}),
+        Layout(stage=3, offload="cpu", zero={"param_persistence_threshold": 110}),
+    ):
+        assert ranks(2).run(train, layout=layout, steps=4, **options)[0].digest == first.digest, layout
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.id)
@@ -147,3 +163,24 @@ def test_what_does_not_go_together_is_refused_with_a_fix(ranks, optimizer, preci
 def test_other_optimizers_have_no_smaller_states(name):
     with pytest.raises(ValueError, match="use optimizer=adamw, or optimizer.states=fp32"):
         OptimizerPolicy(name=name, states="bf16")
+
+
+def states_leave_for_a_while(process, *, leave: bool) -> list[float]:
+    """Losses of a run whose states are offloaded once, one kind after the other, and come back."""
+    engine, found = make_engine(process, layout=Layout(stage=3), **CHOICES[-1].options), []
+    for step, tokens in enumerate(batches(4, rank=process.rank, world=process.world_size)):
+        if leave and step == 2:
+            for kinds in ([StateKind.hp_params], [StateKind.optim_states], list(StateKind)):
+                engine.zero.offloader.offload(kinds, pin_memory=False, non_blocking=False)
+            assert engine.memory.by_category(Tier.device).get("optimizer", 0) == 0
+            engine.zero.offloader.reload(non_blocking=False)
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_rows_of_several_dtypes_leave_the_device_and_come_back(ranks):
+    straight = ranks(2).run(states_leave_for_a_while, leave=False)
+    assert ranks(2).run(states_leave_for_a_while, leave=True) == straight
