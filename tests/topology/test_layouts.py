@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tests.topology.runs import CONFIG, Outcome, Strategy, arranged, make_engine, train, train_alone, train_step
+from ztk.checkpoint import load, save
 from ztk.runtime import Topology
 from ztk.tensor import TensorPolicy
 
@@ -74,3 +75,27 @@ def test_copies_of_a_parameter_stay_equal_when_they_are_rounded_stochastically(r
     strategy = Strategy(topology=Topology(pipeline=2), dtype="bf16", states="8bit", options=options)
     first, last = ranks(2).run(embeddings, strategy=strategy, steps=4)
     assert first == last
+
+
+def saved(process, *, strategy: Strategy, folder: str) -> list[float]:
+    """Losses of the steps after a checkpoint."""
+    engine = make_engine(arranged(process, topology=strategy.topology), strategy=strategy)
+    train_step(engine, step=0)
+    save(engine, folder=folder)
+    return [train_step(engine, step=step) for step in range(1, 3)]
+
+
+def resumed(process, *, strategy: Strategy, folder: str) -> tuple[tuple[str, ...], list[float]]:
+    """What a load notes, and the losses after it."""
+    engine = make_engine(arranged(process, topology=strategy.topology), strategy=strategy)
+    return load(engine, path=folder).notes, [train_step(engine, step=step) for step in range(1, 3)]
+
+
+def test_8_bit_states_resume_with_the_same_bits_unless_parameters_are_cut_otherwise(ranks, tmp_path):
+    strategy = Strategy(topology=TENSOR2, stage=2, dtype="bf16", states="8bit")
+    straight = ranks(2).run(saved, strategy=strategy, folder=str(tmp_path))[0]
+    again = dataclasses.replace(strategy, stage=1, offload="cpu", seed=4)
+    assert ranks(2).run(resumed, strategy=again, folder=str(tmp_path))[0] == ((), straight)
+    uncut = dataclasses.replace(again, topology=Topology())
+    (note,), losses = ranks(2).run(resumed, strategy=uncut, folder=str(tmp_path))[0]
+    assert "groups of 32 8-bit states" in note and losses == pytest.approx(straight, rel=1e-2)
