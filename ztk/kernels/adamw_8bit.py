@@ -143,7 +143,7 @@ def decode_moments(*, code_m: Tensor, code_v: Tensor, scale_m: Tensor, scale_v: 
 
 def encode_master(master: Tensor, *, random: Tensor) -> tuple[Tensor, Tensor]:
     """(bfloat16 param, int8 low) of a float32 [n], rounded by the low 8 bits of `random`."""
-    bits = (master.view(torch.int32) + (random & 0xFF).int()) & -256
+    bits = (master.view(torch.int32) + (random & 0xFF)) & -256
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), ((bits - (high << 16)) >> 8).to(torch.int8)
 

@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def bytes_kept(x: Tensor, *, weight: Tensor, with_gradients: bool = True) -> int:
-    """What `linear_cross_entropy` holds beside its arguments: the largest chunk, and the gradients in float32."""
+    """What `linear_cross_entropy` holds beside its arguments x [..., H] and weight [V, H]: the largest chunk, and the gradients in float32."""
     rows, (V, H) = x.numel() // weight.shape[1], weight.shape
     gradients = 4 * H * (rows + V) if with_gradients else 0
     return gradients + (CPU_CHUNK_BYTES if x.device.type == "cpu" else CHUNK_BYTES)

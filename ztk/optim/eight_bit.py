@@ -43,7 +43,7 @@ def read_moments(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """(bfloat16 parameter, int8 low) of float32 [n], rounded to the nearest 24 bits. What `read_master` gave comes back as it was."""
-    nearest = torch.full((1,), _NEAREST, dtype=torch.int64, device=master.device)
+    nearest = torch.full((1,), _NEAREST, dtype=torch.int32, device=master.device)
     return encode_master(master.contiguous(), random=nearest)
 
 
