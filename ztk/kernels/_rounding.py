@@ -45,7 +45,7 @@ def round_stochastic_bf16(b_x, b_random):
 
 
 def _mix_cpu(x: Tensor) -> Tensor:
-    """`_mix` on the bits of int32 x, in place: a product that overflows wraps, and a shift brings copies of the sign, which a mask takes off."""
+    """`_mix` on the bits of int32 x [n], in place: products wrap; a shift brings copies of the sign, that a mask takes off."""
     shifted = torch.empty_like(x)
 
     def fold(bits: int) -> None:
