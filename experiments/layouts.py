@@ -4,12 +4,11 @@ import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
 from experiments import policies
 from ztk.config import Config, ConfigError, compose
 from ztk.optim import flat_optimizer
 from ztk.planner import Plan, Search, Workload, search
+from ztk.policies.compact import master_of
 from ztk.report.folder import write_json
 
 TRACED = 20
@@ -62,7 +61,8 @@ def workload(config: Config) -> Workload:
     model = policies.decoder_config(config)
     hardware = policies.hardware(config)
     assert hardware is not None, "ztk.config refuses a search without hardware"
-    precision, states = policies.precision_policy(config), flat_optimizer(policies.optimizer_policy(config)).state_names
+    precision, optimizer = policies.precision_policy(config), policies.optimizer_policy(config)
+    states = flat_optimizer(optimizer, master=master_of(optimizer.states, master=precision.master)).format
     itemsize = precision.dtype.itemsize
     sparse = sum(model.has_experts(block) for block in range(model.layers))
     assert config.train.global_batch_size is not None and config.launch.ranks is not None, "settled"
@@ -83,6 +83,6 @@ def workload(config: Config) -> Workload:
         global_batch=config.train.global_batch_size,
         parameter_bytes=itemsize,
         gradient_bytes=itemsize,
-        optimizer_bytes=4 * len(states) + (4 if precision.dtype is not torch.float32 else 0),
+        optimizer_bytes=states.bytes_per_element(has_master=precision.dtype is not states.master),
         dtype=str(precision.dtype).removeprefix("torch."),
     )

@@ -46,7 +46,7 @@ def optimizer_policy(config: Config) -> OptimizerPolicy:
     values = _given(config.optimizer)
     if "betas" in values:
         values["betas"] = tuple(values["betas"])
-    return OptimizerPolicy(**values)
+    return OptimizerPolicy(**values, rounding_seed=config.train.seed)
 
 
 def learning_rates(config: Config) -> Tensor:
@@ -63,7 +63,9 @@ def precision_policy(config: Config) -> PrecisionPolicy:
     values = _given(config.precision, without=("loss_scale",))
     scale = _given(config.precision.loss_scale)
     loss_scale = LossScalePolicy(**scale) if scale else None
-    return PrecisionPolicy.named(values["dtype"], reduce_dtype=values.get("reduce_dtype"), loss_scale=loss_scale)
+    return PrecisionPolicy.named(
+        values["dtype"], reduce_dtype=values.get("reduce_dtype"), loss_scale=loss_scale, master=values.get("master")
+    )
 
 
 def zero_policy(config: Config) -> ZeroPolicy:

@@ -3,7 +3,8 @@
 Phases: the machine's own limits (copy bandwidth, bfloat16 matrix product rate); then per op a correctness gate against its
 reference, and only after it p20, p50 and p80 of forward and of forward with backward, as share of the limit and as ratio to
 each peer present (torch eager, torch.compile, torch's fused forms, SDPA, liger-kernel). Rows go to
-experiments/results/<gpu>/kernels-<date>-<commit>.json, and docs/kernels.md is written again.
+experiments/results/<gpu>/kernels-<date>-<commit>.json, with a picture and an offline wandb run beside it, and docs/kernels.md is
+written again.
 
 Without a GPU nothing is timed: the ahead-of-time metrics and the page are refreshed. `--dry-run` walks the same code over
 small shapes on the CPU and writes nothing.
@@ -26,6 +27,7 @@ import triton
 from kernel_peers import all_peers
 from torch import Tensor
 
+from scripts.kernel_records import Record
 from ztk.kernels import ALL_OPS, OpSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,6 +271,10 @@ def main() -> int:
                 document = {"limits": asdict(limits), "rows": [asdict(row) for row in rows]}
                 file.write_text(json.dumps(document, indent=1) + "\n")
     if device == "cuda":
+        record = Record(title=f"share of the limit, {stamp['gpu']}", column="share", line=1.0)
+        own = [asdict(row) for row in rows if row.provider == "ztk"]
+        labels = [f"{row['op']} {'x'.join(map(str, row['shape'][:4]))} {row['direction']}" for row in own]
+        record.write(own, folder=path, name=f"kernels-{stamp['date']}-{stamp['commit']}", labels=labels)
         kernels_page.write()
         print(f"{len(rows)} rows in {path.relative_to(ROOT)}; docs/kernels.md written")
     return 0

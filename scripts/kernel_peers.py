@@ -42,16 +42,6 @@ def _linear_cross_entropy(x, weight, target, *, ignore_index=-100, **_):
     return F.cross_entropy(F.linear(x, weight), target, ignore_index=ignore_index)
 
 
-def _flatten(tensors, *, out, offsets, scale=None):
-    torch._foreach_copy_([out[o : o + t.numel()] for t, o in zip(tensors, offsets, strict=True)], tensors)
-    if scale is not None:
-        out.mul_(scale)
-
-
-def _unflatten(flat, *, tensors, offsets):
-    torch._foreach_copy_(tensors, [flat[o : o + t.numel()] for t, o in zip(tensors, offsets, strict=True)])
-
-
 def _sum_of_squares(grad):
     return torch._foreach_norm([grad])[0].square()
 
@@ -95,8 +85,6 @@ def torch_peers() -> dict[str, dict[str, Peer]]:
         "rms_norm": {"F.rms_norm": _rms_norm},
         "cross_entropy": {"F.cross_entropy": _cross_entropy},
         "linear_cross_entropy": {"F.linear + F.cross_entropy": _linear_cross_entropy},
-        "flatten_into": {"torch._foreach_copy_": _flatten},
-        "unflatten_from": {"torch._foreach_copy_": _unflatten},
         "sum_of_squares": {"torch._foreach_norm": _sum_of_squares},
         "adamw": {"norm + mul + torch._fused_adamw_ + cast": _TorchAdamW()},
     }

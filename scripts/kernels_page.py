@@ -12,6 +12,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.kernel_callers import FOR_USERS, HOT_PATHS, callers
+from scripts.kernel_records import Record
 from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +24,7 @@ AOT_FILE = RESULTS / "aot" / "kernels.json"
 PAGE = ROOT / "docs" / "kernels.md"
 COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, for floors in milliseconds
 ITEMSIZE = 2
+PICTURED = "sm_90"
 
 # (share of the limit, ratio to the best peer) to reach on an H200.
 GOALS = {
@@ -28,8 +33,6 @@ GOALS = {
     "adamw_stochastic": ("90 %", ""),
     "adamw_8bit": ("80 %", "1.5 to 2x flashoptim"),
     "sum_of_squares": ("90 %", "1.1x torch._foreach_norm"),
-    "flatten_into": ("92 %", "1.2x torch._foreach_copy_"),
-    "unflatten_from": ("92 %", "1.2x torch._foreach_copy_"),
     "quantize": ("85 %", "1.1x torch.compile"),
     "dequantize": ("85 %", "1.1x torch.compile"),
     "dequantize_reduce": ("85 %", "1.1x torch.compile"),
@@ -55,6 +58,15 @@ def refresh_aot() -> None:
     AOT_FILE.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(done.stdout)
     AOT_FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    record_aot()
+
+
+def record_aot() -> None:
+    """A wandb run and a picture of the metrics of `PICTURED`."""
+    rows = [row for row in json.loads(AOT_FILE.read_text()) if row["arch"] == PICTURED]
+    record = Record(title=f"instructions per element, {PICTURED}", column="instructions_per_element")
+    labels = [f"{row['op']} {row['kernel']}" for row in rows]
+    record.write(rows, folder=AOT_FILE.parent, name=f"kernels-{PICTURED}", labels=labels)
 
 
 def newest_measurements() -> dict[str, dict]:
@@ -99,6 +111,15 @@ def floors() -> str:
             ])  # fmt: skip
     header = ["op", "shape", "bytes", "bytes of backward", "FLOPs", "floor", "share to reach", "against the best peer"]
     return table(header, rows)
+
+
+def called() -> str:
+    found = callers()
+    rows = []
+    for spec in ALL_OPS:
+        names = [f"`{name}`" for name in found.get(spec.name, ())] or [FOR_USERS[spec.name]]
+        rows.append([HOT_PATHS[spec.name], f"`{spec.name}`", ", ".join(names)])
+    return table(["hot path", "op", "caller"], sorted(rows))
 
 
 def measured() -> str:
@@ -177,6 +198,17 @@ that count over the ceilings of one H200 as measured elsewhere: {COPY_GB_PER_S} 
 bfloat16 products. Shares of measured rows are relative to the limits of the same machine in the same run.
 
 {floors()}
+
+## Callers
+
+What each op is on the way of, and the functions that call it, read from the source (`scripts/kernel_callers.py`). On a GPU an op is its Triton
+kernel, on a CPU torch's operations.
+
+{called()}
+
+Gradients reach their bucket by one copy each, when autograd brings them: the copy runs behind the backward's products and frees the gradient at
+once, where one launch per bucket would keep the gradients of a bucket beside its buffer until the last one has come. Parameters are views
+of what is gathered. So there is no kernel that flattens or unflattens a list of tensors.
 
 ## Measured
 

@@ -16,6 +16,8 @@ from ztk.runtime import Process
 
 OPTIMIZERS = {
     "adamw": OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5),
+    "bf16": OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, states="bf16"),
+    "8bit": OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, states="8bit"),
     "sgd": OptimizerPolicy(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.0, clip_grad_norm=0.5),
 }
 
@@ -27,6 +29,7 @@ class Setup:
     layout: Layout = field(default_factory=Layout)
     dtype: str = "fp32"
     optimizer: str = "adamw"
+    master: str | None = None
     seed: int = 0
     frozen: tuple[str, ...] = ()
     accumulation_steps: int = 1
@@ -41,6 +44,7 @@ class Setup:
             dtype=self.dtype,
             model=model,
             optimizer=OPTIMIZERS[self.optimizer],
+            master=self.master,
             accumulation_steps=self.accumulation_steps,
         )
 

@@ -15,7 +15,6 @@ from ztk.kernels import (
     adamw_stochastic,
     cast_copy,
     cross_entropy,
-    flatten_into,
     lion,
     quantize,
     set_backend,
@@ -117,21 +116,6 @@ def test_sum_of_squares(planted, last_programs):
 
     offset = "start + tl.arange(0, BLOCK)"
     check_planted(check, modules=planted(sum_of_squares, old=offset, new=f"({offset}).to(tl.int32)"))
-
-
-def test_flatten(planted, last_programs):
-    last_programs(PROGRAMS)
-    x = torch.randn(N).bfloat16()
-
-    def check(module):
-        flat, back = behind(torch.zeros_like(x), rows=BEYOND + N), torch.zeros_like(x)
-        module._launch_gather([x], flat, [BEYOND], None)
-        assert torch.equal(flat[BEYOND:], x)
-        module._launch_scatter(flat, [back], [BEYOND])
-        assert torch.equal(back, x)
-
-    offset = "offset = tl.load(table_ptr + num_tensors + i_tensor)"
-    check_planted(check, modules=planted(flatten_into, old=offset, new=offset + ".to(tl.int32)"))
 
 
 COLUMNS = 1 << 17

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts import kernel_callers
+from scripts.kernel_callers import FOR_USERS, HOT_PATHS, callers
+from scripts.kernel_records import Record
+from ztk.kernels import ALL_OPS
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -50,3 +55,34 @@ def test_newest_rows_stand_beside_their_goals(page, tmp_path):
     assert "Speed is unmeasured" not in text
     assert "| adamw | 16 | forward | 7 | 7 | 7 | 3900 GB/s | 91% | 90 % | torch 2.00x |" in text
     assert "Not measured in that run" in text and "| 9 |" not in text
+
+
+def test_every_op_has_a_caller(page):
+    """An op that nothing calls is deleted, or says for whom it is; one that got a caller no longer says so."""
+    found, names = callers(), {spec.name for spec in ALL_OPS}
+    assert set(HOT_PATHS) == names
+    assert {name for name in names if not found.get(name)} == set(FOR_USERS)
+    cells = [cell.strip() for line in page.called().splitlines() for cell in line.strip("|").split("|")]
+    assert all(cells) and len(cells) == 3 * (2 + len(names))
+
+
+def test_callers_are_uses_and_no_imports(tmp_path, monkeypatch):
+    (tmp_path / "ztk").mkdir()
+    (tmp_path / "ztk" / "a.py").write_text(
+        "from ztk import kernels\nfrom ztk.kernels import rope as turn, swiglu\n"
+        "class A:\n    def f(self):\n        return kernels.adamw, turn(1)\nx = turn\n"
+    )
+    monkeypatch.setattr(kernel_callers, "ROOT", tmp_path)
+    monkeypatch.setattr(kernel_callers, "PACKAGE", tmp_path / "ztk")
+    assert callers() == {"adamw": ["ztk.a.A.f"], "rope": ["ztk.a.A.f", "ztk.a"]}
+
+
+def test_rows_become_a_picture_and_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    rows = [{"op": "adamw", "share": 0.9}, {"op": "rope", "share": None}]
+    path = Record(title="share of the limit", column="share", line=1.0).write(
+        rows, folder=tmp_path, name="kernels", labels=["adamw", "rope"]
+    )
+    assert path.read_bytes().startswith(b"\x89PNG") and "adamw" in path.with_suffix(".svg").read_text()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert run.stat().st_size > 0

@@ -13,8 +13,6 @@ from ztk.kernels._work import visible_pairs, work_of
 
 # Statistics, control rows and offsets come on top of `num_bytes`, which counts rows of these widths.
 SHAPES = {
-    "flatten_into": (4096, 160, 1024),
-    "unflatten_from": (4096, 160, 1024),
     "swiglu": (32, 256),
     "geglu": (32, 256),
     "rms_norm": (64, 256),
@@ -116,6 +114,16 @@ def test_operations_of_products():
         "attention_backward", args=(q, q, q, q, q, torch.zeros(2, 12), offsets, 7, True, 0, 1.0), result=(q, q, q)
     )
     assert back.flops() == 10 * (15 + 28) * 2 * 16
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_call_that_does_nothing_moves_nothing(factor):
+    """The gradient of a loss is there after the forward: the backward scales it by what it starts from, and by 1 touches nothing."""
+    logits, target = torch.randn(6, 40, requires_grad=True), torch.arange(6)
+    with KernelTimes() as times:
+        (factor * kernels.cross_entropy(logits * 1, target, inplace=True)).backward()
+    scaled = times.read()["scale_rows"]
+    assert (scaled.calls, scaled.num_bytes) == (1, 0 if factor == 1 else 2 * 6 * 40 * 4 + 4)
 
 
 def test_the_floor_is_the_longer_of_moving_and_computing():

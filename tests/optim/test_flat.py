@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ztk import kernels
-from ztk.optim import OptimizerPolicy, SchedulePolicy, flat_optimizer, group_parameters, lr_table
+from ztk.kernels._flat import control_row
+from ztk.optim import OptimizerPolicy, SchedulePolicy, eight_bit, flat_optimizer, group_parameters, lr_table
 from ztk.precision import LossScalePolicy, control_settings, control_state
 
 STEPS, N = 6, 48
@@ -112,3 +113,34 @@ def test_overflow_touches_nothing(case):
     optimizer.step(master, grad=grad, states=states, control=control[0], out=out)
     assert (master == 1).all() and (out == 7).all() and all((s == 0.5).all() for s in states)
     assert state[kernels.State.loss_scale] == 2.0 and state[kernels.State.skipped_steps] == 1
+
+
+def eight_bit_states(n: int, *, steps: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A parameter and its rows after updates whose sizes differ by group, some so small that float32 has few bits for them."""
+    dtypes = {"low": torch.int8, "code_m": torch.int8, "code_v": torch.uint8}
+    rows = {name: torch.zeros(n, dtype=dtype) for name, dtype in dtypes.items()}
+    rows |= {name: torch.zeros(n // 32, dtype=torch.bfloat16) for name in ("scale_m", "scale_v")}
+    parameter = torch.randn(n).bfloat16()
+    scale = 10.0 ** torch.randint(-24, 3, (n // 32, 1))
+    for step in range(1, steps + 1):
+        grad = (torch.randn(n // 32, 32) * scale * (torch.rand(n // 32, 32) < 0.3)).view(-1)
+        kernels.adamw_8bit(parameter, grad=grad, control=control_row(step=step), seed=3, start=0, **rows)
+    return parameter, rows
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_8_bit_states_are_found_again_from_what_they_decode_to(steps):
+    parameter, rows = eight_bit_states(32 * 500, steps=steps)
+    moments, master = eight_bit.read_moments(rows), eight_bit.read_master(parameter, rows=rows)
+    again = {name: torch.zeros_like(row) for name, row in rows.items()}
+    assert eight_bit.write_moments(again, **moments) == 0
+    for name, value in eight_bit.read_moments(again).items():
+        assert torch.equal(value, moments[name])
+    high, low = eight_bit.split(master)
+    assert torch.equal(high, parameter) and torch.equal(low, rows["low"])
+    assert torch.equal(master.bfloat16(), parameter) and (rows["low"] == -128).any()
+
+
+def test_moments_of_another_format_are_rounded_and_counted():
+    _, rows = eight_bit_states(64, steps=1)
+    assert eight_bit.write_moments(rows, exp_avg=torch.randn(64), exp_avg_sq=torch.rand(64)) == 4

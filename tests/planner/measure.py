@@ -41,6 +41,8 @@ class Case:
     parameters: str = "none"
     dtype: str = "fp32"
     optimizer: str = "adamw"
+    states: str = "fp32"
+    master: str | None = None
     recompute: str = "none"
     inputs_on_cpu: bool = False  # of recomputed blocks
     contiguous: bool = False
@@ -59,8 +61,8 @@ class Case:
     def policies(self, folder: str) -> dict[str, Any]:
         """Keywords that `plan` and `parallelize` share."""
         return {
-            "optimizer": OptimizerPolicy(name=self.optimizer, clip_grad_norm=1.0),
-            "precision": PrecisionPolicy.named(self.dtype),
+            "optimizer": OptimizerPolicy(name=self.optimizer, clip_grad_norm=1.0, states=self.states),
+            "precision": PrecisionPolicy.named(self.dtype, master=self.master),
             "zero": ZeroPolicy(stage=self.stage, **self.zero),
             "offload": OffloadPolicy(
                 optimizer=self.offload, parameters=self.parameters, nvme_path=folder, buffer_bytes=1 << 22

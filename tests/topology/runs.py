@@ -39,6 +39,7 @@ class Strategy:
     loss_scale: float = 2.0**17  # of fp16, at first: so large that some steps are skipped
     seed: int = 3  # of the first weights
     z_loss: float = 0.0  # the loss's; the one value here that changes numbers
+    states: str = "fp32"  # of AdamW
     zero: dict = field(default_factory=dict)  # of `ZeroPolicy`
     options: dict = field(default_factory=dict)  # of `parallelize`
 
@@ -91,7 +92,7 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
     return parallelize(
         model,
         process=process,
-        optimizer=OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8),
+        optimizer=OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8, states=strategy.states),
         precision=PrecisionPolicy(
             dtype=DTYPES[strategy.dtype],
             loss_scale=LossScalePolicy(initial=strategy.loss_scale, window=4, hysteresis=1)

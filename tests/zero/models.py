@@ -120,6 +120,7 @@ def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder
         precision=PrecisionPolicy(
             dtype=DTYPES[dtype],
             loss_scale=LossScalePolicy(initial=2.0**17, window=4, hysteresis=1) if dtype == "fp16" else None,
+            master=options.pop("master", None),
         ),
         zero=ZeroPolicy(stage=layout.stage, **{"bucket_size": 2000, **layout.zero}),
         offload=offload,

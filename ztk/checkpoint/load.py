@@ -33,7 +33,7 @@ class LoadReport:
     read_bytes: bytes that this rank read from the files. kept: the model's parameters and buffers that stayed as they were; unused: names of
     the checkpoint that were not loaded. Both are empty except with `only`, `strict=False` and checkpoints of only the trained parameters.
     passed_over: the faults of later checkpoints, see `load_newest`. notes: what became of an average of the weights that only the engine or
-    only the checkpoint has, in sentences.
+    only the checkpoint has, and of states that the two keep in other formats, in sentences.
     """
 
     path: Path
@@ -96,11 +96,12 @@ def load(
         same_world = manifest.world_size == comm.size
         with agreement.step():
             source = _state_source(reader, parts=engine.zero.parts, weights_only=weights_only)
-            engine.zero.state.load(source, keep=frozenset(matched.kept))
+            rounded = engine.zero.state.load(source, keep=frozenset(matched.kept))
             _load_buffers(engine, reader=reader, keep=matched.kept)
             rng = reader.rng_states(comm.rank) if same_world and not weights_only else None
         restore_progress(engine, manifest=None if weights_only else manifest, keep=matched.kept)
         engine.zero.state.share_parameters()
+        rounded = sum(comm.gather_objects(rounded))
         if not weights_only:
             _restore_progress(engine, manifest=manifest)
             if rng is not None:
@@ -115,7 +116,10 @@ def load(
         read_bytes=reader.read_bytes,
         kept=matched.kept,
         unused=matched.unused,
-        notes=tuple(_notes(manifest, names=names, weights_only=weights_only)),
+        notes=(
+            *_notes(manifest, names=names, weights_only=weights_only),
+            *(() if weights_only else _notes_of_states(manifest, kept=engine.zero.kept_states, rounded=rounded)),
+        ),
     )
 
 
@@ -141,6 +145,27 @@ def _notes(manifest: Manifest, *, names: Sequence[str], weights_only: bool) -> I
         yield f"the average of the weights starts from the weights of {manifest.path}"
     elif saved and AVERAGE not in names:
         yield f"the average of the weights in {manifest.path} is left out: this run keeps none"
+
+
+def _notes_of_states(manifest: Manifest, *, kept: Mapping[str, str], rounded: int) -> Iterator[str]:
+    """kept: of the engine, see `StateFormat.described`. rounded: groups of 8-bit states."""
+    saved = manifest.layout.get("states") or dict.fromkeys(("master", *(manifest.state_names or ())), "float32")
+    common = [name for name in kept if name in saved]
+    if any(kept[name] != saved[name] for name in common):
+        yield (
+            f"{manifest.path} keeps {_words(saved, names=common)}, and this run {_words(kept, names=common)}: what has fewer bits here is "
+            "rounded once, the rest is the same numbers"
+        )
+    elif rounded:
+        yield (
+            f"{rounded} groups of 32 8-bit states of {manifest.path} are rounded once: this topology cuts parameters in another way, and "
+            "other elements share a scale"
+        )
+
+
+def _words(kept: Mapping[str, str], *, names: Sequence[str]) -> str:
+    """Such as "master: float32, exp_avg: bfloat16"."""
+    return ", ".join(f"{name}: {kept[name]}" for name in names)
 
 
 def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) -> None:

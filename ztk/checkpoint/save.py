@@ -206,6 +206,7 @@ class Saver:
                 "tiers": zero.tiers,
                 "dtype": str(zero.dtype).removeprefix("torch."),
                 "topology": asdict(self._process.mesh.topology),
+                "states": zero.kept_states,
                 "dynamic_loss_scale": engine.control.scaling.dynamic,
             },
             "state_names": list(zero.state_names),

@@ -263,6 +263,7 @@ EFFECTS = (
         when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.muon),
         only="optimizer=adamw, adam or muon",
     ),
+    Effect(keys=("optimizer.states",), when=_uses_optimizer(OptimizerName.adamw), only="optimizer=adamw"),
     Effect(
         keys=keys_of("optimizer", "momentum", "nesterov"),
         when=_uses_optimizer(OptimizerName.sgd, OptimizerName.muon),

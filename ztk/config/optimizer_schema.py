@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ztk.config.key import key
+from ztk.policies.compact import STATES
 
 
 class OptimizerName(StrEnum):
@@ -21,6 +22,12 @@ class AdjustLr(StrEnum):
 
     original = "original"  # sqrt(max(1, rows / columns))
     match_rms_adamw = "match_rms_adamw"  # 0.2 sqrt(max(rows, columns)): updates as large as AdamW's
+
+
+# Named as on the command line, and `8bit` is no name that a class body can have.
+# pyrefly: ignore[invalid-argument]  # the members follow the policy
+StateDtype = StrEnum("StateDtype", [(word, word) for word in STATES])
+StateDtype.__doc__ = """optimizer.states: in what AdamW's states are kept."""
 
 
 class NewtonSchulzDtype(StrEnum):
@@ -54,6 +61,11 @@ class OptimizerConfig:
     )
     adam_names: str | None = key(
         "regular expression: AdamW updates matrices whose name contains a match; null: names of heads and embeddings",
+        default=None,
+    )
+    states: StateDtype | None = key(
+        "how AdamW's moments are kept: fp32, bf16 (the second rounded stochastically), or 8bit, with a scale per 32 elements and 24 bits of "
+        "the master weights; see docs/recipes.md",
         default=None,
     )
     clip_grad_norm: float = key("largest global gradient norm; 0: no clipping")

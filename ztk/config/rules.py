@@ -49,6 +49,7 @@ from ztk.policies import (
     text,
     zero,
 )
+from ztk.policies.compact import compact_faults
 from ztk.policies.ranges import (
     BELOW_ONE,
     COUNT,
@@ -188,6 +189,11 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
             yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.optimizer.name is OptimizerName.muon:
             yield f"optimizer=muon: torch's does not run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+        if config.optimizer.states not in (None, "fp32") or config.precision.master is not None:
+            yield (
+                f"optimizer.states and precision.master: zero={name} runs torch's AdamW on float32 weights; use zero=stage0 to stage3, or "
+                "optimizer.states=fp32 without precision.master"
+            )
         if config.checkpoint.every or config.checkpoint.resume is not None:
             yield (
                 f"checkpoint: zero={name} is there to compare with and neither saves nor loads; use zero=stage0 to "
@@ -211,6 +217,15 @@ def _nvme(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _precision(config: Config, machine: Machine) -> Iterator[str]:
+    states = config.optimizer.states
+    if config.zero.engine is ZeroEngine.ztk:
+        yield from compact_faults(
+            name=config.optimizer.name.value,
+            states=states.value if states is not None and config.optimizer.name is OptimizerName.adamw else "fp32",
+            master=config.precision.master and config.precision.master.value,
+            dtype=config.precision.dtype.value,
+            averages=bool(config.ema.decay),
+        )
     scale = config.precision.loss_scale
     dynamic = config.precision.dtype is DType.fp16 and scale.dynamic and scale.initial and scale.floor
     if dynamic and scale.initial < scale.floor:

@@ -58,6 +58,13 @@ class DType(StrEnum):
     fp16 = "fp16"
 
 
+class MasterWeights(StrEnum):
+    """precision.master: what the optimizer updates."""
+
+    fp32 = "fp32"  # float32 weights, of which the parameters are casts
+    stochastic = "stochastic"  # the bfloat16 parameters; 8 more bits with optimizer.states=8bit
+
+
 class DataName(StrEnum):
     """data.name: where sequences come from."""
 
@@ -188,8 +195,15 @@ class LossScaleConfig:
 class PrecisionConfig:
     """The dtypes of parameters, gradients and collectives."""
 
-    dtype: DType = key("dtype of parameters, activations and gradients; 16-bit ones have fp32 master weights")
+    dtype: DType = key(
+        "dtype of parameters, activations and gradients; 16-bit ones have master weights, see precision.master"
+    )
     reduce_dtype: DType | None = key("dtype in which gradients are reduced; null: as precision.dtype", default=None)
+    master: MasterWeights | None = key(
+        "master weights: fp32, or stochastic: the bf16 parameters are their own, rounded stochastically; null: stochastic with "
+        "optimizer.states=8bit, else fp32",
+        default=None,
+    )
     loss_scale: LossScaleConfig
 
 

@@ -10,7 +10,6 @@ from ztk.kernels import adamw_stochastic as _adamw_stochastic
 from ztk.kernels import attention as _attention
 from ztk.kernels import cast_copy as _cast_copy
 from ztk.kernels import cross_entropy as _cross_entropy
-from ztk.kernels import flat as _flat_ops
 from ztk.kernels import geglu as _geglu
 from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
@@ -39,17 +38,16 @@ from ztk.kernels._library import Backend, behind_step, get_backend, op_names, op
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels._times import Ceilings, KernelTime, KernelTimes
 from ztk.kernels.adamw import adamw
-from ztk.kernels.adamw_8bit import adamw_8bit
+from ztk.kernels.adamw_8bit import adamw_8bit, decode_master, decode_moments, encode_master
 from ztk.kernels.adamw_bf16 import adamw_bf16
 from ztk.kernels.adamw_stochastic import adamw_stochastic
 from ztk.kernels.attention import attention, attention_varlen
 from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.cross_entropy import cross_entropy
-from ztk.kernels.flat import flatten_into, unflatten_from
 from ztk.kernels.geglu import geglu
 from ztk.kernels.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.layer_norm import layer_norm
-from ztk.kernels.linear_cross_entropy import linear_cross_entropy
+from ztk.kernels.linear_cross_entropy import bytes_kept, linear_cross_entropy
 from ztk.kernels.lion import lion
 from ztk.kernels.moe_combine import moe_combine
 from ztk.kernels.moe_routing import Routing, Slots, moe_route, moe_slots
@@ -68,8 +66,6 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _sgd.SPEC,
     _lion.SPEC,
     _cast_copy.SPEC,
-    _flat_ops.SPEC_FLATTEN,
-    _flat_ops.SPEC_UNFLATTEN,
     _swiglu.SPEC,
     _geglu.SPEC,
     _rms_norm.SPEC,
@@ -116,11 +112,14 @@ __all__ = [
     "attention",
     "attention_varlen",
     "behind_step",
+    "bytes_kept",
     "cast_copy",
     "cross_entropy",
+    "decode_master",
+    "decode_moments",
     "dequantize",
     "dequantize_reduce",
-    "flatten_into",
+    "encode_master",
     "geglu",
     "get_backend",
     "grouped_matmul",
@@ -142,5 +141,4 @@ __all__ = [
     "step_control",
     "sum_of_squares",
     "swiglu",
-    "unflatten_from",
 ]

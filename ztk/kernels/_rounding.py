@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_HIGH = 0x85EBCA6B  # of the upper half of an index
 
 
 @triton.jit
@@ -44,28 +45,44 @@ def round_stochastic_bf16(b_x, b_random):
 
 
 def _mix_cpu(x: Tensor) -> Tensor:
-    """`_mix` on int64 values below 2^32, in place."""
-    x.bitwise_xor_(x >> 16)
-    x.mul_(0x7FEB352D).bitwise_and_(_MASK)
-    x.bitwise_xor_(x >> 15)
-    x.mul_(0x846CA68B).bitwise_and_(_MASK)  # the product wraps modulo 2^64, which leaves its low half right
-    return x.bitwise_xor_(x >> 16)
+    """`_mix` on the bits of int32 x [n], in place: products wrap; a shift brings copies of the sign, that a mask takes off."""
+    shifted = torch.empty_like(x)
+
+    def fold(bits: int) -> None:
+        torch.bitwise_right_shift(x, bits, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))
+
+    fold(16)
+    x.mul_(_int32(0x7FEB352D))
+    fold(15)
+    x.mul_(_int32(0x846CA68B))
+    fold(16)
+    return x
+
+
+def _int32(bits: int) -> int:
+    """The number that has the low 32 of `bits` as an int32."""
+    return (bits + (1 << 31) & _MASK) - (1 << 31)
 
 
 def random_bits_cpu(*, start: int, count: int, step: int, seed: int) -> Tensor:
-    """`random_bits` of the indices [start, start + count): int64 [count], below 2^32."""
-    key = int(_mix_cpu(torch.tensor((seed + step * 0x9E3779B9) & _MASK)))
-    index = torch.arange(start, start + count)
-    return _mix_cpu((((index & _MASK) + (index >> 32) * 0x85EBCA6B) & _MASK).bitwise_xor_(key))
+    """`random_bits` of the indices [start, start + count): int32 [count], which have the same bits. count: below 2^31."""
+    key = int(_mix_cpu(torch.tensor(_int32(seed + step * 0x9E3779B9), dtype=torch.int32)))
+    low, high = start & _MASK, start >> 32
+    mixed = torch.arange(count, dtype=torch.int32).add_(_int32(low + high * _HIGH))
+    carry = (1 << 32) - low  # from this element on the upper half of the index is one more
+    if carry < count:
+        mixed[carry:].add_(_int32(_HIGH))
+    return _mix_cpu(mixed.bitwise_xor_(key))
 
 
 def random_bits_like(x: Tensor, *, start: int, step: int, seed: int) -> Tensor:
-    """`random_bits` of the elements of x [n], the first at index `start`: int64 [n] below 2^32 on x's device."""
+    """`random_bits` of the elements of x [n], the first at index `start`: int32 [n] on x's device."""
     return random_bits_cpu(start=start, count=x.numel(), step=step, seed=seed).to(x.device)
 
 
 def round_stochastic_bf16_cpu(x: Tensor, random: Tensor) -> Tensor:
-    """float32 x rounded to bfloat16 by the low 16 bits of `random`, int64 of x's shape."""
+    """float32 x rounded to bfloat16 by the low 16 bits of `random`, int32 of x's shape."""
     bits = x.view(torch.int32)
-    up = bits + (random & 0xFFFF).to(torch.int32)
+    up = (random & 0xFFFF).add_(bits)
     return (torch.where(x == x, up, bits) >> 16).to(torch.int16).view(torch.bfloat16)

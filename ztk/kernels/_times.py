@@ -158,15 +158,15 @@ class KernelTimes:
         return result
 
     def _added(self, before: KernelTime | None, *, work: Work, seconds: float) -> KernelTime:
-        floor = None
+        floor, num_bytes = None, int(work.num_bytes * work.share()) if work.share else work.num_bytes
         if self._ceilings is not None:
             flops = work.flops() if work.flops else 0
-            floor = self._ceilings.seconds(num_bytes=work.num_bytes, flops=flops, dtype=work.dtype)
+            floor = self._ceilings.seconds(num_bytes=num_bytes, flops=flops, dtype=work.dtype)
         if before is None:
-            return KernelTime(calls=1, seconds=seconds, num_bytes=work.num_bytes, floor_seconds=floor)
+            return KernelTime(calls=1, seconds=seconds, num_bytes=num_bytes, floor_seconds=floor)
         return KernelTime(
             calls=before.calls + 1,
             seconds=before.seconds + seconds,
-            num_bytes=before.num_bytes + work.num_bytes,
+            num_bytes=before.num_bytes + num_bytes,
             floor_seconds=None if floor is None or before.floor_seconds is None else before.floor_seconds + floor,
         )

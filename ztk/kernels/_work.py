@@ -19,23 +19,34 @@ from ztk.kernels._library import operator
 # Written and not read, by name: their schema says only that they change.
 _WRITTEN = {"step_control": ("control",)}
 _OUT = "out"  # everywhere
-_NOT_READ = {"step_control": ("lr_table",)}  # one number of it
+_NOT_READ = {
+    "step_control": ("lr_table",),  # one number of it
+    "linear_cross_entropy": ("logits",),  # memory for a chunk
+}
 
 
 class Work(NamedTuple):
     """num_bytes: moved at least. flops: () -> operations of matrix products; it may read offsets from the device, so it is called
-    after the step. dtype: of the products. A tuple: one is made per timed call."""
+    after the step, as `share` is. dtype: of the products. share: () -> what share of the bytes the call has moved, where values decide it;
+    None: all. A tuple: one is made per timed call."""
 
     num_bytes: int
     flops: Callable[[], int] | None
     dtype: torch.dtype
+    share: Callable[[], float] | None = None
 
 
 def work_of(name: str, *, args: tuple, result: object) -> Work:
     """Of a call `ztk::name(*args) -> result`. args: in the order of the schema; trailing ones may be left to their defaults."""
-    count, flops = _MOVED.get(name), _PRODUCTS.get(name)
-    moved = count(args) if count else sum(map(_moved, args, _passes(name))) + _nbytes(result)
-    return Work(num_bytes=moved, flops=flops(args, result) if flops else None, dtype=_first(args).dtype)
+    flops = _PRODUCTS.get(name)
+    moved = sum(map(_moved, args, _passes(name))) + _nbytes(result)
+    share = _share_of_rows(args) if name == "scale_rows" else None
+    return Work(num_bytes=moved, flops=flops(args, result) if flops else None, dtype=_first(args).dtype, share=share)
+
+
+def _share_of_rows(args: tuple) -> Callable[[], float]:
+    """Of `scale_rows(x, scale)`: rows whose scale is 1 are not touched, as those of a loss that the backward starts from."""
+    return lambda: float((args[1] != 1).float().mean())
 
 
 def _moved(arg: object, passes: int) -> int:
@@ -65,11 +76,6 @@ def _passes(name: str) -> tuple[int, ...]:
         skipped = argument.name in _NOT_READ.get(name, ())
         found.append(0 if skipped else 2 if changes and not written else 1)
     return tuple(found)
-
-
-def _copied_bytes(tensors: list[Tensor], *, flat: Tensor) -> int:
-    """Between tensors and their part of a flat buffer."""
-    return sum(tensor.numel() * (tensor.element_size() + flat.element_size()) for tensor in tensors)
 
 
 def _attention_flops(q: Tensor, *, rest: tuple, per_pair: int) -> Callable[[], int]:
@@ -105,10 +111,6 @@ def _linear_loss_flops(args: tuple, result: object) -> Callable[[], int]:
     return lambda: flops
 
 
-_MOVED: dict[str, Callable[[tuple], int]] = {
-    "flatten_into": lambda args: _copied_bytes(args[0], flat=args[1]),
-    "unflatten_from": lambda args: _copied_bytes(args[1], flat=args[0]),
-}
 _PRODUCTS: dict[str, Callable[[tuple, object], Callable[[], int]]] = {
     "attention": lambda args, result: _attention_flops(args[0], rest=args[3:], per_pair=4),
     "attention_backward": lambda args, result: _attention_flops(args[1], rest=args[6:], per_pair=10),

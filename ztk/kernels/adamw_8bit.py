@@ -125,6 +125,8 @@ def _launch(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: i
 
 def _grouped(x: Tensor) -> Tensor:
     """[n] as [groups, 32], zero-padded."""
+    if x.numel() % GROUP == 0:
+        return x.view(-1, GROUP)
     return torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
 
 
@@ -143,7 +145,7 @@ def decode_moments(*, code_m: Tensor, code_v: Tensor, scale_m: Tensor, scale_v: 
 
 def encode_master(master: Tensor, *, random: Tensor) -> tuple[Tensor, Tensor]:
     """(bfloat16 param, int8 low) of a float32 [n], rounded by the low 8 bits of `random`."""
-    bits = (master.view(torch.int32) + (random & 0xFF).int()) & -256
+    bits = (master.view(torch.int32) + (random & 0xFF)) & -256
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), ((bits - (high << 16)) >> 8).to(torch.int8)
 
@@ -164,7 +166,7 @@ def _write(param, low, code_m, code_v, scale_m, scale_v, *, p, m, v, random) -> 
     param.copy_(high)
     low.copy_(rest)
     code, scale = _encode(m.abs(), largest_code=127.0, random=(random >> 8) & 0xFF, compand=True)
-    code_m.copy_(torch.where(m < 0, -code, code))
+    code_m.copy_(torch.copysign(code, m))
     scale_m.copy_(scale)
     code, scale = _encode(v.sqrt(), largest_code=255.0, random=(random >> 16) & 0xFF, compand=False)
     code_v.copy_(torch.maximum(code, (v > 0).float()))

@@ -17,6 +17,7 @@ https://arxiv.org/abs/2410.10989
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._spec import OpSpec
@@ -74,19 +75,19 @@ def _run(
     weight: Tensor,
     target: Tensor,
     row_weight: Tensor,
-    rows: int,
+    logits: Tensor,
     ignore_index: int,
     z_loss: float,
     smoothing: float,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss per token [T], d_x [T, H], d_weight [V, H]), float32; the gradients times `row_weight` [1], or empty."""
-    (T, H), V = x.shape, weight.shape[0]
+    """(loss per token [T], d_x [T, H], d_weight [V, H]), float32; the gradients times `row_weight` [1], or empty. logits: [rows, V], memory
+    for a chunk."""
+    (T, H), (rows, V) = x.shape, logits.shape
     options = (ignore_index, z_loss, smoothing)
     loss = torch.empty(T, dtype=torch.float32, device=x.device)
     d_x = torch.empty((T if with_gradients else 0, H), dtype=torch.float32, device=x.device)
     d_weight = torch.zeros((V, H) if with_gradients else (0, H), dtype=torch.float32, device=x.device)
-    logits = torch.empty(min(rows, T), V, dtype=x.dtype, device=x.device)
     weight = _operand(weight)
     for start in range(0, T, rows):
         cut = slice(start, start + rows)
@@ -102,14 +103,14 @@ def _run(
     return loss, d_x, d_weight
 
 
-def _fake(x, weight, target, row_weight, rows, ignore_index, z_loss, smoothing, with_gradients):
+def _fake(x, weight, target, row_weight, logits, ignore_index, z_loss, smoothing, with_gradients):
     (T, H), V = x.shape, weight.shape[0]
     shapes = (T,), (T if with_gradients else 0, H), (V if with_gradients else 0, H)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 _op = register(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor row_weight, int rows, int ignore_index, "
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor row_weight, Tensor(a!) logits, int ignore_index, "
     "float z_loss, float smoothing, bool with_gradients) -> (Tensor, Tensor, Tensor)",
     triton=_run,  # the kernel inside is cross_entropy's, which dispatches by itself
     cpu=_run,
@@ -117,11 +118,18 @@ _op = register(
 )
 
 
+@register_flop_formula(torch.ops.ztk.linear_cross_entropy)
+def _count_operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int:
+    """For torch's FLOP counter and for plans: the logits, and with gradients two products more."""
+    return 2 * x.numel() * weight[0] * (3 if args[-1] else 1)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, factor, rows, options, with_gradients):
+        logits = torch.empty(min(rows, x.shape[0]), weight.shape[0], dtype=x.dtype, device=x.device)
         mantissa, exponent = torch.frexp(factor.reshape(1))
-        loss, d_x, d_weight = _op(x, weight, target, mantissa, rows, *options, with_gradients)
+        loss, d_x, d_weight = _op(x, weight, target, mantissa, logits, *options, with_gradients)
         ctx.save_for_backward(d_x, d_weight, torch.ldexp(torch.ones_like(mantissa), exponent))
         ctx.dtype = x.dtype
         return (loss.sum() * factor).reshape(())
@@ -136,6 +144,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             cast_copy(d.view(-1), out=out.view(-1), scale=factor)
             scaled.append(out)
         return *scaled, None, None, None, None, None
+
+
+def bytes_kept(x: Tensor, *, weight: Tensor, with_gradients: bool = True) -> int:
+    """What `linear_cross_entropy` holds beside its arguments x [..., H] and weight [V, H]: the largest chunk, and the gradients in float32."""
+    rows, (V, H) = x.numel() // weight.shape[1], weight.shape
+    gradients = 4 * H * (rows + V) if with_gradients else 0
+    return gradients + (CPU_CHUNK_BYTES if x.device.type == "cpu" else CHUNK_BYTES)
 
 
 def linear_cross_entropy(

@@ -64,7 +64,10 @@ class Decoder(nn.Module):
 
     def finish(self, x: Tensor, *, targets: Tensor | None = None) -> Tensor:
         """x [B, T, C] -> logits [B, T, V], or with targets the loss, as `forward`."""
-        return self.loss(self.head(self.norm(x)), targets)
+        x = self.norm(x)
+        if type(self.loss) is LanguageLoss:
+            return self.loss.of_head(self.head, x=x, targets=targets)
+        return self.loss(self.head(x), targets)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward per token, at sequences of `seq_len`."""

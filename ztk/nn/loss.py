@@ -1,8 +1,13 @@
 """From logits to the loss."""
 
+import torch
 from torch import Tensor, nn
 
-from ztk.kernels import cross_entropy
+from ztk.kernels import bytes_kept, cross_entropy, linear_cross_entropy
+from ztk.nn.linear import Linear
+from ztk.runtime.own_forward import has_own_forward
+
+LARGE_LOGITS = 1 << 30  # bytes: below, the loss reads the logits of the head, as every run has since the first
 
 IGNORED = -100  # a target that does not count, as in torch
 
@@ -23,3 +28,22 @@ class LanguageLoss(nn.Module):
             return logits
         z_loss = self.z_loss if self.training else 0.0
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, z_loss=z_loss, inplace=True)
+
+    def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """As `forward` of the logits `head(x)`, x [B, T, C]. Where they would take more than `LARGE_LOGITS` bytes and more than the op keeps,
+        the loss comes from the head's weight in chunks of tokens (`ztk.kernels.linear_cross_entropy`), and the logits never exist.
+        """
+        if targets is None or not self._is_large(head, x=x):
+            return self(head(x), targets)
+        z_loss = self.z_loss if self.training else 0.0
+        return linear_cross_entropy(x, head.weight, targets, ignore_index=IGNORED, z_loss=z_loss)
+
+    @staticmethod
+    def _is_large(head: nn.Module, *, x: Tensor) -> bool:
+        """Of a head that is the plain product with a trained weight: not one with an adapter, or whose gradient is deferred."""
+        if type(head) is not Linear or head.bias is not None or has_own_forward(head):
+            return False
+        nbytes = x.numel() // head.in_features * head.out_features * x.element_size()
+        if nbytes <= LARGE_LOGITS or not head.weight.requires_grad:
+            return False
+        return nbytes > bytes_kept(x, weight=head.weight, with_gradients=torch.is_grad_enabled())

@@ -1,46 +1,73 @@
 """One fused step over one flat shard."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ztk import kernels
+from ztk.optim.eight_bit import GROUP
 from ztk.optim.muon import Muon
+from ztk.optim.states import StateFormat, StateRow
 from ztk.policies.optimizer import OptimizerPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatOptimizer:
-    """An optimizer as the states it keeps beside the master weights (float32, the shard's size, zero at the start) and
-    one fused update. It has no tensors of its own: the store keeps the states.
+    """An optimizer as the states it keeps beside the master weights, zero at the start, and one fused update. It has no tensors of its
+    own: the store keeps the states.
 
+    format: of the states, and the dtype of the master weights. is_stochastic: the kernel rounds by bits that it draws by the position of
+    an element. writes_out: the kernel casts the master weights itself.
     muon: how the matrices of rows with a `muon_scale` are updated, whose momentum is the first state; None: there are none.
     """
 
-    state_names: tuple[str, ...]
+    format: StateFormat
     kernel: Callable[..., None]
-    options: dict[str, bool]
+    options: dict[str, int] = field(default_factory=dict)
+    is_stochastic: bool = False
+    writes_out: bool = True
     muon: Muon | None = None
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the states as a checkpoint has them."""
+        return self.format.names
+
     def step(
-        self, master: Tensor, *, grad: Tensor, states: tuple[Tensor, ...], control: Tensor, out: Tensor | None = None
+        self,
+        master: Tensor,
+        *,
+        grad: Tensor,
+        states: tuple[Tensor, ...],
+        control: Tensor,
+        out: Tensor | None = None,
+        position: int = 0,
     ) -> None:
         """Updates `master` and `states` in place from the scaled, summed gradient.
 
-        master, states: float32 [n]; grad: float32, bfloat16 or float16 [n]; control: one row of the control table,
-        written by `ztk.kernels.step_control`, which says whether to skip, the factor on the gradient and the
-        hyperparameters;
-        out: 16-bit [n] that receives the cast master. On a skipped step nothing is touched.
+        master: [n] of the format's dtype; states: its rows for these elements; grad: float32, bfloat16 or float16 [n]; control: one row
+        of the control table, written by `ztk.kernels.step_control`, which says whether to skip, the factor on the gradient and the
+        hyperparameters; position: of the first element in the model;
+        out: 16-bit [n] that receives the cast master. A skipped step changes no value.
         """
-        assert len(states) == len(self.state_names), (len(states), self.state_names)
-        named = dict(zip(self.state_names, states, strict=True))
-        self.kernel(master, grad=grad, control=control, out=out, **named, **self.options)
+        options = (
+            self.options
+            | ({"start": position} if self.is_stochastic else {})
+            | ({"out": out} if self.writes_out else {})
+        )
+        named = {row.name: state for row, state in zip(self.format.rows, states, strict=True)}
+        self.kernel(master, grad=grad, control=control, **named, **options)
+        if out is not None and not self.writes_out:
+            out.copy_(master)
 
 
-def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
-    """The fused step of the optimizer `policy.name`. An unknown name, which the policy refuses, is an AssertionError."""
+def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOptimizer:
+    """The fused step of the optimizer `policy.name` with the states `policy.states`. master: "fp32" or "stochastic", see
+    `ztk.policies.compact`. What the policies refuse is an AssertionError."""
+    if policy.states != "fp32":
+        return _compact(policy, master=master)
     muon = None
     match policy.name:
         case "muon":
@@ -58,4 +85,28 @@ def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
             names, kernel, options = (), kernels.sgd, {}
         case _:
             raise AssertionError(policy.name)  # the policy has checked it
-    return FlatOptimizer(state_names=names, kernel=kernel, options=options, muon=muon)
+    return FlatOptimizer(format=StateFormat.float32(names), kernel=kernel, options=options, muon=muon)
+
+
+def _compact(policy: OptimizerPolicy, *, master: str) -> FlatOptimizer:
+    """AdamW with smaller states."""
+    names, bf16 = ("exp_avg", "exp_avg_sq"), torch.bfloat16
+    halves = tuple(StateRow(name=name, dtype=bf16) for name in names)
+    common = {"options": {"seed": policy.rounding_seed}, "is_stochastic": True}
+    match policy.states, master:
+        case "bf16", "fp32":
+            return FlatOptimizer(format=StateFormat(rows=halves, names=names), kernel=kernels.adamw_bf16, **common)
+        case "bf16", "stochastic":
+            states = StateFormat(rows=halves, names=names, master=bf16)
+            return FlatOptimizer(format=states, kernel=kernels.adamw_stochastic, writes_out=False, **common)
+        case "8bit", "stochastic":
+            rows = (
+                StateRow(name="low", dtype=torch.int8),
+                StateRow(name="code_m", dtype=torch.int8),
+                StateRow(name="code_v", dtype=torch.uint8),
+                StateRow(name="scale_m", dtype=bf16, group=GROUP),
+                StateRow(name="scale_v", dtype=bf16, group=GROUP),
+            )
+            states = StateFormat(rows=rows, names=names, master=bf16, is_eight_bit=True)
+            return FlatOptimizer(format=states, kernel=kernels.adamw_8bit, writes_out=False, **common)
+    raise AssertionError((policy.states, master))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ztk.kernels import Control
 from ztk.optim.alone import fill, initial_state, options_of, step_alone
 from ztk.optim.probe import Kept, probe
+from ztk.optim.states import StateFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,7 @@ class TorchStep:
         self._kept: Kept = probe(optimizer, initial=of_groups, device=torch.device(device))
         optimizer.state.clear()  # full tensors, which nothing uses
         self.state_names = tuple(self._kept.rows)
+        self.format = StateFormat.float32(self.state_names)
         self.options = {"class": type(optimizer).__name__}
         self._before: dict[str, Progress] = {}
         self._after: dict[str, Progress] = {}

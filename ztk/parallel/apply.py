@@ -19,11 +19,13 @@ from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.parallel.plan import Plan
-from ztk.parallel.stores import fit_pool, make_stores, num_states, piece_size
+from ztk.parallel.stores import fit_pool, make_stores, piece_size
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
+from ztk.policies.compact import compact_faults, master_of
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.optimizer import TORCH
+from ztk.policies.ranges import refuse
 from ztk.policies.tier import Tier
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
@@ -82,6 +84,16 @@ def parallelize(
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
     """
+    precision = precision or PrecisionPolicy()
+    refuse(
+        compact_faults(
+            name=optimizer.name,
+            states=optimizer.states,
+            master=precision.master,
+            dtype=precision.name,
+            averages=ema is not None,
+        )
+    )
     plan = Plan(
         model=model,
         process=process,
@@ -92,9 +104,10 @@ def parallelize(
             model=model,
             lr_table=lr_table,
             device=_device_of_states(offload, process=process),
+            master=precision.master,
         ),
         lr_table=lr_table,
-        precision=precision or PrecisionPolicy(),
+        precision=precision,
         zero=zero or ZeroPolicy(),
         offload=offload or OffloadPolicy(),
         tensor=tensor or TensorPolicy(),
@@ -135,15 +148,16 @@ def _step_of(
     model: nn.Module,
     lr_table: Tensor | None,
     device: torch.device,
+    master: str | None,
 ) -> FlatOptimizer | TorchStep:
-    """The update of `policy`, or the step of the optimizer that was given."""
+    """The update of `policy` with the master weights of a `PrecisionPolicy`, or the step of the optimizer that was given."""
     if (given is None) != (policy.name != TORCH):
         raise ValueError(
             f"torch_optimizer goes with optimizer=OptimizerPolicy(name={TORCH!r}), and this policy has the name {policy.name!r}: "
             "pass both or neither"
         )
     if given is None:
-        return flat_optimizer(policy)
+        return flat_optimizer(policy, master=master_of(policy.states, master=master))
     if lr_table is not None:
         raise ValueError(
             "lr_table: has no effect on a torch optimizer, whose rates are in its param_groups: leave it out"
@@ -257,7 +271,7 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
         parts=plan.parts,
         ledger=plan.memory,
         clock=plan.clock,
-        piece_size=piece_size(offload, states=num_states(plan)),
+        piece_size=piece_size(offload, states=plan.state_format),
         initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
         skip_unused=plan.optimizer.skip_unused,
         ema=plan.ema,

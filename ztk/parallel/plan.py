@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ztk.nn.deferred import DeferredGradients
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
+from ztk.optim.states import StateFormat
 from ztk.pipeline import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.policies import layout
@@ -22,6 +23,7 @@ from ztk.runtime.part import InitialValues, Part
 from ztk.tensor import TensorPolicy
 from ztk.tensor.shard import ShardedTensors
 from ztk.zero import Zero, ZeroPolicy
+from ztk.zero.context import AVERAGE
 
 
 @dataclass(kw_only=True)
@@ -75,6 +77,12 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh of `process`."""
         return self.process.mesh
+
+    @property
+    def state_format(self) -> StateFormat:
+        """What is stored per parameter: the optimizer's states, and the average if one is kept."""
+        states = self.flat_optimizer.format
+        return states if self.ema is None else states.with_row(AVERAGE)
 
     @property
     def is_cut(self) -> bool:

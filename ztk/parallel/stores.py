@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
+from ztk.optim.states import ROW_ALIGNMENT, StateFormat
 from ztk.parallel.plan import Plan
 from ztk.policies.offload import PAGE_BYTES
 from ztk.runtime import Tier
@@ -50,32 +51,30 @@ def fit_pool(plan: Plan) -> OffloadPolicy:
     sizes = {name: shard_size(name, numel=parameter.numel()) for name, parameter in plan.model.named_parameters()}
     largest = max(sum(sizes[name] for name in unit.owned) for unit in plan_units(plan.model))
     elements = largest + SHARD_ALIGNMENT * PARAMETER_ALIGNMENT  # with room for padding
-    needed = -(-elements * _bytes_per_element(num_states(plan)) // PAGE_BYTES) * PAGE_BYTES
+    block, spare = _block_bytes(plan.state_format)
+    needed = -(-(-(-elements * block // SHARD_ALIGNMENT) + spare) // PAGE_BYTES) * PAGE_BYTES
     return replace(policy, buffer_bytes=min(policy.buffer_bytes, needed))
 
 
-def num_states(plan: Plan) -> int:
-    """Of a parameter's element, beside its master weight: the optimizer's, and the average if one is kept."""
-    return len(plan.flat_optimizer.state_names) + (plan.ema is not None)
-
-
-def piece_size(policy: OffloadPolicy, *, states: int) -> int | None:
-    """How many elements fit a pool buffer with master weights and so many states in fp32, or None: no limit.
+def piece_size(policy: OffloadPolicy, *, states: StateFormat) -> int | None:
+    """How many elements fit a pool buffer with master weights and states, or None: no limit.
 
     Raises ValueError for a buffer that holds too few.
     """
     if policy.optimizer is not Tier.nvme:
         return None  # parameter shards alone stream through the store's blocks, whatever their size
-    bytes_per_element = _bytes_per_element(states)
-    size = policy.buffer_bytes // bytes_per_element // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+    block, spare = _block_bytes(states)
+    size = max(0, policy.buffer_bytes - spare) // block * SHARD_ALIGNMENT
     if size == 0:
         raise ValueError(
             f"offload.buffer_bytes={policy.buffer_bytes} cannot hold the states of {SHARD_ALIGNMENT} parameters; "
-            f"set offload.buffer_bytes={SHARD_ALIGNMENT * bytes_per_element} or more"
+            f"set offload.buffer_bytes={block + spare} or more"
         )
     return size
 
 
-def _bytes_per_element(states: int) -> int:
-    """Master weight and states, fp32."""
-    return 4 * (1 + states)
+def _block_bytes(states: StateFormat) -> tuple[int, int]:
+    """(bytes of `SHARD_ALIGNMENT` elements' master weights and states, bytes that padding between rows takes at most)."""
+    rows = states.all_rows(has_master=True)
+    spare = 0 if states.is_plain else ROW_ALIGNMENT * len(rows)
+    return sum(row.nbytes(SHARD_ALIGNMENT) for row in rows), spare

@@ -72,7 +72,7 @@ class Workload:
     global_batch: int
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
+    optimizer_bytes: float
     dtype: str
 
     def replicas(self, layout: Layout) -> int:

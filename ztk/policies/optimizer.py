@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ztk.policies.compact import states_faults
 from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, range_faults, refuse
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon")
@@ -71,6 +72,8 @@ class OptimizerPolicy:
     skip_unused: a parameter that got no gradient on any rank in a step is left alone by it, with its states, as torch's optimizers do; False:
         it counts as one with the gradient zero, which momentum and decay move. For sgd, lion and torch: torch's AdamW counts the steps of
         every parameter, ztk's those of the run.
+    states: "fp32", or smaller for adamw: "bf16", or "8bit", moments of 8 bits with a scale per 32 elements. See `ztk.policies.compact`.
+    rounding_seed: of the bits that round smaller states; a run's seed.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
 
     Raises ValueError for a value out of range and for an option that the optimizer does not have.
@@ -92,6 +95,8 @@ class OptimizerPolicy:
     decay_all: bool = False
     bias_correction: bool = True
     skip_unused: bool = False
+    states: str = "fp32"
+    rounding_seed: int = 0
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -123,6 +128,7 @@ class OptimizerPolicy:
             yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
         if not self.bias_correction and self.name not in _DEFAULT_EPS:
             yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
+        yield from states_faults(self.states, name=self.name)
         yield from self._muon_faults()
         if self.skip_unused and self.name in ("adam", "adamw", "muon"):
             yield (

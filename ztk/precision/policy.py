@@ -1,10 +1,11 @@
-"""The dtypes of a run. Master weights and optimizer states are float32 whatever the policy says."""
+"""The dtypes of a run. Optimizer states are the optimizer's policy."""
 
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
+from ztk.policies.compact import MASTERS
 from ztk.policies.loss_scale import LossScalePolicy
 
 # The words of the command line.
@@ -18,6 +19,8 @@ class PrecisionPolicy:
 
     dtype: parameters, activations and gradients as the model computes them.
     reduce_dtype: in which gradients are summed over ranks; None means `dtype`.
+    master: the master weights: "fp32", or "stochastic": the bfloat16 parameters themselves, rounded stochastically, with 8 bits more if the
+        optimizer's states have 8 bits. None means "stochastic" with optimizer.states=8bit, else "fp32". See `ztk.policies.compact`.
     loss_scale: None means the default of `LossScalePolicy` for float16 and `LossScalePolicy.off()` otherwise; after
         construction it is never None.
 
@@ -28,6 +31,7 @@ class PrecisionPolicy:
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     loss_scale: LossScalePolicy | None = None
+    master: str | None = None
 
     def __post_init__(self) -> None:
         words = ", ".join(DTYPES)
@@ -37,6 +41,8 @@ class PrecisionPolicy:
             raise ValueError(
                 f"precision.reduce_dtype={self.reduce_dtype}: must be one of {words}, or null for that of the model"
             )
+        if self.master not in (None, *MASTERS):
+            raise ValueError(f"precision.master={self.master}: must be one of {', '.join(MASTERS)}, or null")
         needs_scale = self.dtype is torch.float16
         if self.loss_scale is None:
             object.__setattr__(self, "loss_scale", LossScalePolicy() if needs_scale else LossScalePolicy.off())
@@ -48,13 +54,25 @@ class PrecisionPolicy:
             )
 
     @classmethod
-    def named(cls, name: str, *, reduce_dtype: str | None = None, loss_scale: LossScalePolicy | None = None) -> Self:
+    def named(
+        cls,
+        name: str,
+        *,
+        reduce_dtype: str | None = None,
+        loss_scale: LossScalePolicy | None = None,
+        master: str | None = None,
+    ) -> Self:
         """The policy for the words of the command line: fp32, bf16 or fp16. Raises ValueError for other words."""
         for key, word in (("dtype", name), ("reduce_dtype", reduce_dtype)):
             if word is not None and word not in DTYPES:
                 raise ValueError(f"precision.{key}={word}: must be one of {', '.join(DTYPES)}")
         reduce = None if reduce_dtype is None else DTYPES[reduce_dtype]
-        return cls(dtype=DTYPES[name], reduce_dtype=reduce, loss_scale=loss_scale)
+        return cls(dtype=DTYPES[name], reduce_dtype=reduce, loss_scale=loss_scale, master=master)
+
+    @property
+    def name(self) -> str:
+        """The dtype in the word of the command line."""
+        return _NAMES[self.dtype]
 
     @property
     def gradient_dtype(self) -> torch.dtype:

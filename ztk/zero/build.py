@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ztk.optim import FlatOptimizer
 from ztk.runtime import Tier
 from ztk.runtime.part import InitialValues
 from ztk.runtime.planned import PLANNED, is_planned
@@ -18,10 +19,11 @@ from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.exchange import exchange_of
 from ztk.zero.gathering import Unit
-from ztk.zero.layout import BucketLayout, ParameterSpec
+from ztk.zero.layout import BucketLayout, ParameterSpec, Segment
 from ztk.zero.partitioned import PartitionedParameter, partitioned_of, take
 from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.piece_states import PieceStates
+from ztk.zero.positions import ElementPositions
 from ztk.zero.released import placeholder, release
 from ztk.zero.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
 from ztk.zero.watched import watch
@@ -46,6 +48,7 @@ class Builder:
         check_aliases(model)
         _check_dtypes(model)
         plans = plan_units(model)
+        self._positions = _positions(plans, model=model, context=context)
         values = self._take_values(model)
         self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
         for bucket in self.buckets:
@@ -129,11 +132,10 @@ class Builder:
         """A piece with its slots. A new slot reads as zeros."""
         shape, stores = (len(span),), self._stores
         states = gradient = parameter = None
+        has_master = traits.trainable and not self._is_own_master(traits)
         if traits.trainable:
-            rows = len(self._states.names) + (not self._is_own_master(traits))
-            states = stores.optimizer.allocate(
-                name=name, shape=(rows, *shape), dtype=torch.float32, category="optimizer"
-            )
+            stored, dtype = self._context.states.stored(len(span), has_master=has_master)
+            states = stores.optimizer.allocate(name=name, shape=stored, dtype=dtype, category="optimizer")
         if traits.trainable and traits.shards_gradients:
             gradient = stores.gradients.allocate(
                 name=name, shape=shape, dtype=traits.gradient_dtype, category="gradients", keep=True
@@ -143,17 +145,29 @@ class Builder:
         return Piece(
             start=span.start,
             stop=span.stop,
-            segments=tuple(layout.segments(span)),
+            segments=tuple(self._segments(traits, layout=layout, span=span)),
             fragments=tuple(layout.fragments(span)),
             states=states,
             gradient=gradient,
             parameter=parameter,
+            has_master=has_master,
         )
 
+    def _segments(self, traits: BucketTraits, *, layout: BucketLayout, span: range) -> Iterator[Segment]:
+        """The launches of the update for a piece: the fewest that have one group, and one distance to the elements' positions if they count."""
+        if traits.trainable and self._positions is not None:
+            return self._positions.cut(layout, span=span)
+        return layout.segments(span)
+
     def _is_own_master(self, traits: BucketTraits) -> bool:
-        """An fp32 parameter needs no master copy if the optimizer can write it where its states are."""
-        tier = self._stores.parameters.tier if traits.shards_parameters else Tier.device
-        return traits.dtype is torch.float32 and tier is self._stores.optimizer.tier and tier is not Tier.nvme
+        """A parameter of the master weights' dtype needs no copy if the optimizer can write it where its states are. On NVMe a bf16 one is read
+        and written beside them, which moves the bytes that a copy would."""
+        tier, master = (
+            self._stores.parameters.tier if traits.shards_parameters else Tier.device,
+            self._context.states.master,
+        )
+        is_reached = tier is self._stores.optimizer.tier and (tier is not Tier.nvme or master is torch.bfloat16)
+        return traits.dtype is master and is_reached
 
     # First values
 
@@ -197,6 +211,14 @@ class Builder:
         if bucket.traits.trainable and self._policy.shards_optimizer:
             return bucket.comm.empty(bucket.size, dtype=bucket.traits.dtype, label=bucket.traits.name)
         return torch.empty(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
+
+
+def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext) -> ElementPositions | None:
+    """None: no state is rounded stochastically."""
+    if not isinstance(context.optimizer, FlatOptimizer) or not context.optimizer.is_stochastic:
+        return None
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return ElementPositions(plans, shapes=shapes, row_of=context.groups.row_of, parts=context.parts)
 
 
 def _check_dtypes(model: nn.Module) -> None:

@@ -1,11 +1,12 @@
 """What the parts of one `Zero` share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.optim.states import StateFormat
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
@@ -38,11 +39,16 @@ class ZeroContext:
     clock: PhaseClock
     gathered: BufferPool
     ema: EmaPolicy | None = None
+    states: StateFormat = field(init=False)  # what is stored per parameter: the optimizer's states and the average
+
+    def __post_init__(self) -> None:
+        states = self.optimizer.format
+        object.__setattr__(self, "states", states if self.ema is None else states.with_row(AVERAGE))
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of the rows that are stored for a piece beside its master weights."""
-        return self.optimizer.state_names if self.ema is None else (*self.optimizer.state_names, AVERAGE)
+        """Of the states that are kept for a piece beside its master weights, as a checkpoint has them."""
+        return self.states.names
 
     @property
     def device(self) -> torch.device:

@@ -44,11 +44,15 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the group before it."""
+    """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the group before it.
+
+    position: of the first element in the model, see `ztk.zero.positions`; 0 where nothing is rounded stochastically.
+    """
 
     start: int
     stop: int
     group: int
+    position: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

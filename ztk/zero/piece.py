@@ -13,8 +13,8 @@ class Piece:
     """Elements [start, stop) of a bucket, within one shard.
 
     segments: the piece, cut by parameter group, in elements of the bucket. fragments: the piece, cut by parameter.
-    states: [k, stop - start] fp32: the master weights (unless the parameter is its own master), then the optimizer's moments.
-        None if the bucket is frozen.
+    states: the master weights (unless the parameter is its own master: `has_master` is False), then the optimizer's rows, as
+        `StateFormat` lays them out. None if the bucket is frozen.
     gradient: the reduced gradient, if gradients are sharded. parameter: the parameter shard, if parameters are sharded.
     """
 
@@ -25,6 +25,7 @@ class Piece:
     states: Slot | None
     gradient: Slot | None
     parameter: Slot | None
+    has_master: bool = False
 
     @property
     def numel(self) -> int:

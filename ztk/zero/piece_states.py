@@ -1,37 +1,34 @@
 """A piece's states, read and changed one piece at a time, in whatever store they are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ztk.optim import eight_bit
+from ztk.optim.states import MASTER
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.piece import Piece
 
-MASTER, FROZEN, GRADIENT = (
-    "master",
-    "parameter",
-    "gradient",
-)  # kinds of state, beside the names of the optimizer's states
-
-
-def rows_by_kind(states: Tensor, *, names: Sequence[str]) -> dict[str, Tensor]:
-    """The rows [n] of a piece's states [k, n]: "master" unless the parameter is its own master, then `names`."""
-    kinds = names if states.shape[0] == len(names) else (MASTER, *names)
-    return dict(zip(kinds, states, strict=True))
+FROZEN, GRADIENT = "parameter", "gradient"  # kinds of state, beside MASTER and the names of the optimizer's states
 
 
 class PieceStates:
-    """Reads and changes the states of pieces. names: of the optimizer's states, and of the average of the weights if it is kept."""
+    """Reads and changes the states of pieces. names: of the optimizer's states, and of the average of the weights if it is kept.
+
+    num_rounded: groups of 8-bit states that were set to numbers which their codes cannot give, see `ztk.optim.eight_bit`.
+    """
 
     def __init__(self, context: ZeroContext) -> None:
-        self._stores, self.names = context.stores, context.state_names
+        self._stores, self._format, self.names = context.stores, context.states, context.state_names
+        self.num_rounded = 0
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
-        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n]. Valid inside.
+        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n], of the dtypes
+        `StateFormat.read_dtypes`. Valid inside.
 
         aside: for another thread than the one that trains; states pass through memory of their own.
         """
@@ -44,19 +41,33 @@ class PieceStates:
         else:
             states = self._stores.optimizer.fetch(piece.states).wait()
         try:
-            rows = rows_by_kind(states, names=self.names)
+            rows = self._format.views(states, numel=piece.numel, has_master=piece.has_master)
             master = rows.pop(MASTER) if MASTER in rows else self._parameter(bucket, piece=piece)
-            yield {MASTER: master, **rows}
+            yield self._format.read(rows, master=master)
         finally:  # also when the caller stops early
             if not aside:
                 self._stores.optimizer.release(piece.states)
 
     @contextmanager
     def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
-        """The rows [n] of a trained piece, see `rows_by_kind`, which are written back at the end."""
+        """The states [n] of a trained piece by kind, "master" only if it has a row, which are written back at the end."""
+        with self._rows(piece) as rows:
+            if not self._format.is_eight_bit:
+                yield rows
+                return
+            moments = eight_bit.read_moments(rows)
+            master = {MASTER: eight_bit.read_master(rows[MASTER], rows=rows)} if MASTER in rows else {}
+            yield master | moments
+            for values in master.values():
+                self._write_master(rows, values=values)
+            self.num_rounded += eight_bit.write_moments(rows, **moments)
+
+    @contextmanager
+    def _rows(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
+        """The rows of a trained piece as they are stored, which are written back at the end."""
         states = self._stores.optimizer.fetch(piece.states).wait()
         try:
-            yield rows_by_kind(states, names=self.names)
+            yield self._format.views(states, numel=piece.numel, has_master=piece.has_master)
         finally:  # a failed change must not keep a buffer of the pool
             self._stores.optimizer.put(piece.states, value=states).wait()
 
@@ -77,10 +88,23 @@ class PieceStates:
 
     def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         """Sets the master weights of a piece to `values`, fp32 [n], and the parameter to their cast."""
-        self._set_parameter(bucket, piece=piece, values=values)
-        if piece.states is not None and piece.states.shape[0] > len(self.names):
-            with self.changing(piece) as rows:
-                rows[MASTER].copy_(values)
+        if piece.states is None:
+            self._set_parameter(bucket, piece=piece, values=values)
+            return
+        self._set_parameter(bucket, piece=piece, values=self._format.cast(values, dtype=bucket.traits.dtype))
+        if piece.has_master or self._format.is_eight_bit:
+            with self._rows(piece) as rows:
+                self._write_master(rows, values=values)
+
+    def _write_master(self, rows: dict[str, Tensor], *, values: Tensor) -> None:
+        """Sets what `rows` have of the master weights `values`, fp32 [n]."""
+        if not self._format.is_eight_bit:
+            rows[MASTER].copy_(values)
+            return
+        high, low = eight_bit.split(values)
+        rows["low"].copy_(low)
+        if MASTER in rows:
+            rows[MASTER].copy_(high)
 
     def start_average(self, piece: Piece, *, values: Tensor) -> None:
         """The average begins as a copy of the weights `values`, fp32 [n]; nothing where none is kept."""

@@ -44,7 +44,7 @@ from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
 from ztk.zero.piece import Piece
-from ztk.zero.piece_states import MASTER, rows_by_kind
+from ztk.zero.piece_states import MASTER
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -52,12 +52,14 @@ MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fetched:
-    """A piece whose states and gradient are being fetched. staged: a gradient from the device, on its way to a buffer of the pool."""
+    """A piece whose states and gradient are being fetched. parameter: one that is its own master weight, into a buffer of the pool, where it
+    is on NVMe. staged: a gradient from the device, on its way to a buffer of the pool."""
 
     bucket: Bucket
     piece: Piece
     states: Pending
     gradient: Pending | None
+    parameter: Pending | None = None
     staged: tuple[Tensor, Copy] | None = None
 
 
@@ -77,7 +79,8 @@ class ShardUpdate:
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
-        self._state_names, self._ema, self._averages = context.state_names, context.ema, False
+        self._format, self._ema, self._averages = context.states, context.ema, False
+        self._state_names = context.state_names
         self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         beside_the_device = self._on_host and context.device.type != "cpu"
         self.pool = BufferPool(
@@ -261,7 +264,13 @@ class ShardUpdate:
         elif self._on_host:
             staged = self._stage(piece.of(bucket.gradient.full))
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
-        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient, staged=staged)
+        parameter = None
+        if not piece.has_master and piece.parameter is not None and self._stores.parameters.tier is Tier.nvme:
+            memory = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+            parameter = self._stores.parameters.fetch_into(piece.parameter, out=memory)
+        return _Fetched(
+            bucket=bucket, piece=piece, states=states, gradient=gradient, parameter=parameter, staged=staged
+        )
 
     def _stage(self, gradient: Tensor) -> tuple[Tensor, Copy] | None:
         """Starts to copy a gradient [n] from a GPU to the host; None: it is there."""
@@ -278,7 +287,7 @@ class ShardUpdate:
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
                 states, gradient = self._wait_for(fetched)
-            rows = rows_by_kind(states, names=self._state_names)
+            rows = self._rows(piece, states=states)
             yield FetchedMomentum(
                 bucket=bucket,
                 piece=piece,
@@ -290,7 +299,7 @@ class ShardUpdate:
                 self._stores.gradients.release(piece.gradient)
 
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
-        """The states [k, n] and the gradient [n], where the update runs."""
+        """The stored states and the gradient [n], where the update runs."""
         states = fetched.states.wait()
         if fetched.staged is not None:
             gradient, copy = fetched.staged
@@ -304,11 +313,12 @@ class ShardUpdate:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
             states, gradient = self._wait_for(fetched)
-        rows = rows_by_kind(states, names=self._state_names)
+            own = None if fetched.parameter is None else fetched.parameter.wait()
+        rows = self._rows(piece, states=states)
         average = rows.pop(AVERAGE, None)
-        resident = self._resident_parameter(bucket, piece=piece)
+        resident = self._resident_parameter(bucket, piece=piece) if own is None else None
         if MASTER not in rows:
-            master, out = resident, None  # master weight and parameter are one
+            master, out = (resident if own is None else own), None  # master weight and parameter are one
         elif resident is not None and in_one_memory(resident, second=states):
             master, out = rows.pop(MASTER), resident
         else:
@@ -326,7 +336,11 @@ class ShardUpdate:
             self._update_average(average, weights=master, control=control)
         if fetched.staged is not None:
             self.pool.release(gradient)
-        return self._write_back(bucket, piece=piece, states=states, out=out)
+        return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
+
+    def _rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
+        """The rows of a piece's stored states by name."""
+        return self._format.views(states, numel=piece.numel, has_master=piece.has_master)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
         """See `update_average`. Where the host knows of skips, no skipped step comes here."""
@@ -362,9 +376,10 @@ class ShardUpdate:
             self._optimizer.step(
                 master[cut],
                 grad=gradient[cut],
-                states=tuple(moment[cut] for moment in rows.values()),
+                states=self._format.cut(rows, start=cut.start, stop=cut.stop),
                 control=control[segment.group],
                 out=None if out is None else out[cut],
+                position=segment.position,
             )
         for view, value in kept:
             view.copy_(value)

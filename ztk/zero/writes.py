@@ -153,7 +153,7 @@ class ParameterWrites:
         """Master weights of `names` whose cast is not the parameter's value take that value; the others keep their precision."""
         for piece in bucket.pieces:
             places = [fragment.place for fragment in piece.fragments if fragment.name in names]
-            if not places or piece.states is None or piece.states.shape[0] == len(self._states.names):
+            if not places or piece.states is None or not piece.has_master:
                 continue  # frozen, or the parameter is its own master
             self._finish_update()
             with self._states.changing(piece) as rows:

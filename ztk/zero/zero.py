@@ -41,6 +41,7 @@ class Zero:
     buckets: in order of definition. gathering, hooks: parameters at stage 3. reduction: gradients.
     state: the state for checkpoints. named_state: the state of single parameters. offloader: moves states off the device.
     averaged: the average of the weights in their place. state_names: of what is stored per parameter beside its master weight.
+    kept_states: in what, see `StateFormat.described`.
     num_parameters: elements of the model over all ranks, frozen ones included, padding not.
     dtype: of the parameters as the model computes with them. gradient_dtype: in which gradients are sent and add up.
     """
@@ -88,7 +89,7 @@ class Zero:
             gathered=BufferPool(device=mesh.world.device, ledger=ledger, category="gathered"),
             ema=ema,
         )
-        self.state_names = context.state_names
+        self.state_names, self.kept_states = context.state_names, context.states.described()
         built = Builder(model, context=context, initial_values=initial_values)
         self.buckets = built.buckets
         self._trained = [bucket for bucket in built.buckets if bucket.traits.trainable]

@@ -40,6 +40,10 @@ def parallelize_peer(
     if kind not in _PEERS:
         raise ValueError(f"zero.engine={kind}: must be one of {', '.join(_PEERS)}")
     precision = precision or PrecisionPolicy()
+    if optimizer.states != "fp32" or precision.master not in (None, "fp32"):
+        raise ValueError(
+            f"zero.engine={kind} runs torch's AdamW on float32 weights: use optimizer.states=fp32 without precision.master"
+        )
     scaler = torch_scaler(precision.loss_scale, device=process.device)
     meta = any(parameter.is_meta for parameter in model.parameters())
     if meta and initial_values is None:

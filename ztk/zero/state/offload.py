@@ -60,7 +60,7 @@ class StateOffloader:
         self.absent: frozenset[StateKind] = frozenset()
         self._buckets, self._gathered = buckets, context.gathered
         self._gathering, self._reduction, self._update = gathering, reduction, update
-        self._stores, self._num_moments = context.stores, len(context.state_names)
+        self._stores, self._format = context.stores, context.states
         self._device, self._ledger = context.device, context.ledger
         self._unsharded = [bucket for bucket in buckets if not bucket.traits.shards_parameters]
         self._offloaded: list[_Offloaded] = []
@@ -134,10 +134,11 @@ class StateOffloader:
             yield from ((full, slice(None), "gradients") for full in self._reduction.resident_buffers())
 
     def _rows(self, piece: Piece, *, kinds: frozenset[StateKind]) -> slice:
-        """Which rows of a piece's states [k, n] are of `kinds`: first the master weights, if there are some, then the moments."""
+        """Which part of a piece's stored states along dimension 0 is of `kinds`: first the master weights, if there are some, then the
+        moments."""
         assert piece.states is not None
         count = piece.states.shape[0]
-        moments = count - self._num_moments
+        moments = self._format.first_state(piece.numel) if piece.has_master else 0
         start = 0 if StateKind.hp_params in kinds else moments
         return slice(start, count if StateKind.optim_states in kinds else moments)
 

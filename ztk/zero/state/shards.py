@@ -20,7 +20,7 @@ from ztk.zero.update import ShardUpdate
 class StateSlice:
     """This rank's elements [start, stop) of one parameter's flat state.
 
-    kind: "master" (fp32 weights; the parameter is their cast), a name of the optimizer's states, or "parameter" for a frozen
+    kind: "master" (the weights; the parameter is their cast), a name of the optimizer's states, or "parameter" for a frozen
     parameter, which has nothing else. start and stop count the elements of the part that this rank holds of the parameter.
     """
 
@@ -47,6 +47,7 @@ class ModelState:
     ) -> None:
         self._buckets, self._parts, self._states = buckets, context.parts, PieceStates(context)
         self._update, self._gathering = update, gathering
+        self._dtypes = context.states.read_dtypes()
 
     def part_of(self, name: str, *, bucket: Bucket) -> Part:
         """What this rank holds of parameter `name`, which lies in `bucket`."""
@@ -59,7 +60,7 @@ class ModelState:
         for bucket, piece in self._saved_pieces():
             kinds = {FROZEN: bucket.traits.dtype}
             if piece.states is not None:
-                kinds = dict.fromkeys((MASTER, *self._states.names), torch.float32)
+                kinds = self._dtypes
             for kind, dtype in kinds.items():
                 for fragment in piece.fragments:
                     yield StateSlice(dtype=dtype, **self._address(fragment, kind=kind, bucket=bucket))
@@ -94,12 +95,14 @@ class ModelState:
 
     # Load
 
-    def load(self, read: Callable[..., Tensor], *, keep: Container[str] = ()) -> None:
+    def load(self, read: Callable[..., Tensor], *, keep: Container[str] = ()) -> int:
         """Sets this rank's state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece.
 
         keep: names of parameters that stay as they are, with their optimizer states.
         Local: after it all ranks call `share_parameters`. Raises RuntimeError if parameters are pinned.
+        Returns how many groups of 8-bit states had to be rounded: 0 after a checkpoint of the same states and the same parts.
         """
+        before = self._states.num_rounded
         self._gathering.reshard_before_change()
         self._gathering.parameters_change()
         self._update.finish()
@@ -110,6 +113,7 @@ class ModelState:
                 self._load_master(bucket, piece=piece, read=read, keep=keep)
                 if piece.states is not None:
                     self._load_moments(piece, read=read, keep=keep)
+        return self._states.num_rounded - before
 
     def share_parameters(self) -> None:
         """After `load`, a collective call: parameters that are never sharded become full on all ranks."""

@@ -1,0 +1,103 @@
+"""Which function of ztk calls which op of `ztk.kernels`, read from the source: `python scripts/kernel_callers.py`."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ztk"
+
+# What the op is on the way of, for every op of `ztk.kernels.ALL_OPS`.
+HOT_PATHS = {
+    "step_control": "step: loss scale, clipping, learning rate, decision to skip",
+    "sum_of_squares": "step: norm of the gradients",
+    "adamw": "step: AdamW, Adam and Muon's other parameters, fp32 states",
+    "adamw_bf16": "step: AdamW, bf16 states, fp32 master weights",
+    "adamw_stochastic": "step: AdamW, bf16 states, bf16 parameters rounded stochastically",
+    "adamw_8bit": "step: AdamW, 8-bit states, master weights of 24 bits",
+    "sgd": "step: SGD, and Muon's step along a direction",
+    "lion": "step: Lion",
+    "cast_copy": "backward of the loss over the head's weight: scaling and rounding of its gradients",
+    "swiglu": "MLP: gated activation",
+    "geglu": "MLP of models of transformers: gated activation with GELU",
+    "rms_norm": "norm",
+    "layer_norm": "norm of models of transformers, and of inference",
+    "rope": "attention: rotary embedding of queries and keys",
+    "attention": "attention of models of transformers with ztk's kernels",
+    "attention_varlen": "attention over documents of different lengths in one row",
+    "cross_entropy": "loss over logits",
+    "linear_cross_entropy": "loss over the head's weight, where the logits would be larger than what it keeps",
+    "moe_route": "experts: choice and order of tokens",
+    "moe_combine": "experts: weighted sum of their results",
+    "grouped_matmul": "experts: products",
+    "grouped_matmul_pair": "experts: gate and up products with the activation between",
+    "quantize": "quantised exchange: before it is sent",
+    "dequantize": "quantised gather of parameters: after it has come",
+    "dequantize_reduce": "quantised reduction of gradients: sum of what has come",
+}
+
+
+# Ops that nothing in ztk calls, and why they are there.
+FOR_USERS = {
+    "attention_varlen": "nothing in ztk yet: for a model's own attention over packed documents",
+}
+
+
+def callers() -> dict[str, list[str]]:
+    """Op -> "module.function" of each function that names it, in order of files. An op may be called by another op."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "__init__.py" and path.parent.name == "kernels":
+            continue  # it offers all of them
+        text = path.read_text()
+        if "kernels" not in text:
+            continue  # parsing everything would take seconds
+        tree = ast.parse(text)
+        local = dict(_imported(tree))
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for place, name in _uses(tree, local=local):
+            caller = f"{module}.{place}" if place else module
+            if caller not in found[name]:
+                found[name].append(caller)
+    return dict(found)
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name in the file, op), and (name in the file, "") for the package itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ztk.kernels"):
+            yield from ((alias.asname or alias.name, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "ztk":
+            yield from ((alias.asname or alias.name, "") for alias in node.names if alias.name == "kernels")
+
+
+def _uses(tree: ast.AST, *, local: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(function that contains it, op) of every use of an op, outside of imports."""
+
+    def walk(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = place
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                inner = f"{place}.{child.name}" if place else child.name
+            if isinstance(child, ast.Name) and local.get(child.id):
+                yield place, local[child.id]
+            elif (
+                isinstance(child, ast.Attribute)
+                and isinstance(child.value, ast.Name)
+                and local.get(child.value.id) == ""
+            ):
+                yield place, child.attr
+            yield from walk(child, inner)
+
+    yield from walk(tree, "")
+
+
+def main() -> None:
+    for op, names in sorted(callers().items()):
+        if op in HOT_PATHS:
+            print(f"{op:22} {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""How the states of a range of parameters lie in one stored tensor: the master weights' row first, then the optimizer's.
+
+Rows of float32 are one tensor [k, n]. Compact states have rows of several dtypes, some with one value per group of elements: they are one
+tensor of bytes, each row on a multiple of `ROW_ALIGNMENT`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ztk.optim import eight_bit
+
+MASTER = "master"
+ROW_ALIGNMENT = 64  # bytes: vector loads and CPU kernels see the same alignment in every row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRow:
+    """A value per element, or per `group` consecutive elements."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    group: int = 1
+
+    def nbytes(self, numel: int) -> int:
+        """Without padding."""
+        return -(-numel // self.group) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateFormat:
+    """What is stored per parameter. Every range that a store keeps starts and ends on a multiple of all rows' groups.
+
+    rows: beside the master weights, under the names of the update kernel's arguments. master: the dtype of the master weights' row; a
+    parameter of this dtype can be its own master. names: of the states as a checkpoint and a script see them.
+    is_eight_bit: rows hold the codes of `ztk.kernels.adamw_8bit`, which are decoded to be read and encoded to be changed.
+    """
+
+    rows: tuple[StateRow, ...]
+    names: tuple[str, ...]
+    master: torch.dtype = torch.float32
+    is_eight_bit: bool = False
+
+    @staticmethod
+    def float32(names: tuple[str, ...]) -> "StateFormat":
+        """Master weights and states in float32."""
+        return StateFormat(rows=tuple(StateRow(name=name) for name in names), names=names)
+
+    def with_row(self, name: str) -> "StateFormat":
+        """With one more row in float32."""
+        row = StateRow(name=name)
+        return StateFormat(
+            rows=(*self.rows, row), names=(*self.names, name), master=self.master, is_eight_bit=self.is_eight_bit
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """All rows are float32 of the same length."""
+        return all(row.dtype is torch.float32 and row.group == 1 for row in self.all_rows(has_master=True))
+
+    def all_rows(self, *, has_master: bool) -> tuple[StateRow, ...]:
+        """In the order in which they are stored."""
+        return (StateRow(name=MASTER, dtype=self.master), *self.rows) if has_master else self.rows
+
+    def stored(self, numel: int, *, has_master: bool) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the tensor for `numel` elements."""
+        rows = self.all_rows(has_master=has_master)
+        if self.is_plain:
+            return (len(rows), numel), torch.float32
+        return (sum(_padded(row.nbytes(numel)) for row in rows),), torch.uint8
+
+    def stored_bytes(self, numel: int, *, has_master: bool = True) -> int:
+        """Bytes of that tensor."""
+        shape, dtype = self.stored(numel, has_master=has_master)
+        return prod(shape) * dtype.itemsize
+
+    def bytes_per_element(self, *, has_master: bool) -> float:
+        """Without padding."""
+        return sum(row.dtype.itemsize / row.group for row in self.all_rows(has_master=has_master))
+
+    def views(self, stored: Tensor, *, numel: int, has_master: bool) -> dict[str, Tensor]:
+        """The rows of that tensor by name: [numel], or [ceil(numel / group)]."""
+        rows = self.all_rows(has_master=has_master)
+        if self.is_plain:
+            return dict(zip((row.name for row in rows), stored, strict=True))
+        views, start = {}, 0
+        for row in rows:
+            nbytes = row.nbytes(numel)
+            views[row.name] = stored[start : start + nbytes].view(row.dtype)
+            start += _padded(nbytes)
+        return views
+
+    def first_state(self, numel: int) -> int:
+        """Where along dimension 0 of the stored tensor the rows beside the master weights begin."""
+        return 1 if self.is_plain else _padded(numel * self.master.itemsize)
+
+    def cut(self, rows: Mapping[str, Tensor], *, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Elements [start, stop) of `rows`, which are some of this format's, in its order."""
+        kept = [row for row in self.rows if row.name in rows]
+        return tuple(rows[row.name][start // row.group : -(-stop // row.group)] for row in kept)
+
+    def read_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each state as `read` gives it, the master weights' first."""
+        if self.is_eight_bit:
+            return dict.fromkeys((MASTER, *self.names), torch.float32)
+        return {row.name: row.dtype for row in self.all_rows(has_master=True)}
+
+    def described(self) -> dict[str, str]:
+        """What is kept of each state, the master weights' first, in a word for a manifest."""
+        if self.is_eight_bit:
+            return {MASTER: "24 bits"} | dict.fromkeys(self.names, "8 bits")
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in self.read_dtypes().items()}
+
+    def read(self, rows: Mapping[str, Tensor], *, master: Tensor) -> dict[str, Tensor]:
+        """`master`, its row or the parameter, and the states under `names`, each [numel]: the rows themselves, or what they decode to."""
+        if not self.is_eight_bit:
+            return {MASTER: master, **{name: rows[name] for name in self.names}}
+        return {MASTER: eight_bit.read_master(master, rows=rows), **eight_bit.read_moments(rows)}
+
+    def cast(self, master: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """The parameter of master weights float32 [n]."""
+        return eight_bit.split(master)[0] if self.is_eight_bit else master.to(dtype)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
