@@ -6,6 +6,7 @@ configuration shows what took part. A key that has an effect needs a value.
 
 from collections.abc import Callable, Iterator
 
+from ztk.config.data_effects import DATA_EFFECTS, reads_records
 from ztk.config.effect import Effect, keys_of
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
@@ -24,7 +25,7 @@ from ztk.config.schema import (
     PipelineSchedule,
     ZeroEngine,
 )
-from ztk.config.text import TEXT, TRAIN, has_tokenizer, reads_documents
+from ztk.config.text import has_tokenizer
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
@@ -135,10 +136,6 @@ def _task(*names: str) -> Callable[[Config, Machine], bool]:
     return lambda config, machine: config.task.name in names
 
 
-def _reads_records(config: Config, machine: Machine) -> bool:
-    return config.data.name in (DataName.chat, DataName.preferences)
-
-
 def _alignment_effects() -> Iterator[Effect]:
     yield Effect(keys=("sft.mask_prompts",), when=_task("sft"), only="task=sft")
     yield Effect(keys=keys_of("reward", "loss", "margin", "centring"), when=_task("reward"), only="task=reward")
@@ -155,7 +152,7 @@ def _alignment_effects() -> Iterator[Effect]:
     )
     yield Effect(
         keys=("data.stop",),
-        when=lambda c, m: _reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
+        when=lambda c, m: reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
         only="data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
     )
 
@@ -272,39 +269,11 @@ EFFECTS = (
         only="recompute.contiguous=true",
         required=False,
     ),
-    Effect(
-        keys=("data.path",),
-        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or _reads_records(c, m),
-        only="data=files, prompts, chat or preferences",
-        required=False,
-    ),
-    Effect(
-        keys=("data.tokenizer",),
-        when=lambda c, m: c.data.name in TEXT or (_reads_records(c, m) and c.data.path is not None),
-        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
-    ),
-    Effect(
-        keys=("data.vocab_size",),
-        when=lambda c, m: c.data.name in TEXT and c.data.tokenizer == TRAIN,
-        only="data.tokenizer=train",
-    ),
-    Effect(
-        keys=("data.field", "data.on_error"),
-        when=lambda c, m: c.data.name is DataName.files and reads_documents(c),
-        only="data=files with jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
-    ),
-    Effect(keys=("data.mixture",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
-    Effect(
-        keys=("data.validation_fraction",),
-        when=lambda c, m: (
-            c.data.name in (DataName.stdlib, DataName.files) or (_reads_records(c, m) and c.data.path is not None)
-        ),
-        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
-    ),
+    *DATA_EFFECTS,
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
         when=lambda c, m: (
-            (c.data.name in (DataName.stdlib, DataName.files) or _reads_records(c, m)) and not c.train.quick
+            (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c, m)) and not c.train.quick
         ),
         only="data=stdlib, files, chat or preferences, and without train.quick",
     ),

@@ -76,6 +76,13 @@ class OnError(StrEnum):
     skip = "skip"  # leave it out, and count it
 
 
+class Packing(StrEnum):
+    """data.packing: how documents share sequences."""
+
+    concatenate = "concatenate"  # attention sees across their ends
+    documents = "documents"  # a token attends to its own document
+
+
 class ModelInit(StrEnum):
     """The first values of a Hugging Face model."""
 
@@ -302,6 +309,10 @@ class DataConfig:
     field: str | None = key("field of jsonl and column of parquet that has the text", default=None)
     mixture: list[float] | None = key(
         "weights of the entries of data.path, as in [0.7,0.3]: parts of the training sequences; null: one order over all documents",
+        default=None,
+    )
+    packing: Packing | None = key(
+        "documents in a sequence: concatenate: attention sees across their ends; documents: a token attends to its own document alone",
         default=None,
     )
     on_error: OnError | None = key(

@@ -2,9 +2,10 @@
 
 from torch import Tensor, nn
 
+from ztk.data.borders import IGNORED
 from ztk.kernels import cross_entropy
 
-IGNORED = -100  # a target that does not count, as in torch
+__all__ = ["IGNORED", "LanguageLoss"]
 
 
 class LanguageLoss(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ztk.nn import Decoder
 from ztk.nn.attention import Attention
+from ztk.nn.documents import Documents
 from ztk.nn.loss import IGNORED
 from ztk.nn.staged import Arguments, argument, sequence_length
 from ztk.runtime import Comm, Mesh
@@ -47,12 +48,12 @@ def _cut_model(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callab
     original = model.forward
 
     @functools.wraps(original)
-    def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         _begin(layers, comm=comm, length=tokens.shape[1], is_cut=targets is not None)
         if targets is None:
-            return original(tokens)
+            return original(tokens, documents=documents)
         own = _own(targets, comm=comm)
-        return original(_own(tokens, comm=comm), own) * _share(own, targets=targets, comm=comm)
+        return original(_own(tokens, comm=comm), own, documents) * _share(own, targets=targets, comm=comm)
 
     return forward
 
@@ -73,7 +74,8 @@ def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm, carry_pa
         own = _own(targets, comm=comm)
         own_tokens = None if tokens is None else _own(tokens, comm=comm)
         # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
-        out = original(stage, carry, replace(batch, args=(own_tokens, own), kwargs={}))
+        documents = argument(batch, index=2, name="documents")  # of the full sequences
+        out = original(stage, carry, replace(batch, args=(own_tokens, own, documents), kwargs={}))
         # pyrefly: ignore[missing-attribute]  # the forward of a stage, which a pipeline has put there
         return out * _share(own, targets=targets, comm=comm) if stage == original.num_stages - 1 else out
 
