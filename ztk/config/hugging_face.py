@@ -90,6 +90,11 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"topology.sequence={topology.sequence}: sequences are divided for ztk's own decoder only, not for model=hf; use "
             "topology.sequence=1"
         )
+    if topology.context > 1:
+        yield (
+            f"topology.context={topology.context}: attention goes around a ring for ztk's own decoder only, not for model=hf; use "
+            "topology.context=1"
+        )
     if topology.tensor > 1 and topology.sequence_parallel:
         yield (
             "topology.sequence_parallel=true: models of transformers compute positions for full sequences; use "

@@ -217,12 +217,15 @@ class RecomputeConfig:
 
 @dataclass(kw_only=True)
 class TopologyConfig:
-    """How the ranks divide the model: degrees of pipeline, tensor, sequence, expert and data parallelism."""
+    """How the ranks divide the model: degrees of pipeline, tensor, sequence, context, expert and data parallelism."""
 
     pipeline: int = key("pipeline-parallel degree: the layers are split into this many stages")
     tensor: int = key("tensor-parallel degree: each layer is split over this many ranks")
     expert: int = key("expert-parallel degree: experts are spread over this many of the data-parallel ranks")
     sequence: int = key("sequence-parallel degree (Ulysses): each sequence is split over this many ranks")
+    context: int = key(
+        "context-parallel degree (ring attention): each sequence is split over this many ranks, before topology.sequence splits it"
+    )
     data: int | None = key("data-parallel degree: batches at a time; null: as many as the ranks allow")
     sequence_parallel: bool | None = key(
         "norms and residuals work on a part of the sequence per tensor-parallel rank (Megatron's sequence parallelism)"

@@ -82,11 +82,9 @@ def _walk(root: Path, *, skip: frozenset[str]) -> Iterator[Path]:
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
-        if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
-            names = [name for name in names if name not in _NOT_TEXT]
-        yield from (
-            path for name in sorted(names) if not name.startswith(".") and (path := Path(folder, name)).is_file()
-        )
+        notes = _NOT_TEXT if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names) else ()
+        shown = sorted(name for name in names if not name.startswith(".") and name not in notes)
+        yield from (path for name in shown if (path := Path(folder, name)).is_file())
 
 
 def _source(path: Path) -> SourceFile:

@@ -210,8 +210,8 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """This rank's micro-batches of `num_sequences` sequences, or of all if there are fewer, spread evenly over `data`; always the same ones.
 
-    data: tokens [n]. end: as of `Stream`. Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean losses is the
-    mean over all tokens, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
+    data: tokens [n]. end: as of `Stream`. Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean
+    losses is the mean over all targets that count, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = sequences_in(data, seq_len=seq_len)

@@ -49,7 +49,8 @@ def open_causal(
         all ranks.
     lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
         is logged.
-    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None, documents=None)`: see `CausalForward`.
+    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None,
+    documents=None)`: see `CausalForward`.
 
     Raises:
         ValueError: the folder has no causal model of transformers, no safetensors files, or lacks weights.

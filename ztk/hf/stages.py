@@ -66,8 +66,7 @@ class CausalLayers:
         """Layers `indices` of a micro-batch `(tokens, targets)`: hidden states, or the last layer's loss or logits."""
         has_first, has_last = indices.start == 0, indices.stop == len(self.layers)
         given = {"input_ids": argument(batch, index=0, name="tokens")} if has_first else {"inputs_embeds": carry}
-        documents = None if batch is None else argument(batch, index=2, name="documents")
-        given |= arguments_of(documents, config=self.module.config)
+        given |= arguments_of(argument(batch, index=2, name="documents"), config=self.module.config)
         with self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last):
             if not has_last:
                 return self._decoder(**given, use_cache=False)[0]

@@ -23,7 +23,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.first_position = 0  # of x: not 0 where a rank has a later part of the sequence
+        # Which positions x has, where a rank has a part of the sequence: int64 [T] or a slice; None: the first ones.
+        self.positions: Tensor | slice | None = None
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
         self.value = Linear(config.dim, config.kv_heads * config.head_dim)
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         query, key, value = (
             projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )  # [B, T, H or K, D]
-        own = slice(self.first_position, self.first_position + query.shape[1])
+        own = slice(query.shape[1]) if self.positions is None else self.positions
         if documents is None:
             query, key = (rope(x, cos=cos[own], sin=sin[own]) for x in (query, key))
         else:

@@ -36,8 +36,8 @@ class DecoderLayers:
         return Layer(name=name, kind=kind, modules=modules, num_parameters=count_parameters(*found), run=run)
 
     def _block(self, name: str, *, block: nn.Module) -> Layer:
-        def run(x: Tensor, batch: MicroBatch | None) -> Tensor:
-            documents = None if batch is None else argument(batch, index=2, name="documents")
+        def run(x: Tensor, batch: MicroBatch) -> Tensor:
+            documents = argument(batch, index=2, name="documents")
             return self.module.through(block, x=x, documents=documents)
 
         return self._layer(name, modules=(name,), run=run)

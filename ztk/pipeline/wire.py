@@ -74,20 +74,22 @@ class Wire:
     def open(self, batches: Sequence[MicroBatch | None]) -> list[float]:
         """Begins a batch: sends the shapes and weights of the first stage's micro-batches to every rank. A collective call.
 
-        Returns the weight of each micro-batch. Raises ValueError if the first stage's micro-batches have documents, which every stage needs,
-        and this rank's have none.
+        Returns the weight of each micro-batch. Raises ValueError on all ranks if some have documents, which every stage needs, and
+        some have none.
         """
         self._is_training = torch.is_grad_enabled()
         keys = torch.tensor([_key(batch) for batch in batches], dtype=torch.int64)  # on the host: no device waits
         weights = torch.tensor([1.0 if batch is None else batch.weight for batch in batches], dtype=torch.float64)
         apart = torch.tensor([_has_documents(batch) for batch in batches], dtype=torch.int64)
         own = torch.cat([keys, weights.view(torch.int64), apart])
-        keys, weights, first_apart = self._comm.gather_scalars(own, label="shapes of micro-batches")[0].chunk(3)
-        if not torch.equal(first_apart, apart):
+        rows = self._comm.gather_scalars(own, label="shapes of micro-batches")
+        keys, weights, apart = rows.chunk(3, dim=1)
+        if not torch.equal(apart, apart[:1].expand_as(apart)):
             raise ValueError(
-                "the first stage's micro-batches have documents and this rank's have none, or the other way round: every stage attends "
-                "inside documents; pass the same micro-batches on all ranks of a pipeline"
+                "some stages' micro-batches have documents and some have none: every stage attends inside documents; pass the same "
+                "micro-batches on all ranks of a pipeline"
             )
+        keys, weights = keys[0], weights[0]
         self._keys = keys.tolist()
         return weights.clone().view(torch.float64).tolist()
 
