@@ -44,6 +44,7 @@ class Case:
     recompute: str = "none"
     tensor: int = 1
     sequence: int = 1
+    context: int = 1
     sequence_parallel: bool = False
     pipeline: int = 1
     schedule: str = "1f1b"
@@ -75,6 +76,7 @@ class Case:
             pipeline=self.pipeline,
             tensor=self.tensor,
             sequence=self.sequence,
+            context=self.context,
             expert=self.expert,
             intra_node=self.zero.get("hpz_partition_size", 1),
         )

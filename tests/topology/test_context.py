@@ -1,5 +1,8 @@
 """Attention around a ring: what one rank computes, at the volume of the formula, with every other axis and memory strategy."""
 
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from ztk.kernels import attention
 from ztk.pipeline import PipelinePolicy
 from ztk.recompute import RecomputeMode, RecomputePolicy
 from ztk.runtime import Mesh, Process, Topology
+from ztk.sequence import ring
 from ztk.sequence.cut import Parts
 from ztk.sequence.ring import ring_attention
 from ztk.tensor import TensorPolicy
@@ -82,6 +86,46 @@ def test_results_have_the_same_bits_every_time(ranks):
     first, second = (ranks(3).run(around, length=40, window=11) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one["found"], other["found"], strict=True))
+
+
+def order_of(process: Process) -> list[str]:
+    """What a rank posts and computes in a forward and a backward, one word each."""
+    comm, events = arranged(process, topology=Topology(context=process.world_size)).mesh.comm("cp"), []
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("attention_block", "attention_block_backward"):
+            stack.enter_context(mock.patch.object(ring, name, noted("computes", getattr(ring, name))))
+        stack.enter_context(mock.patch.object(comm, "pass_on", noted("posts", comm.pass_on)))
+        query, key, value, d_out = (x[:, :8] for x in qkv(length=8 * process.world_size, dtype=torch.float32))
+        for x in (query, key, value):
+            x.requires_grad_()
+        ring_attention(query, key, value, comm=comm, label="order").backward(d_out)
+    return events
+
+
+def test_exchanges_are_posted_before_the_rank_computes_and_all_ranks_compute_equally_much(ranks):
+    own, other = ["computes"] * 3, ["computes"] * 2
+    forward = ["posts", *own, "posts", *other, "posts", *other, *other]
+    backward = [
+        "posts",
+        *own,
+        "posts",
+        *other,
+        "posts",
+        "posts",
+        *other,
+        "posts",
+        *other,
+        "posts",
+    ]  # each block's gradients behind it
+    assert ranks(4).run(order_of) == [forward + backward] * 4
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Documents that share a sequence, for models of transformers.
 
 transformers' masks keep documents apart where a model is given positions that start again and no mask
-(`transformers.masking_utils.find_packed_sequence_indices`). Models whose mask does not see the positions (ALiBi), or that carry a state
+(`transformers.masking_utils.find_packed_sequence_indices`). Models whose mask does not see the positions (BLOOM, OPT), or that carry a state
 from token to token, ignore that: only families that are tested get documents.
 """
 
@@ -12,7 +12,7 @@ from ztk.nn import Documents
 # Families whose packed documents are tested to compute what each document computes alone.
 TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
-    *("gpt2", "gpt_neox", "opt", "phi", "stablelm"),
+    *("gpt2", "gpt_neox", "phi", "stablelm"),
 )
 
 
