@@ -53,15 +53,15 @@ def weighted(batches) -> torch.Tensor:
     "world_size,micro_batch,accumulation_steps", [(2, 3, 1), (3, 1, 2), (4, 2, 1), (1, 1, 6), (8, 1, 1)]
 )
 def test_the_mean_over_a_step_does_not_depend_on_its_division(mixed, world_size, micro_batch, accumulation_steps):
-    whole = stream(mixed=mixed)
+    entire = stream(mixed=mixed)
     options = {"micro_batch": micro_batch, "accumulation_steps": accumulation_steps, "mixed": mixed}
     ranks = [stream(rank, world_size, **options) for rank in range(world_size)]
     for _ in range(60):  # over more than an epoch of 249 sequences
-        [one] = [whole.next_batch()]
+        [one] = [entire.next_batch()]
         parts = [rank.next_batch() for rank in ranks for _ in range(accumulation_steps)]
         assert one.weight == 1.0
         torch.testing.assert_close(weighted(parts), weighted([one]), rtol=1e-12, atol=0)
-    assert all(rank.state_dict() == whole.state_dict() for rank in ranks)
+    assert all(rank.state_dict() == entire.state_dict() for rank in ranks)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -118,6 +118,6 @@ def test_a_folder_of_datasets_is_read_without_its_notes(tmp_path):
     assert [path.suffix for path in files] == [".arrow", ".arrow"]
     assert [text for path in files for text in read(path)] == TEXTS
     assert "has no column 'body' (its columns: text); use data.field=NAME" in read(files[0], field="body")[0]
-    whole = files[0].read_bytes()
-    files[0].write_bytes(whole[: len(whole) // 2])
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[: len(content) // 2])
     assert "cannot be read" in read(files[0])[-1]

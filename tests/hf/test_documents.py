@@ -81,9 +81,9 @@ def loss_of(process: Process, *, folder: str, strategy: Strategy) -> float:
     return loss
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_stages_compute_what_one_rank_computes(ranks, tmp_path, family):
-    make(family).save_pretrained(tmp_path / family)
-    [alone] = ranks(1).run(loss_of, folder=str(tmp_path / family), strategy=Strategy())
-    for loss in ranks(2).run(loss_of, folder=str(tmp_path / family), strategy=Strategy(topology=Topology(pipeline=2))):
+def test_stages_compute_what_one_rank_computes(ranks, tmp_path):
+    folder = str(tmp_path / "GPT2")
+    make("GPT2").save_pretrained(folder)
+    [alone] = ranks(1).run(loss_of, folder=folder, strategy=Strategy())
+    for loss in ranks(2).run(loss_of, folder=folder, strategy=Strategy(topology=Topology(pipeline=2))):
         assert loss == pytest.approx(alone, rel=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.topology.runs import CONFIG, Outcome, Strategy, alone, arranged, make_engine, train, train_alone
-from ztk.kernels import attention
+from ztk.kernels import attention, set_backend
 from ztk.pipeline import PipelinePolicy
 from ztk.recompute import RecomputeMode, RecomputePolicy
 from ztk.runtime import Mesh, Process, Topology
@@ -34,6 +34,15 @@ def parts_of(mesh: Mesh) -> Parts:
     return Parts(context=mesh.comm("cp"), heads=mesh.comm("sp"), further=1, has_experts=False, last_position=10**6)
 
 
+def by_reference(process: Process, *, length: int) -> dict:
+    """`around` by the definition in torch instead of kernels."""
+    set_backend("reference")
+    try:
+        return around(process, length=length, window=0)
+    finally:
+        set_backend("auto")
+
+
 def around(process: Process, *, length: int, window: int, dtype: torch.dtype = torch.float32) -> dict:
     """Output and gradients of this rank's tokens, their positions, and what was sent."""
     mesh = arranged(process, topology=Topology(context=process.world_size)).mesh
@@ -47,7 +56,7 @@ def around(process: Process, *, length: int, window: int, dtype: torch.dtype = t
     d_out[:, places >= length] = 0  # padding's outputs have no loss
     for x in (query, key, value):
         x.requires_grad_()
-    out = ring_attention(query, key, value, comm=comm, label="test", window=window)
+    out = ring_attention(query, key=key, value=value, comm=comm, label="test", window=window)
     forward = dict(comm.counters.elements)
     out.backward(d_out)
     backward = {kind: count - forward.get(kind, 0) for kind, count in comm.counters.elements.items()}
@@ -72,6 +81,14 @@ def test_output_and_gradients_are_those_of_one_rank(ranks, world, length, window
         real = rank["places"] < length
         for found, full in zip(rank["found"], expected, strict=True):
             torch.testing.assert_close(found[:, real], full[:, rank["places"][real]], rtol=0, atol=ABSOLUTE)
+
+
+def test_the_reference_backend_computes_the_same(ranks):
+    kernels, reference = ranks(2).run(around, length=37, window=0), ranks(2).run(by_reference, length=37)
+    for one, other in zip(kernels, reference, strict=True):
+        real = one["places"] < 37
+        for found, expected in zip(one["found"], other["found"], strict=True):
+            torch.testing.assert_close(found[:, real], expected[:, real], rtol=0, atol=ABSOLUTE)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -106,7 +123,7 @@ def order_of(process: Process) -> list[str]:
         query, key, value, d_out = (x[:, :8] for x in qkv(length=8 * process.world_size, dtype=torch.float32))
         for x in (query, key, value):
             x.requires_grad_()
-        ring_attention(query, key, value, comm=comm, label="order").backward(d_out)
+        ring_attention(query, key=key, value=value, comm=comm, label="order").backward(d_out)
     return events
 
 

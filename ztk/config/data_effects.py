@@ -1,12 +1,11 @@
 """Which keys of the data have an effect in which runs."""
 
 from ztk.config.effect import Effect
-from ztk.config.machine import Machine
 from ztk.config.schema import Config, DataName
 from ztk.config.text import TEXT, TRAIN, reads_documents
 
 
-def reads_records(config: Config, machine: Machine) -> bool:
+def reads_records(config: Config) -> bool:
     """Whether the data are chats or preferences."""
     return config.data.name in (DataName.chat, DataName.preferences)
 
@@ -14,13 +13,13 @@ def reads_records(config: Config, machine: Machine) -> bool:
 DATA_EFFECTS = (
     Effect(
         keys=("data.path",),
-        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or reads_records(c, m),
+        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or reads_records(c),
         only="data=files, prompts, chat or preferences",
         required=False,
     ),
     Effect(
         keys=("data.tokenizer",),
-        when=lambda c, m: c.data.name in TEXT or (reads_records(c, m) and c.data.path is not None),
+        when=lambda c, m: c.data.name in TEXT or (reads_records(c) and c.data.path is not None),
         only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
     ),
     Effect(
@@ -37,7 +36,7 @@ DATA_EFFECTS = (
     Effect(
         keys=("data.validation_fraction",),
         when=lambda c, m: (
-            c.data.name in (DataName.stdlib, DataName.files) or (reads_records(c, m) and c.data.path is not None)
+            c.data.name in (DataName.stdlib, DataName.files) or (reads_records(c) and c.data.path is not None)
         ),
         only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
     ),

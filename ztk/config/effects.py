@@ -152,7 +152,7 @@ def _alignment_effects() -> Iterator[Effect]:
     )
     yield Effect(
         keys=("data.stop",),
-        when=lambda c, m: reads_records(c, m) and not (has_tokenizer(c) and c.data.path is not None),
+        when=lambda c, m: reads_records(c) and not (has_tokenizer(c) and c.data.path is not None),
         only="data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
     )
 
@@ -272,9 +272,7 @@ EFFECTS = (
     *DATA_EFFECTS,
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
-        when=lambda c, m: (
-            (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c, m)) and not c.train.quick
-        ),
+        when=lambda c, m: (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c)) and not c.train.quick,
         only="data=stdlib, files, chat or preferences, and without train.quick",
     ),
     Effect(keys=("train.quick",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False),

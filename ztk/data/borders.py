@@ -24,7 +24,7 @@ def num_targets(sequence: Tensor, *, end: int) -> int:
     return len(sequence) - 1 - int((sequence[:-1] == end).sum())
 
 
-def without_borders(tokens: Tensor, targets: Tensor, *, end: int) -> Tensor:
+def without_borders(targets: Tensor, *, tokens: Tensor, end: int) -> Tensor:
     """`targets` int64 [B, T], those of end tokens ignored. tokens: int64 [B, T]."""
     return targets.masked_fill(tokens == end, IGNORED)
 

@@ -269,7 +269,7 @@ def _apart(sequences: list[Tensor], *, share: Share, is_filler: bool, total: int
     counts = [] if is_filler else [num_targets(sequence, end=end) for sequence in sequences]
     parts = share.world_size * share.accumulation_steps
     batch = _batch(sequences, weight=share_of_targets(counts, total=total, parts=parts))
-    targets = without_borders(batch.tokens, batch.targets, end=end)
+    targets = without_borders(batch.targets, tokens=batch.tokens, end=end)
     return replace(batch, targets=targets, positions=positions_of(batch.tokens, end=end))
 
 

@@ -4,7 +4,7 @@ A block returns its own softmax, normalised, with the log-sum-exp of its scores,
 backward of a block takes the output and the log-sum-exp over all blocks, and gives this block's parts of the gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +53,11 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, pair: Pair, scale: float
         causal = not pair.is_full
         return _forward(q, k, v, None, pair.length, causal, pair.window if causal else 0, scale)
     outs, sums = [], []
-    for rows, scores in _scores(q, k, pair=pair, scale=scale):
+    for _, scores in _scores(q, k, pair=pair, scale=scale):
         lse = scores.logsumexp(-1)  # [B, K, G, rows]
         p = torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None])
         outs.append(torch.einsum("bkgij,bjkd->bikgd", p, _batched(v, pair=pair).float()).flatten(2, 3))
         sums.append(lse.flatten(1, 2))
-        del rows
     out = torch.cat(outs, dim=1).flatten(0, 1).to(q.dtype)
     return out, torch.cat(sums, dim=2).transpose(0, 1).flatten(1)
 
@@ -72,11 +71,10 @@ def attention_block_backward(
         causal = not pair.is_full
         return backward(d_out, q, k, v, out, lse, None, pair.length, causal, pair.window if causal else 0, scale)
     keys, values = _batched(k, pair=pair).float(), _batched(v, pair=pair).float()
-    groups = q.shape[1] // k.shape[1]
-    split: Callable[[Tensor], Tensor] = lambda x: _batched(x, pair=pair).float().unflatten(2, (-1, groups))  # noqa: E731
-    queries, d_outs, outs = split(q), split(d_out), split(out)
+    heads = k.shape[1]
+    queries, d_outs, outs = (_grouped(x, heads=heads, pair=pair) for x in (q, d_out, out))
     delta = (outs * d_outs).sum(-1)  # [B, T, K, G]
-    totals = lse.unflatten(1, (-1, pair.length)).transpose(0, 1).unflatten(1, (-1, groups))  # [B, K, G, T]
+    totals = lse.unflatten(1, (-1, pair.length)).transpose(0, 1).unflatten(1, (heads, -1))  # [B, K, G, T]
     d_q = torch.empty_like(queries)
     d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
     for rows, scores in _scores(q, k, pair=pair, scale=scale):
@@ -89,9 +87,9 @@ def attention_block_backward(
     return tuple(x.reshape(like.shape).to(like.dtype) for x, like in ((d_q, q), (d_k, k), (d_v, v)))
 
 
-def _scores(q: Tensor, k: Tensor, *, pair: Pair, scale: float):
+def _scores(q: Tensor, k: Tensor, *, pair: Pair, scale: float) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their scores fp32 [B, K, G, rows, T]), the invisible ones at -inf, some rows at a time."""
-    queries = _batched(q, pair=pair).float().unflatten(2, (k.shape[1], -1))
+    queries = _grouped(q, heads=k.shape[1], pair=pair)
     keys = _batched(k, pair=pair).float()
     columns = torch.arange(pair.length, device=q.device)
     for start in range(0, pair.length, _ROWS):
@@ -100,6 +98,11 @@ def _scores(q: Tensor, k: Tensor, *, pair: Pair, scale: float):
         hidden = (apart < 0) | (apart >= pair.window) if pair.window else apart < 0
         scores = torch.einsum("bikgd,bjkd->bkgij", queries[:, rows], keys) * scale
         yield rows, scores.masked_fill(hidden, float("-inf"))
+
+
+def _grouped(x: Tensor, *, heads: int, pair: Pair) -> Tensor:
+    """[tokens, H, D] -> fp32 [B, T, K, G, D]."""
+    return _batched(x, pair=pair).float().unflatten(2, (heads, -1))
 
 
 def _batched(x: Tensor, *, pair: Pair) -> Tensor:

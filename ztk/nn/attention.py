@@ -59,7 +59,7 @@ class CausalAttention(nn.Module):
 
 
 def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """As `causal_attention`, over the past in the same document.
+    """As `causal_attention`, over the past in the same document: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
 
     On CPU 16-bit types are computed in float32, for the reason given there.
     """

@@ -108,9 +108,8 @@ class StepTracker(TorchDispatchMode):
             copies = func is torch.ops.aten.copy_.default
             if copies:  # its result is its first argument
                 moved[is_host_memory(used[0].untyped_storage())] -= used[0].nbytes
-            self._computed(
-                flops=flops, device_bytes=moved[False], host_bytes=moved[True], dtype=used[-1].dtype, copies=copies
-            )
+            dtype = used[0 if func in FLOPS else -1].dtype  # attention returns its log-sum-exp last, in fp32
+            self._computed(flops=flops, device_bytes=moved[False], host_bytes=moved[True], dtype=dtype, copies=copies)
 
     def _see(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device or tensor.layout is not torch.strided:

@@ -103,7 +103,8 @@ class Parts:
         return tokens.chunk(self.heads.size, dim=1)[self.heads.rank]
 
     def positions(self, length: int, *, device: torch.device) -> Tensor | slice:
-        """The places of this rank's tokens in a sequence of `length`; padding has the last position of the tables at most."""
+        """The places of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice; padding has the last one of the tables at
+        most."""
         if self.context.size == 1:
             start = self.heads.rank * length // self.heads.size
             return slice(start, start + length // self.heads.size)
@@ -168,15 +169,12 @@ def _cut_stages(model: Decoder, *, own: _Layers) -> Callable:
         is_absent = tokens is None and targets is None  # on a middle rank, in training
         own.begin(length=length, is_cut=is_absent or targets is not None, documents=documents)
         if targets is None:
-            # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
             return original(stage, carry, batch)
         part = own.parts.own(targets, fill=IGNORED)
         own_tokens = None if tokens is None else own.parts.own(tokens, fill=0)
-        # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
         out = original(stage, carry, replace(batch, args=(own_tokens, part, documents), kwargs={}))
         if stage < original.num_stages - 1:  # pyrefly: ignore[missing-attribute]  # as above
             return out
-        # pyrefly: ignore[unsupported-operation]  # the last stage's output is the loss
         return out * _share(part, targets=targets, parts=own.parts.count)
 
     return forward

@@ -6,9 +6,9 @@ A sequence of T tokens is cut into 2 N chunks; rank r of N has chunks r and 2 N 
 of chunks (two of four lie in the future), at the first one three, so all ranks compute equally much.
 
 [Note: The ring]
-Keys and values travel from rank to rank. At hop h a rank has those of rank r - h; it posts the exchange that brings the next ones before it
+Keys and values go from rank to rank. At hop h a rank has those of rank r - h; it posts the exchange that brings the next ones before it
 computes. A block's result is merged by log-sum-exp: with L = log(e^l + e^m), out = out e^(l - L) + part e^(m - L), in fp32.
-In the backward keys and values travel again; P is recomputed from the log-sum-exp over all blocks. dK and dV of a block travel in fp32
+In the backward keys and values go around again; P is recomputed from the log-sum-exp over all blocks. dK and dV of a block go in fp32
 behind it, through the ranks that add to them, and from the last one home, where the block's own part is added. All sums have the
 order of the ring, so results depend on N and on nothing else.
 
@@ -45,14 +45,14 @@ class RingAttention(nn.Module):
         if not self.active:
             return self.core(query, key=key, value=value, **options)
         assert not any(value is not None for value in options.values()), "refused before"
-        return ring_attention(query, key, value, comm=self._comm, label=self._name)
+        return ring_attention(query, key=key, value=value, comm=self._comm, label=self._name)
 
 
 def ring_attention(
     query: Tensor,
+    *,
     key: Tensor,
     value: Tensor,
-    *,
     comm: Comm,
     label: str,
     window: int = 0,
@@ -85,7 +85,7 @@ class _Ring(torch.autograd.Function):
         B, length = query.shape[0], query.shape[1] // CHUNKS
         q, own = _chunks(query), torch.stack([_chunks(key), _chunks(value)])
         out, lse = [None, None], [None, None]
-        for hop, block in _travelling(own, comm=comm, label=label):
+        for hop, block in _blocks(own, comm=comm, label=label):
             for mine, theirs, pair in _pairs(comm, hop=hop, length=length, window=window):
                 part = attention_block(q[mine], block[0, theirs], block[1, theirs], pair=pair, scale=scale)
                 out[mine], lse[mine] = _merged(out[mine], lse[mine], part=part)
@@ -101,7 +101,7 @@ class _Ring(torch.autograd.Function):
         d_o, d_q = _chunks(d_out), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         d_own = torch.zeros(own.shape, dtype=torch.float32, device=q.device)
         arriving = None  # what the ranks before this one have added up for the block of this hop
-        for hop, block in _travelling(own, comm=comm, label=f"{label} again"):
+        for hop, block in _blocks(own, comm=comm, label=f"{label} again"):
             d_block = torch.zeros_like(d_own) if hop else d_own
             for mine, theirs, pair in _pairs(comm, hop=hop, length=q.shape[1] // B, window=window):
                 parts = attention_block_backward(
@@ -124,7 +124,7 @@ class _Ring(torch.autograd.Function):
         return _joined(d_q, batch=B).to(q.dtype), d_k, d_v, None, None, None, None
 
 
-def _travelling(own: Tensor, *, comm: Comm, label: str) -> Iterator[tuple[int, Tensor]]:
+def _blocks(own: Tensor, *, comm: Comm, label: str) -> Iterator[tuple[int, Tensor]]:
     """(hop, the block of rank r - hop), this rank's own first. The next exchange is posted before a block is handed out."""
     block = own
     for hop in range(comm.size):
