@@ -1,13 +1,17 @@
 """Packed documents in models of transformers: the logits of each document alone, or a refusal."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from tests.hf.test_causal import Strategy
 from tests.topology.families import VOCABULARY, make
+from ztk.hf import attention
 from ztk.hf.causal import CausalForward, open_causal
 from ztk.hf.documents import TESTED
 from ztk.hf.kernels import inject_kernels
+from ztk.kernels import attention_varlen
 from ztk.nn import Documents
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
@@ -45,13 +49,26 @@ def test_logits_are_those_of_each_document_alone(kind):
             torch.testing.assert_close(logits, model(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
 
 
-def test_with_kernels():
-    model = make("Llama").eval()
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Llama", {}), ("GPT2", {}), ("Mistral", {"sliding_window": 3}), ("Qwen2Moe", {})],
+    ids=["Llama", "GPT2", "Mistral with a window", "Qwen2Moe"],
+)
+def test_with_kernels(family, changes):
+    """Attention is the op `attention_varlen`; gradients, too."""
     tokens, documents = packed()
-    with torch.no_grad():
-        expected = CausalForward(model)(tokens, None, documents)
-        inject_kernels(model)
-        torch.testing.assert_close(CausalForward(model)(tokens, None, documents), expected, rtol=0, atol=ABSOLUTE)
+    found = []
+    for kernels in (False, True):
+        model = make(family, **changes)
+        if kernels:
+            inject_kernels(model)
+        with mock.patch.object(attention, "attention_varlen", wraps=attention_varlen) as op:
+            loss = CausalForward(model)(tokens, tokens.roll(-1, 1), documents)
+        assert op.call_count == (2 if kernels else 0)  # one per layer
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, kernel in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=0, atol=ABSOLUTE * max(1.0, float(plain.abs().max())))
 
 
 @pytest.mark.parametrize("family", ["Bloom", "OPT"])

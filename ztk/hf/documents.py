@@ -2,11 +2,13 @@
 
 transformers' masks keep documents apart where a model is given positions that start again and no mask
 (`transformers.masking_utils.find_packed_sequence_indices`). Models whose mask does not see the positions (BLOOM, OPT), or that carry a state
-from token to token, ignore that: only families that are tested get documents.
+from token to token, ignore that: only families that are tested get documents. Where ztk's kernel attends (`model.kernels`), it gets the
+documents' borders, too, and needs no mask.
 """
 
 from typing import Any
 
+from ztk.hf.attention import NAME
 from ztk.nn import Documents
 
 # Families whose packed documents are tested to compute what each document computes alone.
@@ -32,4 +34,8 @@ def arguments_of(documents: Documents | None, *, config: Any) -> dict[str, Any]:
         return {}
     if (fault := documents_fault(config)) is not None:
         raise ValueError(fault)
-    return {"position_ids": documents.positions}
+    given: dict[str, Any] = {"position_ids": documents.positions}
+    if config._attn_implementation == NAME:
+        given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.cu_seqlens)
+        given |= dict.fromkeys(("max_length_q", "max_length_k"), documents.longest)
+    return given
