@@ -45,7 +45,7 @@ def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callabl
 def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, ...]) -> list[str]:
     """The command line of a layout: `given` with `overrides` in place of its own layout, and the same global batch."""
     chosen = dict(override.split("=", maxsplit=1) for override in overrides)
-    degrees = {f"topology.{name}" for name in ("data", "pipeline", "tensor", "sequence", "expert")}
+    degrees = {f"topology.{name}" for name in ("data", "pipeline", "tensor", "sequence", "context", "expert")}
     kept = {key: value for key, value in given.items() if key not in degrees and key not in _REPLACED}
     if "topology.pipeline" not in chosen:
         kept = {key: value for key, value in kept.items() if key.removeprefix("topology.") not in _ONLY_PIPELINES}

@@ -79,7 +79,7 @@ def offload_policy(config: Config) -> OffloadPolicy:
 
 
 def topology(config: Config) -> Topology:
-    degrees = {name: getattr(config.topology, name) for name in ("pipeline", "tensor", "sequence", "expert")}
+    degrees = {name: getattr(config.topology, name) for name in ("pipeline", "tensor", "sequence", "context", "expert")}
     return Topology(**degrees, intra_node=config.zero.hpz_partition_size or 1)
 
 

@@ -23,7 +23,7 @@ from ztk.config.schema import Evaluated
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.engine import Engine
 from ztk.hf.causal import open_causal
-from ztk.nn import Decoder, initial_values, sample_text, sample_tokens
+from ztk.nn import Decoder, Documents, initial_values, sample_text, sample_tokens
 from ztk.parallel import parallelize
 from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
@@ -215,7 +215,10 @@ def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManag
 
 def micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
     placed = on_device(batch, device=device)
-    return MicroBatch(args=(placed.tokens, placed.targets), weight=batch.weight)
+    if batch.positions is None:
+        return MicroBatch(args=(placed.tokens, placed.targets), weight=batch.weight)
+    documents = Documents.at(batch.positions).to(device)
+    return MicroBatch(args=(placed.tokens, placed.targets, documents), weight=batch.weight)
 
 
 def finish(

@@ -38,12 +38,6 @@ HOT_PATHS = {
 }
 
 
-# Ops that nothing in ztk calls, and why they are there.
-FOR_USERS = {
-    "attention_varlen": "nothing in ztk yet: for a model's own attention over packed documents",
-}
-
-
 def callers() -> dict[str, list[str]]:
     """Op -> "module.function" of each function that names it, in order of files. An op may be called by another op."""
     found: dict[str, list[str]] = defaultdict(list)

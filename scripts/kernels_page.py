@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.kernel_callers import FOR_USERS, HOT_PATHS, callers
+from scripts.kernel_callers import HOT_PATHS, callers
 from scripts.kernel_records import Record
 from ztk.kernels import ALL_OPS
 
@@ -117,7 +117,7 @@ def called() -> str:
     found = callers()
     rows = []
     for spec in ALL_OPS:
-        names = [f"`{name}`" for name in found.get(spec.name, ())] or [FOR_USERS[spec.name]]
+        names = [f"`{name}`" for name in found[spec.name]]
         rows.append([HOT_PATHS[spec.name], f"`{spec.name}`", ", ".join(names)])
     return table(["hot path", "op", "caller"], sorted(rows))
 

@@ -183,6 +183,17 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("topology=tp2", "topology.data=3", "launch.ranks=4"), "use launch.ranks=6"),
         (("topology=tp2", "zero=ddp"), "use topology=dp, or"),
         (("topology.expert=2", "model=tiny_moe", "zero=ddp"), "leave out topology.expert"),
+        (
+            ("topology=cp2", "model=tiny_moe", "data.seq_len=30"),
+            "padding would be routed to experts; use data.seq_len=32",
+        ),
+        (("topology=cp2", "recompute=selective"), "use recompute=full, or recompute=none"),
+        (("topology=cp2", "task=sft", "data=chat"), "use topology.context=1 and topology.sequence"),
+        (
+            ("topology=cp2", "task=plan", "hardware=h100", "plan.search=true", "data=synthetic"),
+            "use topology.context=1, or plan.search=false",
+        ),
+        (("topology=cp2", "zero=ddp"), "is there to compare with and data-parallel only"),
         (("topology=sp4",), "use topology.sequence=2, or another degree"),
         (("topology=sp2", "data.seq_len=129"), "use data.seq_len=130"),
         (("topology=tp2", "topology.sequence_parallel=true", "data.seq_len=129"), "use data.seq_len=130"),

@@ -132,3 +132,16 @@ def test_records_take_the_tokenizer_of_the_model_that_they_train(tmp_path, token
     other = SubwordTokenizer.train(["another text " * 9], vocab_size=259, folder=tmp_path / "other").folder
     [fault] = faults(*words, f"data.tokenizer={other}", f"warm_start.path={run}")
     assert f"has other tokens; use data.tokenizer={run / 'tokenizer'}" in fault
+
+
+def test_documents_are_kept_apart_where_there_are_some(lines):
+    read = ("data=files", f"data.path={lines}/a.jsonl", "data.packing=documents")
+    assert text_policy(composed(*read)).keeps_apart
+    assert not text_policy(composed(*read[:2])).keeps_apart
+    assert composed(*read[:2]).data.packing == "concatenate" and composed().data.packing is None
+    assert (
+        "data.packing=documents has no effect here, only with task=pretrain with documents"
+        in faults("data.packing=documents")[0]
+    )
+    assert "use topology.sequence instead, or data.packing=concatenate" in faults(*read, "topology=cp2")[0]
+    assert composed(*read, "topology=sp2", "recompute=selective").topology.sequence == 2

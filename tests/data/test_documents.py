@@ -3,12 +3,14 @@
 import gzip
 import json
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from ztk.data import documents
 from ztk.data.documents import Document, Fault, read_documents
+from ztk.data.sources import named_files
 
 TEXTS = ["first\nline", "na\u00efve \u2211", "x" * 300]
 
@@ -106,5 +108,16 @@ def test_empty_and_broken_files(tmp_path):
     write_lines(tmp_path / "b.jsonl.gz", *['{"text": "abcdefgh"}'] * 50)
     (tmp_path / "b.jsonl.gz").write_bytes((tmp_path / "b.jsonl.gz").read_bytes()[:-12])
     assert "cannot be read to its end" in read(tmp_path / "b.jsonl.gz")[-1]
-    with pytest.raises(ValueError, match="write parquet"):
-        read(tmp_path / "data.arrow")
+    (tmp_path / "data.arrow").write_bytes(b"ARROW1")
+    assert "cannot be read as a stream of arrow batches" in read(tmp_path / "data.arrow")[0]
+
+
+def test_a_folder_of_datasets_is_read_without_its_notes(tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
+    files = [file.path for file in named_files([str(tmp_path / "saved")])]
+    assert [path.suffix for path in files] == [".arrow", ".arrow"]
+    assert [text for path in files for text in read(path)] == TEXTS
+    assert "has no column 'body' (its columns: text); use data.field=NAME" in read(files[0], field="body")[0]
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[: len(content) // 2])
+    assert "cannot be read" in read(files[0])[-1]

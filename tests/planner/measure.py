@@ -48,6 +48,7 @@ class Case:
     contiguous: bool = False
     tensor: int = 1
     sequence: int = 1
+    context: int = 1
     sequence_parallel: bool = False
     pipeline: int = 1
     schedule: str = "1f1b"
@@ -81,6 +82,7 @@ class Case:
             pipeline=self.pipeline,
             tensor=self.tensor,
             sequence=self.sequence,
+            context=self.context,
             expert=self.expert,
             intra_node=self.zero.get("hpz_partition_size", 1),
         )

@@ -21,6 +21,7 @@ CASES = (
     Case(ranks=2, stage=1, offload="nvme", dtype="bf16"),
     Case(ranks=2, stage=2, tensor=2, accumulation=2),
     Case(ranks=2, stage=2, offload="cpu", sequence=2),
+    Case(ranks=2, stage=3, context=2, recompute="full"),
     Case(ranks=2, stage=3, recompute="full"),
     Case(ranks=2, stage=3, offload="nvme", parameters="nvme", dtype="bf16"),
     Case(ranks=2, stage=1, pipeline=2, accumulation=3, tied=True),

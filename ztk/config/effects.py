@@ -6,7 +6,8 @@ configuration shows what took part. A key that has an effect needs a value.
 
 from collections.abc import Callable
 
-from ztk.config.align_effects import ALIGN_EFFECTS, reads_lines, reads_records
+from ztk.config.align_effects import ALIGN_EFFECTS, reads_records
+from ztk.config.data_effects import DATA_EFFECTS
 from ztk.config.effect import Effect, keys_of
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
@@ -24,7 +25,6 @@ from ztk.config.schema import (
     PipelineSchedule,
     ZeroEngine,
 )
-from ztk.config.text import TEXT, TRAIN, reads_documents
 from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 
@@ -186,35 +186,7 @@ EFFECTS = (
         only="recompute.contiguous=true",
         required=False,
     ),
-    Effect(
-        keys=("data.path",),
-        when=lambda c, m: c.data.name in (DataName.files, DataName.prompts) or reads_records(c),
-        only="data=files, prompts, chat or preferences",
-        required=False,
-    ),
-    Effect(
-        keys=("data.tokenizer",),
-        when=lambda c, m: c.data.name in TEXT or (reads_lines(c) and c.data.path is not None),
-        only="data=stdlib or data=files, and data=chat, data=preferences or data=prompts with data.path",
-    ),
-    Effect(
-        keys=("data.vocab_size",),
-        when=lambda c, m: c.data.name in TEXT and c.data.tokenizer == TRAIN,
-        only="data.tokenizer=train",
-    ),
-    Effect(
-        keys=("data.field", "data.on_error"),
-        when=lambda c, m: c.data.name is DataName.files and reads_documents(c),
-        only="data=files with jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
-    ),
-    Effect(keys=("data.mixture",), when=lambda c, m: c.data.name is DataName.files, only="data=files", required=False),
-    Effect(
-        keys=("data.validation_fraction",),
-        when=lambda c, m: (
-            c.data.name in (DataName.stdlib, DataName.files) or (reads_records(c) and c.data.path is not None)
-        ),
-        only="data=stdlib or data=files, and data=chat or data=preferences with data.path",
-    ),
+    *DATA_EFFECTS,
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
         when=lambda c, m: (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c)) and not c.train.quick,

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, ZeroEngine
+from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, Packing, ZeroEngine
 
 NAME = "hf"
 _SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
@@ -112,6 +112,11 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"topology.sequence={topology.sequence}: sequences are divided for ztk's own decoder only, not for model=hf; use "
             "topology.sequence=1"
         )
+    if topology.context > 1:
+        yield (
+            f"topology.context={topology.context}: attention goes around a ring for ztk's own decoder only, not for model=hf; use "
+            "topology.context=1"
+        )
     if topology.tensor > 1 and topology.sequence_parallel:
         yield (
             "topology.sequence_parallel=true: models of transformers compute positions for full sequences; use "
@@ -122,6 +127,12 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={config.data.seq_len} is longer than the {model.max_seq_len} tokens of {model.path}: use "
             f"data.seq_len={model.max_seq_len}"
         )
+    if config.data.packing is Packing.documents:
+        from ztk.hf.causal import read_config  # here: it takes torch and transformers
+        from ztk.hf.documents import documents_fault
+
+        if (fault := documents_fault(read_config(str(folder)))) is not None:
+            yield fault
     reads_bytes = config.data.name is not DataName.synthetic and config.data.tokenizer in (None, "bytes")
     if reads_bytes and model.vocab_size < 256:
         yield f"model.path={model.path}: text is read as bytes, and its vocabulary has {model.vocab_size} tokens; use data=synthetic"

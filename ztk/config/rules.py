@@ -88,7 +88,7 @@ RANGES = {
     **_of("optimizer", ranges=optimizer.RANGES | optimizer.CLIP_RANGES | optimizer.MUON_RANGES),
     **_of("scheduler", ranges=schedule.RANGES),
     **_of("topology", ranges=pipeline.RANGES),
-    **{f"topology.{name}": COUNT for name in ("pipeline", "tensor", "sequence", "expert", "data")},
+    **{f"topology.{name}": COUNT for name in ("pipeline", "tensor", "sequence", "context", "expert", "data")},
     **{
         f"model.{name}": COUNT
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "max_seq_len")

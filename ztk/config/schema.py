@@ -83,6 +83,13 @@ class OnError(StrEnum):
     skip = "skip"  # leave it out, and count it
 
 
+class Packing(StrEnum):
+    """data.packing: how documents share sequences."""
+
+    concatenate = "concatenate"  # attention sees across their ends
+    documents = "documents"  # a token attends to its own document
+
+
 class ModelInit(StrEnum):
     """The first values of a Hugging Face model."""
 
@@ -224,12 +231,15 @@ class RecomputeConfig:
 
 @dataclass(kw_only=True)
 class TopologyConfig:
-    """How the ranks divide the model: degrees of pipeline, tensor, sequence, expert and data parallelism."""
+    """How the ranks divide the model: degrees of pipeline, tensor, sequence, context, expert and data parallelism."""
 
     pipeline: int = key("pipeline-parallel degree: the layers are split into this many stages")
     tensor: int = key("tensor-parallel degree: each layer is split over this many ranks")
     expert: int = key("expert-parallel degree: experts are spread over this many of the data-parallel ranks")
     sequence: int = key("sequence-parallel degree (Ulysses): each sequence is split over this many ranks")
+    context: int = key(
+        "context-parallel degree (ring attention): each sequence is split over this many ranks, before topology.sequence splits it"
+    )
     data: int | None = key("data-parallel degree: batches at a time; null: as many as the ranks allow")
     sequence_parallel: bool | None = key(
         "norms and residuals work on a part of the sequence per tensor-parallel rank (Megatron's sequence parallelism)"
@@ -316,6 +326,10 @@ class DataConfig:
     field: str | None = key("field of jsonl and column of parquet that has the text", default=None)
     mixture: list[float] | None = key(
         "weights of the entries of data.path, as in [0.7,0.3]: parts of the training sequences; null: one order over all documents",
+        default=None,
+    )
+    packing: Packing | None = key(
+        "documents in a sequence: concatenate: attention sees across their ends; documents: a token attends to its own document alone",
         default=None,
     )
     on_error: OnError | None = key(

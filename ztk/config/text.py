@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ztk.config.keys import data_paths
-from ztk.config.schema import Config, DataName, OnError
+from ztk.config.schema import Config, DataName, OnError, Packing
 from ztk.policies.text import is_structured
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def text_policy(config: Config) -> "TextPolicy":
         read=ReadPolicy(
             field=data.field or "text", skips=data.on_error is OnError.skip, share=data.validation_fraction or 0.0
         ),
+        keeps_apart=data.packing is Packing.documents,
     )
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from ztk.config.effects import ANSWERING, device_of
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
-from ztk.policies.layout import hpz_faults, recompute_faults
+from ztk.config.schema import Config, Packing, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.policies.layout import context_faults, hpz_faults, recompute_faults
 from ztk.policies.pipeline import interleaved_faults, partition_faults
 
 RANKS_WITHOUT_GPU = 2
-DEGREES = ("pipeline", "tensor", "sequence", "expert")
+DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")
 
 
 def is_cut(topology: TopologyConfig) -> bool:
@@ -20,13 +20,18 @@ def is_cut(topology: TopologyConfig) -> bool:
 
 def model_ranks(topology: TopologyConfig) -> int:
     """Ranks that one batch needs."""
-    return topology.pipeline * topology.tensor * topology.sequence
+    return topology.pipeline * topology.tensor * sequence_ranks(topology)
+
+
+def sequence_ranks(topology: TopologyConfig) -> int:
+    """Ranks that share a sequence."""
+    return topology.context * topology.sequence
 
 
 def fits(topology: TopologyConfig, *, ranks: int) -> bool:
     """The degrees divide this number of ranks."""
     replicas, rest = divmod(ranks, model_ranks(topology))
-    return replicas > 0 and not rest and (replicas * topology.sequence) % topology.expert == 0
+    return replicas > 0 and not rest and (replicas * sequence_ranks(topology)) % topology.expert == 0
 
 
 def ranks_of(topology: TopologyConfig) -> int:
@@ -79,7 +84,8 @@ def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> 
         )
     elif not fits(topology, ranks=ranks or named):
         smallest = ranks_of(TopologyConfig(**{**vars(topology), "data": None}))
-        degrees = " x ".join(f"topology.{name}={getattr(topology, name)}" for name in DEGREES[:3])
+        named_degrees = [name for name in DEGREES[:-1] if name != "context" or topology.context > 1]
+        degrees = " x ".join(f"topology.{name}={getattr(topology, name)}" for name in named_degrees)
         yield (
             f"{ranks or named} ranks cannot be cut into {degrees} with topology.expert={topology.expert}: use "
             f"launch.ranks={smallest} or a multiple of it"
@@ -92,6 +98,7 @@ def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     cut = topology.pipeline * topology.tensor
     data = settled_ranks(config, machine=machine) // cut
     yield from hpz_faults(group, data_ranks=data, model_ranks=cut)
+    yield from context_faults(topology.context, recompute=config.recompute.mode)
     yield from recompute_faults(
         partition_inputs=config.recompute.partition_inputs, sequence_parallel=topology.sequence_parallel
     )
@@ -113,6 +120,9 @@ def _model_faults(config: Config) -> Iterator[str]:
             f"topology.sequence={sequence} does not divide the {bad[0]} heads of a rank (model.heads={model.heads}, "
             f"topology.tensor={tensor}): use topology.sequence={fixed}, or another degree that divides them"
         )
+    if topology.context > 1:
+        yield from _context_faults(config)
+        return
     if length > 0 and length % sequence:
         yield (
             f"data.seq_len={length} is not a multiple of topology.sequence={sequence}: use "
@@ -123,6 +133,31 @@ def _model_faults(config: Config) -> Iterator[str]:
         yield (
             f"data.seq_len={length} is not a multiple of {unit}, as topology.sequence_parallel=true needs: use "
             f"data.seq_len={-(-length // unit) * unit}"
+        )
+
+
+def _context_faults(config: Config) -> Iterator[str]:
+    """Attention that goes around a ring takes any length, by padding its end."""
+    topology, length = config.topology, config.data.seq_len
+    if config.task.name not in ("pretrain", "plan"):
+        yield (
+            f"topology.context={topology.context}: task={config.task.name} reads answers of several lengths, which are not padded for a ring; "
+            "use topology.context=1 and topology.sequence"
+        )
+    if config.data.packing is Packing.documents:
+        yield (
+            f"data.packing=documents: attention that goes around a ring (topology.context={topology.context}) sees across documents; use "
+            "topology.sequence instead, or data.packing=concatenate"
+        )
+    unit = 2 * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
+    if config.model.experts is not None and length % unit:
+        yield (
+            f"data.seq_len={length}: topology.context={topology.context} pads it to a multiple of {unit}, and padding would be routed to "
+            f"experts; use data.seq_len={-(-length // unit) * unit}"
+        )
+    if config.task.name == "plan" and config.plan.search:
+        yield (
+            f"plan.search=true ranks layouts without topology.context={topology.context}: use topology.context=1, or plan.search=false"
         )
 
 

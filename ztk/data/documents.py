@@ -1,15 +1,16 @@
-"""Documents of files: a text file is one, a line of jsonl and a row of parquet are one each.
+"""Documents of files: a text file is one, a line of jsonl and a row of parquet or arrow are one each.
 
 Files may be compressed (`.gz`, `.zst`). Bad input is a `Fault` in its place among the documents: who reads decides whether it ends the run.
 pyarrow, for parquet and zst, is the extra `data`, imported here and not with ztk.
 """
 
+import functools
 import gzip
 import importlib
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,9 @@ from ztk.policies.text import COMPRESSED, LINES
 
 PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut behind a line
 _ROWS = 1024  # of parquet in memory at once
+_ARROW_END = (
+    b"\xff\xff\xff\xff\0\0\0\0"  # of a stream: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format
+)
 _SKIP = "or use data.on_error=skip"
 
 
@@ -45,10 +49,8 @@ def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     kind = inner.suffix.lower()
     if kind == ".arrow":
-        raise ValueError(
-            f"data.path={path}: arrow files are not read; write parquet, by dataset.to_parquet(FILE) of datasets"
-        )
-    if kind == ".parquet":
+        found = _of_arrow(path, field=field)
+    elif kind == ".parquet":
         found = _of_parquet(path, field=field)
     else:
         found = _of_lines(path, field=field) if kind in LINES else _of_text(path)
@@ -136,34 +138,66 @@ def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
         yield Fault(text=f"data.path={path}: cannot be read as parquet ({error}); make the file again, {_SKIP}")
         return
     with file:
-        schema = file.schema_arrow
-        if field not in schema.names:
-            named = ", ".join(schema.names) or "none"
+        batches = functools.partial(file.iter_batches, batch_size=_ROWS, columns=[field])
+        yield from _of_columns(path, field=field, schema=file.schema_arrow, batches=batches)
+
+
+def _of_arrow(path: Path, *, field: str) -> Iterator[Document | Fault]:
+    """A file of `datasets.save_to_disk`, which is a stream of record batches, mapped and not read at once."""
+    arrow = _pyarrow(path)
+    try:
+        reader = arrow.ipc.open_stream(arrow.memory_map(str(path)))
+    except (arrow.ArrowException, OSError) as error:
+        yield Fault(
+            text=f"data.path={path}: cannot be read as a stream of arrow batches ({error}); save the data set again by save_to_disk, {_SKIP}"
+        )
+        return
+    with reader:
+
+        def batches() -> Iterator[Any]:
+            return (batch.select([field]) for batch in reader)
+
+        yield from _of_columns(path, field=field, schema=reader.schema, batches=batches)
+    with open(path, "rb") as source:
+        source.seek(-len(_ARROW_END), io.SEEK_END)
+        if source.read() != _ARROW_END:  # pyarrow reads a file that breaks off as a shorter one
             yield Fault(
-                text=f"data.path={path}: has no column {field!r} (its columns: {named}); use data.field=NAME, {_SKIP}"
+                text=f"data.path={path}: cannot be read to its end (it breaks off); make the file again, {_SKIP}"
             )
-            return
-        kind = schema.field(field).type
-        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-            yield Fault(text=f"data.path={path}: column {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
-            return
-        row = 0
-        try:
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
-                for value in batch.column(0):
-                    row += 1
-                    place = f"data.path={path}, row {row}"
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:
-                        yield Fault(text=f"{place}: is not UTF-8 ({error.reason}); convert it, {_SKIP}")
-                        continue
-                    if text is None:
-                        yield Fault(text=f"{place}: column {field!r} is null; leave the row out, {_SKIP}")
-                    else:
-                        yield from _checked(text, place=place)
-        except arrow.ArrowException as error:
-            yield Fault(text=f"data.path={path}, behind row {row}: cannot be read ({error}); make it again, {_SKIP}")
+
+
+def _of_columns(
+    path: Path, *, field: str, schema: Any, batches: Callable[[], Iterator[Any]]
+) -> Iterator[Document | Fault]:
+    """The texts of a column. batches: record batches with this column alone."""
+    arrow = _pyarrow(path)
+    if field not in schema.names:
+        named = ", ".join(schema.names) or "none"
+        yield Fault(
+            text=f"data.path={path}: has no column {field!r} (its columns: {named}); use data.field=NAME, {_SKIP}"
+        )
+        return
+    kind = schema.field(field).type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        yield Fault(text=f"data.path={path}: column {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
+        return
+    row = 0
+    try:
+        for batch in batches():
+            for value in batch.column(0):
+                row += 1
+                place = f"data.path={path}, row {row}"
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    yield Fault(text=f"{place}: is not UTF-8 ({error.reason}); convert it, {_SKIP}")
+                    continue
+                if text is None:
+                    yield Fault(text=f"{place}: column {field!r} is null; leave the row out, {_SKIP}")
+                else:
+                    yield from _checked(text, place=place)
+    except arrow.ArrowException as error:
+        yield Fault(text=f"data.path={path}, behind row {row}: cannot be read ({error}); make it again, {_SKIP}")
 
 
 def _checked(text: str, *, place: str) -> Iterator[Document | Fault]:

@@ -47,7 +47,7 @@ class MixedStream(Stream):
 
     def __init__(self, sources: Sequence[TokenStream], *, weights: Sequence[float], share: Share, seed: int) -> None:
         """Raises ValueError for weights that are not positive numbers."""
-        super().__init__(share, seq_len=sources[0].seq_len)
+        super().__init__(share, seq_len=sources[0].seq_len, end=sources[0].end)
         self._sources, self._seed = tuple(sources), seed
         self._shares = shares_of(weights)
         self._ends = list(accumulate(self._shares))
@@ -71,11 +71,17 @@ class MixedStream(Stream):
 
 
 def mixed_held_out_batches(
-    parts: Sequence[Tensor], *, weights: Sequence[float], seq_len: int, share: Share, num_sequences: int
+    parts: Sequence[Tensor],
+    *,
+    weights: Sequence[float],
+    seq_len: int,
+    share: Share,
+    num_sequences: int,
+    end: int | None = None,
 ) -> Iterator[Batch]:
     """As `held_out_batches`, of several sources: each in proportion to its weight, one sequence at least, spread evenly over its tokens.
 
-    parts: tokens [n] of each source.
+    parts: tokens [n] of each source. end: as of `Stream`.
 
     Raises:
         ValueError: a part is shorter than one sequence.
@@ -85,6 +91,7 @@ def mixed_held_out_batches(
         len(picks),
         share=share,
         read=lambda number: window(parts[picks[number][0]], index=picks[number][1], seq_len=seq_len),
+        end=end,
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Installed packages differ from machine to machine, and the tests are larger than the library itself.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# What save_to_disk of datasets writes beside its arrow files.
+_NOT_TEXT = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,7 @@ def standard_library() -> list[SourceFile]:
 def named_files(paths: Sequence[str]) -> list[SourceFile]:
     """The files behind `paths`: files, folders (everything below, hidden names left out) and globs (** allowed).
 
+    What `datasets` notes beside its arrow files is left out, too.
     Files come in the order given and sorted inside a folder or glob; one named twice counts once.
     Raises ValueError for a path that is missing, matches nothing, or cannot be read.
     """
@@ -79,9 +82,9 @@ def _walk(root: Path, *, skip: frozenset[str]) -> Iterator[Path]:
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
-        yield from (
-            path for name in sorted(names) if not name.startswith(".") and (path := Path(folder, name)).is_file()
-        )
+        notes = _NOT_TEXT if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names) else ()
+        shown = sorted(name for name in names if not name.startswith(".") and name not in notes)
+        yield from (path for name in shown if (path := Path(folder, name)).is_file())
 
 
 def _source(path: Path) -> SourceFile:

@@ -13,11 +13,12 @@ micro-batch without a sequence takes any one, with the weight 0.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ztk.data.borders import num_targets, positions_of, share_of_targets, without_borders
 from ztk.data.permutation import Permutation
 from ztk.runtime.seed import generator
 
@@ -26,12 +27,14 @@ from ztk.runtime.seed import generator
 class Batch:
     """One micro-batch of one rank, on CPU: `targets[b, t]` is the token that follows `tokens[b, t]`.
 
-    weight: of its mean loss, see [Note: Uneven parts]; 1 if all micro-batches have the same size.
+    weight: of its mean loss, see [Note: Uneven parts]; 1 if all micro-batches have equally many targets that count.
+    positions: places in documents where these are kept apart, see [Note: Documents in a sequence]; else None.
     """
 
     tokens: Tensor  # int64 [micro_batch, seq_len]
-    targets: Tensor  # int64 [micro_batch, seq_len]
+    targets: Tensor  # int64 [micro_batch, seq_len], -100 where they do not count
     weight: float = 1.0
+    positions: Tensor | None = None  # int64 [micro_batch, seq_len]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +81,16 @@ class Share:
 
 
 class Stream:
-    """The order of [Note: Global order]; a subclass defines the sequence at a position."""
+    """The order of [Note: Global order]; a subclass defines the sequence at a position.
 
-    def __init__(self, share: Share, *, seq_len: int) -> None:
+    end: the token that ends a document, where documents are kept apart; None: where they are not.
+    """
+
+    def __init__(self, share: Share, *, seq_len: int, end: int | None = None) -> None:
         self.share = share
         self.seq_len = seq_len
+        self.end = end
+        self._targets = 0  # of the current step that count, where documents are kept apart
         self._position = 0  # sequences used by finished steps, over all ranks
         self._micro_step = 0  # forwards done in the current step
 
@@ -90,15 +98,23 @@ class Stream:
         """The next micro-batch of this rank."""
         share, step = self.share, self._micro_step
         numbers = share.sequences(step)
-        batch = _batch(
-            [self.sequence(self._position + number) for number in numbers or [numbers.start]],
-            weight=share.weight(step),
-        )
+        sequences = [self.sequence(self._position + number) for number in numbers or [numbers.start]]
+        if self.end is None:
+            batch = _batch(sequences, weight=share.weight(step))
+        else:
+            if not step:
+                self._targets = self._count_targets(self.end)
+            batch = _apart(sequences, share=share, is_filler=not numbers, total=self._targets, end=self.end)
         self._micro_step += 1
         if self._micro_step == share.accumulation_steps:
             self._position += share.global_batch
             self._micro_step = 0
         return batch
+
+    def _count_targets(self, end: int) -> int:
+        """Of all sequences of the current step: how many targets count."""
+        every = range(self._position, self._position + self.share.global_batch)
+        return sum(num_targets(self.sequence(position), end=end) for position in every)
 
     def state_dict(self) -> dict[str, object]:
         """The position, the same on all ranks. Raises ValueError within a step."""
@@ -136,12 +152,14 @@ class TokenStream(Stream):
     epoch. Tokens after the last full sequence are left out.
     """
 
-    def __init__(self, data: Tensor, *, seq_len: int, share: Share, seed: int, digest: str = "") -> None:
-        """`data` is uint8 or int [num_tokens], memory-mapped or not; `digest` identifies it in checkpoints.
+    def __init__(
+        self, data: Tensor, *, seq_len: int, share: Share, seed: int, digest: str = "", end: int | None = None
+    ) -> None:
+        """`data` is uint8 or int [num_tokens], memory-mapped or not; `digest` identifies it in checkpoints. end: as of `Stream`.
 
         Raises ValueError if `data` is shorter than one sequence.
         """
-        super().__init__(share, seq_len=seq_len)
+        super().__init__(share, seq_len=seq_len, end=end)
         self.data = data
         self.num_sequences = sequences_in(data, seq_len=seq_len)
         self._seed = seed
@@ -187,27 +205,39 @@ class SyntheticStream(Stream):
         return {"seq_len": self.seq_len, "seed": self._seed, "vocab_size": self.vocab_size}
 
 
-def held_out_batches(data: Tensor, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
+def held_out_batches(
+    data: Tensor, *, seq_len: int, share: Share, num_sequences: int, end: int | None = None
+) -> Iterator[Batch]:
     """This rank's micro-batches of `num_sequences` sequences, or of all if there are fewer, spread evenly over `data`; always the same ones.
 
-    data: tokens [n].     Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean losses is the
-    mean over all tokens, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
+    data: tokens [n]. end: as of `Stream`. Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean
+    losses is the mean over all targets that count, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = sequences_in(data, seq_len=seq_len)
     count = min(num_sequences, available)
     yield from batches_of(
-        count, share=share, read=lambda number: window(data, index=number * available // count, seq_len=seq_len)
+        count,
+        share=share,
+        read=lambda number: window(data, index=number * available // count, seq_len=seq_len),
+        end=end,
     )
 
 
-def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor]) -> Iterator[Batch]:
-    """This rank's micro-batches of `count` sequences, weighted as those of `held_out_batches`. read: number -> tokens, int64 [seq_len + 1]."""
+def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: int | None = None) -> Iterator[Batch]:
+    """This rank's micro-batches of `count` sequences, weighted as those of `held_out_batches`. read: number -> tokens, int64 [seq_len + 1].
+
+    end: as of `Stream`.
+    """
     own = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
+    total = 0 if end is None else sum(num_targets(read(number), end=end) for number in range(count))
     for step in range(own.accumulation_steps):
         numbers = own.sequences(step)
-        picks = [min(number, count - 1) for number in numbers or [numbers.start]]
-        yield _batch([read(pick) for pick in picks], weight=own.weight(step))
+        sequences = [read(min(number, count - 1)) for number in numbers or [numbers.start]]
+        if end is None:
+            yield _batch(sequences, weight=own.weight(step))
+        else:
+            yield _apart(sequences, share=own, is_filler=not numbers, total=total, end=end)
 
 
 def sequences_in(data: Tensor, *, seq_len: int) -> int:
@@ -232,6 +262,15 @@ def _batch(sequences: list[Tensor], *, weight: float) -> Batch:
     """From the tokens of its sequences, int64 [seq_len + 1] each."""
     stacked = torch.stack(sequences)
     return Batch(tokens=stacked[:, :-1].contiguous(), targets=stacked[:, 1:].contiguous(), weight=weight)
+
+
+def _apart(sequences: list[Tensor], *, share: Share, is_filler: bool, total: int, end: int) -> Batch:
+    """As `_batch`, with documents kept apart. total: targets of the step that count. is_filler: no sequence of the micro-batch counts."""
+    counts = [] if is_filler else [num_targets(sequence, end=end) for sequence in sequences]
+    parts = share.world_size * share.accumulation_steps
+    batch = _batch(sequences, weight=share_of_targets(counts, total=total, parts=parts))
+    targets = without_borders(batch.targets, tokens=batch.tokens, end=end)
+    return replace(batch, targets=targets, positions=positions_of(batch.tokens, end=end))
 
 
 def _part(numbers: range, *, index: int, parts: int) -> range:

@@ -23,7 +23,7 @@ _TRAINED_FORMAT = 1  # part of the name of a trained tokenizer: raise it when tr
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPolicy:
     """What to read, and how. paths: None: the standard library's source. tokenizer: bytes, train or a folder. weights: of the entries of
-    `paths`; None: one order over all of them.
+    `paths`; None: one order over all of them. keeps_apart: documents in a sequence, see [Note: Documents in a sequence].
     """
 
     paths: tuple[str, ...] | None = None
@@ -32,15 +32,21 @@ class TextPolicy:
     weights: tuple[float, ...] | None = None
     read: ReadPolicy = field(default_factory=ReadPolicy)
     cache_dir: str | None = None
+    keeps_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCorpus:
-    """Tokens of one or more sources, each with its weight."""
+    """Tokens of one or more sources, each with its weight. keeps_apart: as of `TextPolicy`."""
 
     parts: tuple[TokenPart, ...]
     weights: tuple[float, ...]
     tokenizer: SubwordTokenizer | ByteTokenizer
+    keeps_apart: bool = False
+
+    @property
+    def _end(self) -> int | None:
+        return self.tokenizer.end if self.keeps_apart else None
 
     @property
     def digest(self) -> str:
@@ -55,7 +61,8 @@ class TokenCorpus:
     def stream(self, *, seq_len: int, share: Share, seed: int) -> Stream:
         """The training sequences. Raises ValueError if a source is shorter than one sequence."""
         streams = [
-            TokenStream(part.train, digest=part.digest, seq_len=seq_len, share=share, seed=seed) for part in self.parts
+            TokenStream(part.train, digest=part.digest, seq_len=seq_len, share=share, seed=seed, end=self._end)
+            for part in self.parts
         ]
         if len(streams) == 1:
             return streams[0]
@@ -64,13 +71,19 @@ class TokenCorpus:
     def held_out_batches(self, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
         """This rank's part of the sequences to evaluate on. Raises ValueError if a held-out part is shorter than one sequence."""
         return mixed_held_out_batches(
-            self._held_out, weights=self.weights, seq_len=seq_len, share=share, num_sequences=num_sequences
+            self._held_out,
+            weights=self.weights,
+            seq_len=seq_len,
+            share=share,
+            num_sequences=num_sequences,
+            end=self._end,
         )
 
     def bytes_per_token(self, *, seq_len: int, num_sequences: int) -> float:
         """UTF-8 bytes of the text per token of `held_out_batches`: of each source's held-out text, in the batches' proportion.
 
-        Nats per token divided by ln 2 and by this are bits per byte, which can be compared across tokenizers.
+        Nats per token divided by ln 2 and by this are bits per byte, which can be compared across tokenizers. Where documents are kept
+        apart, a document's first token is not predicted and counts as the mean of the others.
         """
         picks = held_out_picks(self._held_out, weights=self.weights, seq_len=seq_len, num_sequences=num_sequences)
         ratios = [part.counts.held_out_bytes / part.counts.held_out_tokens for part in self.parts]
@@ -107,7 +120,9 @@ def open_tokens(policy: TextPolicy, *, progress: Progress | None = None) -> Toke
         open_part(files, tokenizer=tokenizer, policy=policy.read, cache_dir=policy.cache_dir, progress=progress)
         for files in sources
     )
-    return TokenCorpus(parts=parts, weights=policy.weights or (1.0,), tokenizer=tokenizer)
+    return TokenCorpus(
+        parts=parts, weights=policy.weights or (1.0,), tokenizer=tokenizer, keeps_apart=policy.keeps_apart
+    )
 
 
 def _sources(policy: TextPolicy) -> list[list[SourceFile]]:

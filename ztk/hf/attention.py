@@ -1,6 +1,7 @@
 """Attention by ztk's kernel, through transformers' attention interface.
 
-The kernel attends over full sequences: a prompt's first pass, an encoder. Where there is a mask (padding, a window that is shorter than
+The kernel attends over full sequences (a prompt's first pass, an encoder) and over packed documents, whose borders come as transformers'
+`cu_seq_lens_q`. Where there is a mask (padding, a window that is shorter than
 the text) or a cache with more keys than queries, torch's attention computes as before.
 """
 
@@ -10,7 +11,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from ztk.kernels import attention
+from ztk.kernels import attention, attention_varlen
 
 NAME = "ztk"
 _MODELS, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"
@@ -51,13 +52,36 @@ def attention_forward(  # noqa: PLR0917 - as transformers calls it
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """As transformers' attention functions: query [B, H, T, D], key and value [B, K, S, D]; returns [B, T, H, D]."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and _is_packed(query, key=key, dropout=dropout, extra=kwargs):
+        return _over_documents(query, key=key, value=value, scaling=scaling, extra=kwargs), None
     if not _fits(query, key=key, value=value, mask=attention_mask, dropout=dropout, extra=kwargs):
         return _torch()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = attention(*(x.transpose(1, 2) for x in (query, key, value)), causal=causal, scale=scaling)
     return out, None
+
+
+def _is_packed(query: Tensor, *, key: Tensor, dropout: float, extra: dict) -> bool:
+    """Documents of known borders, for which the mask says nothing more but a window."""
+    return (
+        extra.get("cu_seq_lens_q") is not None
+        and dropout == 0.0
+        and extra.get("position_bias") is None
+        and query.shape[2] == key.shape[2]
+        and query.shape[3] <= _MAX_HEAD
+        and query.dtype == key.dtype
+    )
+
+
+def _over_documents(query: Tensor, *, key: Tensor, value: Tensor, scaling: float | None, extra: dict) -> Tensor:
+    """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
+    B, _, T, _ = query.shape
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    borders = {"cu_seqlens": extra["cu_seq_lens_q"], "max_seqlen": extra["max_length_q"]}
+    out = attention_varlen(*rows, **borders, window=extra.get("sliding_window") or 0, scale=scaling)
+    return out.unflatten(0, (B, T))
 
 
 def _fits(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, extra: dict) -> bool:

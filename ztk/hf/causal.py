@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.hf.documents import arguments_of
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.stages import CausalLayers
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.kernels import cross_entropy
+from ztk.nn import Documents
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 from ztk.nn.loss import IGNORED
 from ztk.runtime.part import InitialValues
@@ -47,7 +49,8 @@ def open_causal(
         all ranks.
     lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
         is logged.
-    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None)`: see `CausalForward`.
+    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None,
+    documents=None)`: see `CausalForward`.
 
     Raises:
         ValueError: the folder has no causal model of transformers, no safetensors files, or lacks weights.
@@ -136,7 +139,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class CausalForward:
-    """`(tokens, targets=None)` over a model of transformers: tokens int64 [B, T] -> logits [B, T, V], or with targets [B, T] the loss.
+    """`(tokens, targets=None, documents=None)` over a model of transformers: tokens int64 [B, T] -> logits [B, T, V], or with targets [B, T]
+    the loss. documents: tokens attend to their own document alone.
 
     The loss is the mean cross entropy, fp32 scalar; targets of -100 do not count. The router's loss is added where the configuration says
     `output_router_logits`, with its coefficient.
@@ -144,10 +148,12 @@ class CausalForward:
 
     def __init__(self, model: nn.Module) -> None:
         self.original: Callable[..., Any] = model.forward
+        self._config = model.config
         self._router_weight = getattr(model.config, "router_aux_loss_coef", 0.0)
 
-    def __call__(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        out = self.original(input_ids=tokens, use_cache=False)
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
+        given = arguments_of(documents, config=self._config)
+        out = self.original(input_ids=tokens, use_cache=False, **given)
         if targets is None:
             return out.logits
         loss = cross_entropy(out.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

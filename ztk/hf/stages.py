@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.hf.documents import arguments_of
 from ztk.kernels import cross_entropy
 from ztk.nn.loss import IGNORED
 from ztk.nn.staged import argument
@@ -65,6 +66,7 @@ class CausalLayers:
         """Layers `indices` of a micro-batch `(tokens, targets)`: hidden states, or the last layer's loss or logits."""
         has_first, has_last = indices.start == 0, indices.stop == len(self.layers)
         given = {"input_ids": argument(batch, index=0, name="tokens")} if has_first else {"inputs_embeds": carry}
+        given |= arguments_of(argument(batch, index=2, name="documents"), config=self.module.config)
         with self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last):
             if not has_last:
                 return self._decoder(**given, use_cache=False)[0]

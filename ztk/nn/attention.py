@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.kernels import rope
+from ztk.kernels import attention_varlen, rope
 from ztk.nn.config import DecoderConfig
+from ztk.nn.documents import Documents
 from ztk.nn.linear import WIDENED, Linear
 
 _QUERY_BLOCK = 128
@@ -22,29 +23,51 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.first_position = 0  # of x: not 0 where a rank has a later part of the sequence
+        # Which positions x has, where a rank has a part of the sequence: int64 [T] or a slice; None: the first ones.
+        self.positions: Tensor | slice | None = None
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
         self.value = Linear(config.dim, config.kv_heads * config.head_dim)
         self.core = CausalAttention()
         self.out = Linear(config.heads * config.head_dim, config.dim)
 
-    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, C] -> [B, T, C]. cos, sin: fp32 [max_seq_len, D / 2]."""
+    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        """x [B, T, C] -> [B, T, C]. cos, sin: fp32 [max_seq_len, D / 2]. documents: of the full sequences, also where x is a part of them."""
         query, key, value = (
             projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )  # [B, T, H or K, D]
-        positions = slice(self.first_position, self.first_position + query.shape[1])
-        query = rope(query, cos=cos[positions], sin=sin[positions])
-        key = rope(key, cos=cos[positions], sin=sin[positions])
-        return self.out(self.core(query, key=key, value=value).flatten(2))
+        own = slice(query.shape[1]) if self.positions is None else self.positions
+        if documents is None:
+            query, key = (rope(x, cos=cos[own], sin=sin[own]) for x in (query, key))
+        else:
+            places = documents.positions[
+                :, own
+            ].flatten()  # as one long sequence, with a row of the tables for each token
+            query, key = (
+                rope(x.flatten(0, 1)[None], cos=cos[places], sin=sin[places]).view(x.shape) for x in (query, key)
+            )
+        return self.out(self.core(query, key=key, value=value, documents=documents).flatten(2))
 
 
 class CausalAttention(nn.Module):
-    """See `causal_attention`, for shapes too. A module so that it can be wrapped from outside."""
+    """See `causal_attention`, for shapes too, and `attention_in_documents`. A module so that it can be wrapped from outside."""
 
-    def forward(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
-        return causal_attention(query, key=key, value=value)
+    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is None:
+            return causal_attention(query, key=key, value=value)
+        return attention_in_documents(query, key=key, value=value, documents=documents)
+
+
+def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    """As `causal_attention`, over the past in the same document: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
+
+    On CPU 16-bit types are computed in float32, for the reason given there.
+    """
+    widens = query.device.type == "cpu" and query.dtype != torch.float32
+    rows = (x.flatten(0, 1) for x in (query, key, value))
+    q, k, v = (x.float() for x in rows) if widens else rows
+    out = attention_varlen(q, k, v, cu_seqlens=documents.cu_seqlens, max_seqlen=documents.longest)
+    return out.view(query.shape).to(query.dtype)
 
 
 def causal_attention(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from ztk.nn.attention import Attention
 from ztk.nn.config import DecoderConfig
+from ztk.nn.documents import Documents
 from ztk.nn.mlp import SwiGLU
 from ztk.nn.moe import SparseMLP
 from ztk.nn.norm import RMSNorm
@@ -20,7 +21,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SparseMLP(config) if config.has_experts(number) else SwiGLU(config)
 
-    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        attended = self.attention(self.attention_norm(x), cos=cos, sin=sin)
+    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm(x), cos=cos, sin=sin, documents=documents)
         normed, x = self.mlp_norm(attended.to(x.dtype), residual=x)  # they differ under autocast
         return x + self.mlp(normed)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ztk.nn.block import Block
 from ztk.nn.config import DecoderConfig
+from ztk.nn.documents import Documents
 from ztk.nn.linear import Linear
 from ztk.nn.loss import LanguageLoss
 from ztk.nn.norm import RMSNorm
@@ -36,14 +37,15 @@ class Decoder(nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)  # [max_seq_len, D / 2]
         self.register_buffer("rope_sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """tokens int64 [B, T] -> logits [B, T, V], or, given targets [B, T], their mean cross entropy (float32 scalar).
 
-        Targets of -100 do not count. Raises ValueError for T above `config.max_seq_len`.
+        Targets of -100 do not count. documents: tokens attend to their own document alone, and positions start with it. Raises ValueError
+        for T above `config.max_seq_len`.
         """
         x = self.embed(tokens)
         for block in self.blocks:
-            x = self.through(block, x=x)
+            x = self.through(block, x=x, documents=documents)
         return self.finish(x, targets=targets)
 
     # The three parts of the forward, which a pipeline runs on different ranks.
@@ -58,9 +60,10 @@ class Decoder(nn.Module):
             )
         return self.embedding(tokens)
 
-    def through(self, block: Block, *, x: Tensor) -> Tensor:
+    def through(self, block: Block, *, x: Tensor, documents: Documents | None = None) -> Tensor:
         """One block: x [B, T, C] -> [B, T, C]."""
-        return block(x, cos=self.rope_cos, sin=self.rope_sin)
+        given = {} if documents is None else {"documents": documents}  # a block wrapped from outside need not know them
+        return block(x, cos=self.rope_cos, sin=self.rope_sin, **given)
 
     def finish(self, x: Tensor, *, targets: Tensor | None = None) -> Tensor:
         """x [B, T, C] -> logits [B, T, V], or with targets the loss, as `forward`."""

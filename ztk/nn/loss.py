@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor, nn
 
+from ztk.data.borders import IGNORED
 from ztk.kernels import bytes_kept, cross_entropy, linear_cross_entropy
 from ztk.nn.linear import Linear
 from ztk.runtime.own_forward import has_own_forward
 
+__all__ = ["IGNORED", "LanguageLoss"]
+
 LARGE_LOGITS = 1 << 30  # bytes: below, the loss reads the logits of the head, as every run has since the first
 
-IGNORED = -100  # a target that does not count, as in torch
+__all__ = ["IGNORED", "LanguageLoss"]
 
 
 class LanguageLoss(nn.Module):

@@ -36,7 +36,11 @@ class DecoderLayers:
         return Layer(name=name, kind=kind, modules=modules, num_parameters=count_parameters(*found), run=run)
 
     def _block(self, name: str, *, block: nn.Module) -> Layer:
-        return self._layer(name, modules=(name,), run=lambda x, _: self.module.through(block, x=x))
+        def run(x: Tensor, batch: MicroBatch) -> Tensor:
+            documents = argument(batch, index=2, name="documents")
+            return self.module.through(block, x=x, documents=documents)
+
+        return self._layer(name, modules=(name,), run=run)
 
     def _embed(self, _: Carry, batch: MicroBatch) -> Tensor:
         return self.module.embed(argument(batch, index=0, name="tokens"))

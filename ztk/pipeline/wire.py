@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ztk.nn.documents import Documents
 from ztk.pipeline.layers import Carry, MicroBatch
 from ztk.runtime import Comm
 from ztk.runtime.comm import Work
@@ -73,13 +74,22 @@ class Wire:
     def open(self, batches: Sequence[MicroBatch | None]) -> list[float]:
         """Begins a batch: sends the shapes and weights of the first stage's micro-batches to every rank. A collective call.
 
-        Returns the weight of each micro-batch.
+        Returns the weight of each micro-batch. Raises ValueError on all ranks if some have documents, which every stage needs, and
+        some have none.
         """
         self._is_training = torch.is_grad_enabled()
         keys = torch.tensor([_key(batch) for batch in batches], dtype=torch.int64)  # on the host: no device waits
         weights = torch.tensor([1.0 if batch is None else batch.weight for batch in batches], dtype=torch.float64)
-        own = torch.cat([keys, weights.view(torch.int64)])
-        keys, weights = self._comm.gather_scalars(own, label="shapes of micro-batches")[0].chunk(2)
+        apart = torch.tensor([_has_documents(batch) for batch in batches], dtype=torch.int64)
+        own = torch.cat([keys, weights.view(torch.int64), apart])
+        rows = self._comm.gather_scalars(own, label="shapes of micro-batches")
+        keys, weights, apart = rows.chunk(3, dim=1)
+        if not torch.equal(apart, apart[:1].expand_as(apart)):
+            raise ValueError(
+                "some stages' micro-batches have documents and some have none: every stage attends inside documents; pass the same "
+                "micro-batches on all ranks of a pipeline"
+            )
+        keys, weights = keys[0], weights[0]
         self._keys = keys.tolist()
         return weights.clone().view(torch.float64).tolist()
 
@@ -168,6 +178,10 @@ def _kind(tensor: Tensor) -> TensorKind:
 def kinds_of(tensors: Sequence[Tensor]) -> list[TensorKind]:
     """Shapes and dtypes of tensors."""
     return [_kind(tensor) for tensor in tensors]
+
+
+def _has_documents(batch: MicroBatch | None) -> bool:
+    return batch is not None and any(isinstance(value, Documents) for value in (*batch.args, *batch.kwargs.values()))
 
 
 def _key(batch: MicroBatch | None) -> int:

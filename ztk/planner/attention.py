@@ -1,4 +1,4 @@
-"""Attention of a plan: torch's fused kernel by its shapes.
+"""Attention of a plan: torch's fused kernel by its shapes, and what ztk's kernel computes.
 
 On the meta device `scaled_dot_product_attention` takes the variant that stores the full square of scores, which no GPU runs. The fused one
 keeps its inputs, its output and a number per query and head. With a mask of the model's own a plan counts the square.
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ztk.kernels import operator
+
 _torch_attention = F.scaled_dot_product_attention
 
 
@@ -23,6 +25,23 @@ def fused_attention() -> Iterator[None]:
     """
     with mock.patch.object(F, "scaled_dot_product_attention", _attention):
         yield
+
+
+def _forward_flops(q: Tensor, *others: object, **_: object) -> int:
+    """Of (q, k, v, cu_seqlens, T, ...): two products of every query with T keys. What a mask hides counts, as in torch."""
+    T = others[3]
+    assert isinstance(T, int)
+    return 4 * T * q.numel()
+
+
+def _backward_flops(d_out: Tensor, q: Tensor, *others: object, **_: object) -> int:
+    """Of (d_out, q, k, v, out, lse, cu_seqlens, T, ...): five products."""
+    T = others[5]
+    assert isinstance(T, int)
+    return 10 * T * q.numel()
+
+
+FLOPS = {operator("attention"): _forward_flops, operator("attention_backward"): _backward_flops}
 
 
 def _attention(  # noqa: PLR0917 - as torch is called

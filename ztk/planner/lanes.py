@@ -91,7 +91,7 @@ class Lanes:
             bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
 
         def moved(kind: str, nbytes: int) -> _Sent:
-            share = 1.0 if kind == "send" else (size - 1) / size
+            share = 1.0 if kind in ("send", "ring") else (size - 1) / size
             seconds = latency + nbytes * share / bandwidth
             if kind == "send":
                 self.transfer = max(self.transfer, seconds)

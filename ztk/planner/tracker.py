@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ztk.planner.attention import FLOPS
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.planned import is_host_memory
 
@@ -87,7 +88,7 @@ class StepTracker(TorchDispatchMode):
         results = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         for tensor in results:
             self._see(tensor)
-        count = flop_registry.get(func._overloadpacket)
+        count = FLOPS.get(func) or flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count is not None else 0
         self.flops += flops
         if self._computed is not None and is_work(func):
@@ -107,9 +108,8 @@ class StepTracker(TorchDispatchMode):
             copies = func is torch.ops.aten.copy_.default
             if copies:  # its result is its first argument
                 moved[is_host_memory(used[0].untyped_storage())] -= used[0].nbytes
-            self._computed(
-                flops=flops, device_bytes=moved[False], host_bytes=moved[True], dtype=used[-1].dtype, copies=copies
-            )
+            dtype = used[0 if func in FLOPS else -1].dtype  # attention returns its log-sum-exp last, in fp32
+            self._computed(flops=flops, device_bytes=moved[False], host_bytes=moved[True], dtype=dtype, copies=copies)
 
     def _see(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device or tensor.layout is not torch.strided:

@@ -13,7 +13,7 @@ from ztk.runtime import MemoryLedger, PhaseClock, Tier
 # [k] of every rank -> [world, k], the same bits everywhere; collectives belong to `ztk.runtime`.
 Gather = Callable[[Tensor], Tensor]
 
-COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "tied", "muon")
+COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "send", "tied", "muon")
 PHASES = ("forward", "backward", "bubble", "communication", "optimizer", "io")
 
 

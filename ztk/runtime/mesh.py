@@ -1,9 +1,9 @@
 """Which ranks work together: the process groups along the axes of parallelism.
 
-Rank = ((pp * DP + dp) * SP + sp) * TP + tp. Tensor parallelism needs the fastest links, so its ranks are neighbours; pipeline stages
-communicate least and are farthest apart. Ranks that differ only in dp or sp hold the same part of the model: they are the `data` group,
-over which ZeRO shards it. Expert parallelism divides that group again: `ep` neighbours hold different experts, the ranks of `expert_data`
-hold the same ones.
+Rank = (((pp * DP + dp) * CP + cp) * SP + sp) * TP + tp. Tensor parallelism needs the fastest links, so its ranks are neighbours; pipeline
+stages communicate least and are farthest apart. Ranks that differ only in dp, cp or sp hold the same part of the model: they are the
+`data` group, over which ZeRO shards it. Expert parallelism divides that group again: `ep` neighbours hold different experts, the ranks of
+`expert_data` hold the same ones.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,13 @@ from einops import rearrange
 
 from ztk.runtime.comm import Comm, CommCounters
 
-# axis -> how the ranks [pp, dp, sp, tp] become groups [number of groups, size]
+# axis -> how the ranks [pp, dp, cp, sp, tp] become groups [number of groups, size]
 _GROUPS = {
-    "pp": "pp dp sp tp -> (dp sp tp) pp",
-    "data": "pp dp sp tp -> (pp tp) (dp sp)",
-    "sp": "pp dp sp tp -> (pp dp tp) sp",
-    "tp": "pp dp sp tp -> (pp dp sp) tp",
+    "pp": "pp dp cp sp tp -> (dp cp sp tp) pp",
+    "data": "pp dp cp sp tp -> (pp tp) (dp cp sp)",
+    "cp": "pp dp cp sp tp -> (pp dp sp tp) cp",
+    "sp": "pp dp cp sp tp -> (pp dp cp tp) sp",
+    "tp": "pp dp cp sp tp -> (pp dp cp sp) tp",
 }
 _DATA_GROUPS = {  # the same, starting from the data groups
     "ep": "rest (expert_data ep) -> (rest expert_data) ep",
@@ -34,9 +35,10 @@ AXES = (*_GROUPS, *_DATA_GROUPS)
 class Topology:
     """Degrees of parallelism; the remaining factor of the world size is data parallelism.
 
-    pipeline: stages. tensor: shards of each layer. sequence: parts of each sequence. expert: ranks over which a layer's experts
-    are distributed; they are data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the
-    data group that share a node's fast links, see `ztk.zero.exchange`; 1: not used.
+    pipeline: stages. tensor: shards of each layer. context: parts of each sequence, between which attention goes around a ring. sequence:
+    parts of each of those, which trade sequence for heads (Ulysses). expert: ranks over which a layer's experts are distributed; they are
+    data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the data group that share a node's
+    fast links, see `ztk.zero.exchange`; 1: not used.
 
     Raises:
         ValueError: a degree is less than 1.
@@ -47,24 +49,30 @@ class Topology:
     sequence: int = 1
     expert: int = 1
     intra_node: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "sequence", "expert", "intra_node"):
+        for name in ("pipeline", "tensor", "sequence", "expert", "intra_node", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"topology.{name}={getattr(self, name)}: must be 1 or more")
 
     @property
     def model_ranks(self) -> int:
         """Ranks that one batch needs."""
-        return self.pipeline * self.tensor * self.sequence
+        return self.pipeline * self.tensor * self.sequence_ranks
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share a sequence: they have different parts of it and the same part of the model."""
+        return self.context * self.sequence
 
     @property
     def min_ranks(self) -> int:
         """The smallest world with these degrees."""
         unit = self.pipeline * self.tensor
-        data = self.sequence
+        data = self.sequence_ranks
         while data % self.expert:
-            data += self.sequence
+            data += self.sequence_ranks
         return unit * data
 
     def replicas(self, *, world_size: int) -> int:
@@ -81,15 +89,19 @@ class Topology:
         if world_size % self.model_ranks or data % self.expert:
             raise ValueError(
                 f"{world_size} ranks cannot be cut into topology.pipeline={self.pipeline} x topology.tensor={self.tensor} x "
-                f"topology.sequence={self.sequence} with topology.expert={self.expert}: use launch.ranks={self.min_ranks} or a "
+                f"{self._context}topology.sequence={self.sequence} with topology.expert={self.expert}: use launch.ranks={self.min_ranks} or a "
                 "multiple of it"
             )
         return world_size // self.model_ranks
 
+    @property
+    def _context(self) -> str:
+        return f"topology.context={self.context} x " if self.context > 1 else ""
+
     def groups(self, axis: str, *, world_size: int) -> list[tuple[int, ...]]:
         """All groups of ranks along `axis` (one of AXES), each in order of the axis."""
         ranks = torch.arange(world_size).view(
-            self.pipeline, self.replicas(world_size=world_size), self.sequence, self.tensor
+            self.pipeline, self.replicas(world_size=world_size), self.context, self.sequence, self.tensor
         )
         if axis in _GROUPS:
             groups = rearrange(ranks, _GROUPS[axis])
@@ -100,7 +112,7 @@ class Topology:
 
     def replica(self, rank: int, *, world_size: int) -> int:
         """Which batch `rank` works on: its coordinate along dp."""
-        return rank // (self.sequence * self.tensor) % self.replicas(world_size=world_size)
+        return rank // (self.sequence_ranks * self.tensor) % self.replicas(world_size=world_size)
 
 
 class Mesh:

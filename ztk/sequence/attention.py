@@ -20,16 +20,17 @@ class UlyssesAttention(nn.Module):
         self.core, self.active = core, False
         self._comm, self._name = comm, name
 
-    def forward(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        """options: of the core, for the full sequence."""
         if not self.active:
-            return self.core(query, key=key, value=value)
+            return self.core(query, key=key, value=value, **options)
         repeats = key_repeats(heads=query.shape[2], key_heads=key.shape[2], ranks=self._comm.size)
         query = to_heads(query, comm=self._comm, label=f"{self._name} query")
         key, value = (
             to_heads(x.repeat_interleave(repeats, dim=2) if repeats > 1 else x, comm=self._comm, label=label)
             for x, label in ((key, f"{self._name} key"), (value, f"{self._name} value"))
         )
-        out = self.core(query, key=key, value=value)
+        out = self.core(query, key=key, value=value, **options)
         return to_sequence(out, comm=self._comm, label=f"{self._name} out")
 
 

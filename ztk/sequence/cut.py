@@ -2,100 +2,185 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ztk.nn import Decoder
+from ztk.nn import Decoder, Documents
 from ztk.nn.attention import Attention
 from ztk.nn.loss import IGNORED
 from ztk.nn.staged import Arguments, argument, sequence_length
 from ztk.runtime import Comm, Mesh
 from ztk.sequence.attention import UlyssesAttention, key_repeats
+from ztk.sequence.ring import CHUNKS, RingAttention
 
 
 def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = False) -> None:
-    """Rewires `model` in place: `model(tokens, targets)` takes full sequences [B, T], equal on all ranks of the axis, and works on this
+    """Rewires `model` in place: `model(tokens, targets)` takes full sequences [B, T], equal on all ranks that share them, and works on this
     rank's part [B, T / n].
 
-    tokens_cut_along_tp: between layers, tensor-parallel ranks cut this rank's part once more.
-    The model returns this rank's share of the loss: the mean of the shares over the axis is the mean over all counted targets. Without
+    The ranks are those of the mesh's context axis (attention goes around a ring) and of its sequence axis (Ulysses), n of them together. With
+    a context axis, a sequence may have any length: its end is padded. tokens_cut_along_tp: between layers, tensor-parallel ranks cut this
+    rank's part once more.
+    The model returns this rank's share of the loss: the mean of the shares over these ranks is the mean over all counted targets. Without
     targets every rank works on the full sequences.
 
     Raises:
         ValueError: for a model other than the native decoder, and for heads that the ranks do not divide; when the model is called, for
-            sequences that they do not divide.
+            sequences that they do not divide, documents around a ring, and experts with padding.
     """
     if not isinstance(model, Decoder):
-        raise ValueError(f"topology.sequence: {type(model).__name__} is not a ztk.nn.Decoder; use topology.sequence=1")
-    comm = mesh.comm("sp")
+        raise ValueError(
+            f"topology.sequence, topology.context: {type(model).__name__} is not a ztk.nn.Decoder; use topology.sequence=1 "
+            "topology.context=1"
+        )
+    context, heads = mesh.comm("cp"), mesh.comm("sp")
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+    cores: list[nn.Module] = []
     for name, layer in layers:
-        heads = layer.query.weight.shape[0] // layer.head_dim
-        key_repeats(heads=heads, key_heads=layer.key.weight.shape[0] // layer.head_dim, ranks=comm.size)
-        layer.core = UlyssesAttention(layer.core, comm=comm, name=name)
-    found = [layer for _, layer in layers]
-    if hasattr(model.forward, "num_stages"):
-        carry_parts = comm.size * (mesh.comm("tp").size if tokens_cut_along_tp else 1)
-        model.forward = _cut_stages(model, layers=found, comm=comm, carry_parts=carry_parts)
-    else:
-        model.forward = _cut_model(model, layers=found, comm=comm)
+        if context.size > 1:
+            layer.core = RingAttention(layer.core, comm=context, name=name)
+            cores.append(layer.core)
+        if heads.size > 1:
+            query_heads, key_heads = (x.weight.shape[0] // layer.head_dim for x in (layer.query, layer.key))
+            key_repeats(heads=query_heads, key_heads=key_heads, ranks=heads.size)
+            layer.core = UlyssesAttention(layer.core, comm=heads, name=name)
+            cores.append(layer.core)
+    parts = Parts(
+        context=context,
+        heads=heads,
+        further=mesh.comm("tp").size if tokens_cut_along_tp else 1,
+        has_experts=bool(model.config.experts),
+        last_position=model.config.max_seq_len - 1,
+    )
+    own = _Layers(layers=[layer for _, layer in layers], cores=cores, parts=parts)
+    model.forward = _cut_stages(model, own=own) if hasattr(model.forward, "num_stages") else _cut_model(model, own=own)
 
 
-def _cut_model(model: Decoder, *, layers: list[Attention], comm: Comm) -> Callable:
-    """The forward `(tokens, targets)` of a model without stages."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Which tokens of a sequence a rank has: of the context axis two chunks (see `ztk.sequence.ring`), of those a contiguous part.
+
+    further: into how many parts tensor-parallel ranks cut it again.
+    """
+
+    context: Comm
+    heads: Comm
+    further: int
+    has_experts: bool
+    last_position: int
+
+    @property
+    def count(self) -> int:
+        """Ranks that share a sequence."""
+        return self.context.size * self.heads.size
+
+    def padded(self, length: int) -> int:
+        """Tokens of a sequence with padding. Raises ValueError where the ranks do not divide it."""
+        if self.context.size == 1:
+            if length % self.heads.size:
+                raise ValueError(
+                    f"data.seq_len={length} is not a multiple of topology.sequence={self.heads.size}; change one of them"
+                )
+            return length
+        unit = CHUNKS * self.count * self.further
+        padded = -(-length // unit) * unit
+        if padded != length and self.has_experts:
+            raise ValueError(
+                f"data.seq_len={length}: topology.context={self.context.size} pads it to a multiple of {unit}, and padding would be routed to "
+                f"experts; use data.seq_len={padded}"
+            )
+        return padded
+
+    def own(self, tokens: Tensor, *, fill: int) -> Tensor:
+        """This rank's part of [B, T] whose end is padded by `fill`."""
+        tokens = F.pad(tokens, (0, self.padded(tokens.shape[1]) - tokens.shape[1]), value=fill)
+        if self.context.size > 1:
+            chunks = tokens.chunk(CHUNKS * self.context.size, dim=1)
+            tokens = torch.cat([chunks[self.context.rank], chunks[-1 - self.context.rank]], dim=1)
+        return tokens.chunk(self.heads.size, dim=1)[self.heads.rank]
+
+    def positions(self, length: int, *, device: torch.device) -> Tensor | slice:
+        """The places of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice; padding has the last one of the tables at
+        most."""
+        if self.context.size == 1:
+            start = self.heads.rank * length // self.heads.size
+            return slice(start, start + length // self.heads.size)
+        with torch.device("cpu"):
+            places = torch.arange(self.padded(length))[None]
+            own = self.own(places, fill=0)[0].clamp_(max=self.last_position)
+        return own.to(device)
+
+
+class _Layers:
+    """The attention layers of a model, and where this rank's part of the sequences lies."""
+
+    def __init__(self, *, layers: list[Attention], cores: list[nn.Module], parts: Parts) -> None:
+        self.parts = parts
+        self._layers, self._cores = layers, cores
+        self._positions: dict[tuple[int, torch.device], Tensor | slice] = {}
+
+    def begin(self, *, length: int, is_cut: bool, documents: Documents | None) -> None:
+        """Tells them. length: of full sequences. Raises ValueError for sequences that cannot be cut."""
+        if is_cut and documents is not None and self.parts.context.size > 1:
+            raise ValueError(
+                f"data.packing=documents: attention that goes around a ring (topology.context={self.parts.context.size}) sees across "
+                "documents; use topology.sequence instead, or data.packing=concatenate"
+            )
+        for core in self._cores:
+            core.active = is_cut
+        for layer in self._layers:
+            layer.positions = self._at(length, device=layer.out.weight.device) if is_cut else None
+
+    def _at(self, length: int, *, device: torch.device) -> Tensor | slice:
+        key = length, device
+        if key not in self._positions:
+            self._positions[key] = self.parts.positions(self.parts.padded(length), device=device)
+        return self._positions[key]
+
+
+def _cut_model(model: Decoder, *, own: _Layers) -> Callable:
+    """The forward `(tokens, targets, documents)` of a model without stages."""
     original = model.forward
 
     @functools.wraps(original)
-    def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        _begin(layers, comm=comm, length=tokens.shape[1], is_cut=targets is not None)
+    def forward(tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
+        own.begin(length=tokens.shape[1], is_cut=targets is not None, documents=documents)
         if targets is None:
-            return original(tokens)
-        own = _own(targets, comm=comm)
-        return original(_own(tokens, comm=comm), own) * _share(own, targets=targets, comm=comm)
+            return original(tokens, documents=documents)
+        part = own.parts.own(targets, fill=IGNORED)
+        loss = original(own.parts.own(tokens, fill=0), part, documents)
+        return loss * _share(part, targets=targets, parts=own.parts.count)
 
     return forward
 
 
-def _cut_stages(model: Decoder, *, layers: list[Attention], comm: Comm, carry_parts: int) -> Callable:
-    """The forward `(stage, carry, micro-batch)` of a pipeline. carry_parts: into how many parts a training pass cuts a sequence."""
+def _cut_stages(model: Decoder, *, own: _Layers) -> Callable:
+    """The forward `(stage, carry, micro-batch)` of a pipeline."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(stage: int, carry: object, batch: Arguments) -> object:
         tokens, targets = argument(batch, index=0, name="tokens"), argument(batch, index=1, name="targets")
-        length = sequence_length(batch, carry=carry, parts=carry_parts)
+        documents = argument(batch, index=2, name="documents")  # of the full sequences
+        length = sequence_length(batch, carry=carry, parts=own.parts.count * own.parts.further)
         is_absent = tokens is None and targets is None  # on a middle rank, in training
-        _begin(layers, comm=comm, length=length, is_cut=is_absent or targets is not None)
+        own.begin(length=length, is_cut=is_absent or targets is not None, documents=documents)
         if targets is None:
-            # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
             return original(stage, carry, batch)
-        own = _own(targets, comm=comm)
-        own_tokens = None if tokens is None else _own(tokens, comm=comm)
-        # pyrefly: ignore[bad-argument-count]  # the forward of a stage, which a pipeline has put there
-        out = original(stage, carry, replace(batch, args=(own_tokens, own), kwargs={}))
-        # pyrefly: ignore[missing-attribute]  # the forward of a stage, which a pipeline has put there
-        return out * _share(own, targets=targets, comm=comm) if stage == original.num_stages - 1 else out
+        part = own.parts.own(targets, fill=IGNORED)
+        own_tokens = None if tokens is None else own.parts.own(tokens, fill=0)
+        out = original(stage, carry, replace(batch, args=(own_tokens, part, documents), kwargs={}))
+        if stage < original.num_stages - 1:  # pyrefly: ignore[missing-attribute]  # as above
+            return out
+        return out * _share(part, targets=targets, parts=own.parts.count)
 
     return forward
 
 
-def _begin(layers: list[Attention], *, comm: Comm, length: int, is_cut: bool) -> None:
-    """Tells the attention layers where this rank's part of the sequences starts."""
-    if is_cut and length % comm.size:
-        raise ValueError(
-            f"data.seq_len={length} is not a multiple of topology.sequence={comm.size}; change one of them"
-        )
-    for layer in layers:
-        layer.core.active = is_cut
-        layer.first_position = comm.rank * length // comm.size if is_cut else 0
-
-
-def _own(tokens: Tensor, *, comm: Comm) -> Tensor:
-    return tokens.chunk(comm.size, dim=1)[comm.rank]
-
-
-def _share(own: Tensor, *, targets: Tensor, comm: Comm) -> Tensor:
+def _share(own: Tensor, *, targets: Tensor, parts: int) -> Tensor:
     """The weight of this rank's mean loss: 1, unless ignored targets are spread unevenly. A device scalar; the host does not wait."""
     counted = (own != IGNORED).sum()
-    return counted * comm.size / (targets != IGNORED).sum().clamp(min=1)
+    return counted * parts / (targets != IGNORED).sum().clamp(min=1)

@@ -176,6 +176,18 @@ class Comm:
             f"all_to_all {label} rows of", source, run, size=str(width)
         )  # the number of rows differs between ranks
 
+    def pass_on(self, source: Tensor, *, out: Tensor, label: str) -> Work:
+        """Around a ring: `source` [n] goes to the next rank, and `out` [n] receives that of the rank before. Every rank makes the call."""
+        assert source.is_contiguous() and source.dim() == 1 and out.shape == source.shape and out.dtype == source.dtype
+        self.counters.count("ring", numel=source.numel(), itemsize=source.itemsize)
+        send, receive = [0] * self.size, [0] * self.size
+        send[(self.rank + 1) % self.size] = receive[self.rank - 1] = source.numel()
+
+        def run(transport: Transport, name: str):
+            return transport.all_to_all_uneven(source, out=out, send=send, receive=receive, label=name)
+
+        return self._submit(f"ring {label}", source, run)
+
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> Work:
         """`tensor` of rank `source` reaches every rank."""
         assert tensor.is_contiguous()

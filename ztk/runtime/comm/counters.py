@@ -2,7 +2,10 @@
 
 from collections import defaultdict
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "tied", "muon", "scalars")
+KINDS = (
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "broadcast", "send", "tied", "muon"),
+    "scalars",
+)
 
 
 class CommCounters:

@@ -40,7 +40,7 @@ class PlannedTransport(SeparateMemory):
     def all_to_all_uneven(
         self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
     ) -> object:
-        return self._move("all_to_all", tensor=source)
+        return self._move("ring" if label.startswith("ring ") else "all_to_all", tensor=source)
 
     def broadcast(self, tensor: Tensor, *, source: int, label: str) -> object:
         return self._move("broadcast", tensor=tensor)

@@ -1,0 +1,106 @@
+"""Packed documents in models of transformers: the logits of each document alone, or a refusal."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.hf.test_causal import Strategy
+from tests.topology.families import VOCABULARY, make
+from ztk.hf import attention
+from ztk.hf.causal import CausalForward, open_causal
+from ztk.hf.documents import TESTED
+from ztk.hf.kernels import inject_kernels
+from ztk.kernels import attention_varlen
+from ztk.nn import Documents
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.pipeline import MicroBatch, PipelinePolicy
+from ztk.runtime import Process, Topology
+
+FAMILIES = {
+    make_name.lower(): make_name
+    for make_name in ("GPT2", "Phi", "Phi3", "Gemma", "Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+}
+FAMILIES |= {"olmo2": "Olmo2", "gpt_neox": "GPTNeoX", "stablelm": "StableLm", "mixtral": "Mixtral"}
+FAMILIES |= {"qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
+SIZES = (5, 1, 6, 4, 8)  # of documents, two sequences of 12
+# fp32 sums over masked rows in another order than over short ones: a few units of 6e-8 of logits of size 1.
+ABSOLUTE = 1e-5
+
+
+def packed() -> tuple[torch.Tensor, Documents]:
+    positions = torch.cat([torch.arange(size) for size in SIZES]).view(2, 12)
+    tokens = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(4))
+    return tokens, Documents.at(positions)
+
+
+def test_every_tested_family_is_tested():
+    assert set(FAMILIES) == set(TESTED)
+
+
+@pytest.mark.parametrize("kind", TESTED)
+def test_logits_are_those_of_each_document_alone(kind):
+    model = make(FAMILIES[kind]).eval()
+    tokens, documents = packed()
+    with torch.no_grad():
+        found = CausalForward(model)(tokens, None, documents).flatten(0, 1).split(SIZES)
+        for row, logits in zip(tokens.flatten().split(SIZES), found, strict=True):
+            torch.testing.assert_close(logits, model(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Llama", {}), ("GPT2", {}), ("Mistral", {"sliding_window": 3}), ("Qwen2Moe", {})],
+    ids=["Llama", "GPT2", "Mistral with a window", "Qwen2Moe"],
+)
+def test_with_kernels(family, changes):
+    """Attention is the op `attention_varlen`; gradients, too."""
+    tokens, documents = packed()
+    found = []
+    for kernels in (False, True):
+        model = make(family, **changes)
+        if kernels:
+            inject_kernels(model)
+        with mock.patch.object(attention, "attention_varlen", wraps=attention_varlen) as op:
+            loss = CausalForward(model)(tokens, tokens.roll(-1, 1), documents)
+        assert op.call_count == (2 if kernels else 0)  # one per layer
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, kernel in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=0, atol=ABSOLUTE * max(1.0, float(plain.abs().max())))
+
+
+@pytest.mark.parametrize("family", ["Bloom", "OPT"])
+def test_another_family_is_refused(family):
+    tokens, documents = packed()
+    with pytest.raises(
+        ValueError, match=r"models of type \w+ are not known to keep documents apart.*data\.packing=concatenate"
+    ):
+        CausalForward(make(family))(tokens, None, documents)
+
+
+def loss_of(process: Process, *, folder: str, strategy: Strategy) -> float:
+    model, values = open_causal(folder, init=strategy.init, seed=1)
+    engine = parallelize(
+        model,
+        process=process.arrange(strategy.topology),
+        optimizer=OptimizerPolicy(name="adamw", lr=1e-3),
+        pipeline=PipelinePolicy(schedule=strategy.schedule),
+        accumulation_steps=2,
+        initial_values=values,
+    )
+    tokens, documents = packed()
+    batches = [MicroBatch(args=(tokens, tokens.roll(-1, 1), documents))] * 2
+    engine.train_batch(batches)
+    loss = float(engine.train_batch(batches))
+    engine.close()
+    return loss
+
+
+def test_stages_compute_what_one_rank_computes(ranks, tmp_path):
+    folder = str(tmp_path / "GPT2")
+    make("GPT2").save_pretrained(folder)
+    [alone] = ranks(1).run(loss_of, folder=folder, strategy=Strategy())
+    for loss in ranks(2).run(loss_of, folder=folder, strategy=Strategy(topology=Topology(pipeline=2))):
+        assert loss == pytest.approx(alone, rel=1e-5)

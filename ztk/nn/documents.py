@@ -1,0 +1,37 @@
+"""Documents that share a sequence and do not see each other."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Where the documents of a micro-batch of B sequences of T tokens lie. An argument of the model, no batch of tensors: what a technique
+    does to tensors of a batch, it does not do to these.
+
+    positions: int64 [B, T], the place of each token in its document. cu_seqlens: int32 [documents + 1] over the B T tokens, as
+    `ztk.kernels.attention_varlen` takes them. longest: tokens of the longest document.
+    """
+
+    positions: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    @staticmethod
+    def at(positions: Tensor) -> "Documents":
+        """From positions on the CPU, int64 [B, T]: a document starts where they are 0, and with every sequence."""
+        starts = torch.nonzero(positions.flatten() == 0).flatten()
+        cu_seqlens = torch.cat([starts, starts.new_tensor([positions.numel()])])
+        return Documents(
+            positions=positions, cu_seqlens=cu_seqlens.to(torch.int32), longest=int(cu_seqlens.diff().max())
+        )
+
+    def to(self, device: torch.device) -> "Documents":
+        """The same on `device`; from pinned memory a copy to a GPU waits for nothing."""
+        if device.type == "cpu":
+            return self
+        moved = (x.pin_memory().to(device, non_blocking=True) for x in (self.positions, self.cu_seqlens))
+        positions, cu_seqlens = moved
+        return Documents(positions=positions, cu_seqlens=cu_seqlens, longest=self.longest)
