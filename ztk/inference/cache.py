@@ -5,7 +5,7 @@ import torch
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 
-_GROWTH = 4  # blocks by which all slabs grow
+GROWTH = 4  # blocks by which all slabs grow
 
 
 class Cache:
@@ -31,7 +31,7 @@ class Cache:
 
     def reserve(self, positions: int) -> None:
         """Grows all slabs to at least `positions`."""
-        extra = -(-positions // (_GROWTH * BLOCK)) * _GROWTH - self.keys[0].shape[1]
+        extra = -(-positions // (GROWTH * BLOCK)) * GROWTH - self.keys[0].shape[1]
         if extra <= 0:
             return
         for slabs in (self.keys, self.values):
