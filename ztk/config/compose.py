@@ -235,7 +235,10 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
 
 
 def _settle_paths(config: Config) -> None:
-    if "nvme" in (config.offload.optimizer, config.offload.parameters):
+    if config.task.name in ANSWERING:  # packed weights without a folder of the user's are gone after the run
+        if config.offload.nvme_path is not None:
+            config.offload.nvme_path = _absolute(config.offload.nvme_path)
+    elif "nvme" in (config.offload.optimizer, config.offload.parameters):
         config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
     if config.inference.model is not None:
         config.inference.model = _absolute(config.inference.model)

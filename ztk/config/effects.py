@@ -179,7 +179,12 @@ EFFECTS = (
         keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
     ),
     Effect(
-        keys=keys_of("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
+        keys=keys_of("offload", "buffer_count", "buffer_bytes"),
+        when=lambda c, m: offloads(c, tier=Tier.nvme) and c.task.name not in ANSWERING,
+        only="offload=nvme in a run that trains",
+    ),
+    Effect(
+        keys=keys_of("offload", "block_bytes", "threads", "direct_io"),
         when=lambda c, m: offloads(c, tier=Tier.nvme),
         only="offload=nvme",
     ),
@@ -392,7 +397,16 @@ EFFECTS = (
     ),
     *_rollout_effects(),
     Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
-    Effect(keys=keys_of("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
+    Effect(keys=("inference.weights",), when=_answers, only=_MODEL),
+    Effect(
+        keys=keys_of("inference", "max_sequences", "max_step_tokens"), when=_answers, only=_MODEL, required=False
+    ),
+    Effect(
+        keys=("inference.memory_bytes",),
+        when=lambda c, m: _answers(c, m) and offloads(c, tier=Tier.nvme),
+        only="task=generate, serve or eval and offload=nvme",
+        required=False,
+    ),
     Effect(
         keys=("inference.lookup_tokens", *keys_of("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
         when=_prompted,
