@@ -34,7 +34,14 @@ def open_answering(config: Config) -> Opened:
     path, ema = config.inference.model, bool(config.inference.ema)
     if config.offload.optimizer is Tier.none:
         return open_model(path, ema=ema)
-    return open_streamed(path, weights=_format(config), to=_packed_folder(config), ema=ema)
+    to = _packed_folder(config)
+    return open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
+
+
+def _say_packed(packed: Packed) -> None:
+    layers = packed.description.layers
+    gib = layers * packed.layer_bytes / 2**30
+    print(f"packed with weights={packed.weights} into {packed.path}: {layers} layers, {gib:.2f} GiB", flush=True)
 
 
 def build_generator(config: Config, *, opened: Opened) -> Generator:
@@ -107,7 +114,9 @@ def _offload(config: Config) -> OffloadPolicy | None:
     chosen = config.offload
     if chosen.optimizer is Tier.none:
         return None
-    assert chosen.block_bytes is not None and chosen.threads is not None and chosen.direct_io is not None, "offload=nvme sets them"
+    assert chosen.block_bytes is not None and chosen.threads is not None and chosen.direct_io is not None, (
+        "offload=nvme sets them"
+    )
     return OffloadPolicy(
         parameters=Tier.nvme,
         nvme_path=_packed_folder(config),

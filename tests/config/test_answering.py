@@ -130,9 +130,18 @@ def test_layers_are_streamed_from_files(words):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (("offload=cpu",), "offload=cpu: answers are computed on the CPU, where main memory is what the weights would leave"),
-        (("inference.memory_bytes=5",), "inference.memory_bytes=5 has no effect here, only with task=generate, serve or eval and"),
-        (("offload=nvme", "offload.buffer_count=4"), "offload.buffer_count=4 has no effect here, only with offload=nvme in a run that trains"),
+        (
+            ("offload=cpu",),
+            "offload=cpu: answers are computed on the CPU, where main memory is what the weights would leave",
+        ),
+        (
+            ("inference.memory_bytes=5",),
+            "inference.memory_bytes=5 has no effect here, only with task=generate, serve or eval and",
+        ),
+        (
+            ("offload=nvme", "offload.buffer_count=4"),
+            "offload.buffer_count=4 has no effect here, only with offload=nvme in a run that trains",
+        ),
         (("offload=nvme", "offload.parameters=nvme"), "offload.parameters=nvme has no effect with task=generate"),
         (("offload=nvme", "inference.memory_bytes=0"), "inference.memory_bytes=0: must be 1 or more"),
         (

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping
 
 import pytest
-import torch
 
 from tests.inference.models import build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, pack
@@ -31,7 +30,12 @@ def packed_model(model, *, folder, weights="stored"):
 
 def with_layers(packed, *, resident, folder, sequences=2, **more) -> Generator:
     """A generator whose memory holds so many layers beside its ring."""
-    options = {"weights": packed.weights, "offload": offload(folder), "max_sequences": sequences, "max_step_tokens": ROWS}
+    options = {
+        "weights": packed.weights,
+        "offload": offload(folder),
+        "max_sequences": sequences,
+        "max_step_tokens": ROWS,
+    }
     roomy = Generator(packed, policy=InferencePolicy(**options))
     assert roomy.plan is not None and roomy.plan.pass_bytes == 0
     sizes = roomy.plan.sizes
@@ -43,11 +47,19 @@ def with_layers(packed, *, resident, folder, sequences=2, **more) -> Generator:
 
 def values(answers) -> list:
     return [
-        (answer.tokens, answer.logprobs.tolist(), answer.prompt_logprobs.tolist()) for found in answers for answer in found
+        (answer.tokens, answer.logprobs.tolist(), answer.prompt_logprobs.tolist())
+        for found in answers
+        for answer in found
     ]
 
 
-CASES = [("native", "stored", 2), ("native", "int4", 0), ("mixtral", "int8", 1), ("gpt2", "stored", 0), ("gemma3", "int4", 1)]
+CASES = [
+    ("native", "stored", 2),
+    ("native", "int4", 0),
+    ("mixtral", "int8", 1),
+    ("gpt2", "stored", 0),
+    ("gemma3", "int4", 1),
+]
 
 
 @pytest.mark.parametrize("family, weights, resident", CASES)
@@ -62,7 +74,9 @@ def test_streamed_layers_change_no_bit_and_their_bytes_are_counted(family, weigh
     generator = with_layers(packed, resident=resident, folder=tmp_path)
     assert generator.plan.resident == resident and generator.plan.buffers == BUFFERS
     forward, passes, before = generator._model.forward, [], generator.streamed_bytes
-    monkeypatch.setattr(generator._model, "forward", lambda *given, **named: passes.append(1) or forward(*given, **named))
+    monkeypatch.setattr(
+        generator._model, "forward", lambda *given, **named: passes.append(1) or forward(*given, **named)
+    )
     assert values(generator.generate(PROMPTS, sampling=SAMPLING)) == values(expected)
     assert generator.plan.pass_bytes == (layers - resident) * packed.layer_bytes
     assert generator.streamed_bytes - before == len(passes) * generator.plan.pass_bytes
@@ -186,7 +200,7 @@ def test_a_module_is_packed_into_a_copy_that_leaves_nothing(tmp_path):
 def test_folders_that_do_not_fit_are_refused(tmp_path):
     folder = tmp_path / "packed"
     packed = packed_model(build_decoder(), folder=folder)
-    with pytest.raises(ValueError, match="inference.weights=int8: .* was packed with weights=stored; use weights=stored"):
+    with pytest.raises(ValueError, match="inference.weights=int8: .* was packed with weights=stored; use that"):
         Generator(packed, policy=InferencePolicy(weights="int8"))
     with pytest.raises(ValueError, match="exists already"):
         packed_model(build_decoder(), folder=folder)

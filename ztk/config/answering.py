@@ -44,14 +44,17 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
 
 def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iterator[str]:
     for key in sorted(given.intersection(_TRAINING_TIERS)):
-        value = written(read(config, key=key))
-        yield f"{key}={value} has no effect with {task}, whose weights alone are offloaded: use offload=nvme, or leave it out"
+        yield (
+            f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
+        )
     tier = config.offload.optimizer
     if tier is Tier.cpu:
         yield f"offload=cpu: {ONLY_NVME}"
     if tier is Tier.nvme and config.inference.held_out is not None:
         yield (
-            f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be compared; "
+        yield (
+            f"{key}={value} has no effect with {task}, whose weights alone are offloaded: use offload=nvme, or leave it out"
+        )
             "leave one of them out"
         )
 

@@ -398,9 +398,7 @@ EFFECTS = (
     *_rollout_effects(),
     Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
     Effect(keys=("inference.weights",), when=_answers, only=_MODEL),
-    Effect(
-        keys=keys_of("inference", "max_sequences", "max_step_tokens"), when=_answers, only=_MODEL, required=False
-    ),
+    Effect(keys=keys_of("inference", "max_sequences", "max_step_tokens"), when=_answers, only=_MODEL, required=False),
     Effect(
         keys=("inference.memory_bytes",),
         when=lambda c, m: _answers(c, m) and offloads(c, tier=Tier.nvme),

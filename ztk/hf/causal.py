@@ -82,7 +82,7 @@ def empty_causal(path: str) -> nn.Module:
 
 
 def build_causal(config: Any) -> nn.Module:
-    """The model of a configuration of transformers: parameters on the meta device, buffers with their values. Raises ValueError as `open_causal`."""
+    """The model of a configuration: parameters on the meta device, buffers with their values. Raises ValueError as `open_causal`."""
     return _build(transformers_module(), config)
 
 

@@ -203,7 +203,9 @@ class Generator:
             ValueError: the engine lacks a parameter of this model.
         """
         if self._streamed is not None:
-            raise RuntimeError("load: the weights are read from a packed folder; build a Generator of the engine without offload")
+            raise RuntimeError(
+                "load: the weights are read from a packed folder; build a Generator of the engine without offload"
+            )
         if self.has_work:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
         weights = collect(_gathered(engine), description=self.description, kind=self.policy.weights)

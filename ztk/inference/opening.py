@@ -25,6 +25,7 @@ from ztk.inference.rates import measure
 from ztk.inference.stream import StreamedLayers
 from ztk.inference.weights import ResidentLayers
 from ztk.policies.offload import OffloadPolicy
+from ztk.runtime.host_memory import return_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
     """
     if policy.weights != packed.weights:
         raise ValueError(
-            f"inference.weights={policy.weights}: {packed.path} was packed with weights={packed.weights}; use weights={packed.weights}, or pack "
+            f"inference.weights={policy.weights}: {packed.path} was packed with weights={packed.weights}; use that, or pack "
             "the model again"
         )
     if policy.offload is None:
@@ -61,7 +62,7 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
 def from_state(
     state: Mapping[str, Tensor], *, subject: Subject, policy: InferencePolicy, offload: OffloadPolicy
 ) -> Opened:
-    """Packs parameters into `offload.nvme_path` and streams them. The files have no name any more when this returns: they end with the model."""
+    """Packs parameters into `offload.nvme_path` and streams them. The files have no name when this returns: they end with the model."""
     assert offload.nvme_path is not None, "the policy has a folder"
     folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
     try:
@@ -86,7 +87,12 @@ def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy
     fixed = packed.rest_bytes + offload.threads * offload.block_bytes
     sizes = sizes_of(of, items=packed.items, layer_bytes=packed.layer_bytes, fixed=fixed, positions=positions)
     budget = policy.memory_bytes or free_memory()
-    chosen = {"budget": budget, "positions": positions, "sequences": policy.max_sequences, "step_tokens": policy.max_step_tokens}
+    chosen = {
+        "budget": budget,
+        "positions": positions,
+        "sequences": policy.max_sequences,
+        "step_tokens": policy.max_step_tokens,
+    }
     buffers = first_buffers(sizes, **chosen)
     weights, subject = packed.read_rest()
     layers = StreamedLayers(packed, policy=offload, buffers=buffers)
@@ -95,6 +101,7 @@ def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy
         model = InferenceModel(subject, weights=weights)
         plan = plan_stream(sizes, rates=measure(model, layers=layers, positions=positions), **chosen)
         layers.keep(plan.resident, buffers=plan.buffers)
+        return_freed_memory()  # what was measured with, and what layers of zeros were built from
     except BaseException:
         layers.close()
         raise

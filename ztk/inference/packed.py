@@ -116,7 +116,7 @@ class Packed:
             for piece in buffer.pieces:
                 file.seek(number * self.layer_bytes + piece.offset)
                 view = memoryview(piece.memory.numpy())
-                while len(view):
+                while len(view) > 0:
                     count = file.readinto(view)
                     if not count:
                         raise ValueError(f"{self.path / LAYERS} ends inside layer {number}: pack the model again")
@@ -157,7 +157,9 @@ def pack(
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        manifest = _write(partial, subject=subject, reader=WeightReader(state, description=subject.description, kind=weights))
+        manifest = _write(
+            partial, subject=subject, reader=WeightReader(state, description=subject.description, kind=weights)
+        )
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if target.exists():
@@ -179,7 +181,9 @@ def open_packed(folder: str | os.PathLike) -> Packed:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except OSError:
-        raise ValueError(f"{path} has no {MANIFEST}: pack a model with python -m ztk.serve pack FOLDER {path}") from None
+        raise ValueError(
+            f"{path} has no {MANIFEST}: pack a model with python -m ztk.serve pack FOLDER {path}"
+        ) from None
     if manifest["version"] != _VERSION:
         raise ValueError(f"{path} was packed by another version of ztk: pack the model again")
     description = manifest["description"]
@@ -277,4 +281,6 @@ def _layouts(items: list[Item]) -> dict[str, str]:
 def _check_space(folder: Path, *, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise ValueError(f"{folder.parent} has {free} bytes free, and the packed layers need {nbytes}: free some, or name another disk")
+        raise ValueError(
+            f"{folder.parent} has {free} bytes free, and the packed layers need {nbytes}: free some, or name another disk"
+        )

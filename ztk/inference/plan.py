@@ -22,7 +22,10 @@ USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
 _NEAR = 0.98  # of the most tokens per second
 _SHARE = 0.8  # of the memory that is free: the rest is for what is not counted
-_INNER_COPIES, _WIDTH_COPIES = 3, 8  # activations of a block that exist at one time: gate, up and their product; x, norms, q, k, v, out
+_INNER_COPIES, _WIDTH_COPIES = (
+    3,
+    8,
+)  # activations of a block that exist at one time: gate, up and their product; x, norms, q, k, v, out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +95,11 @@ class StreamPlan:
         return self.sequences / max(self.read_seconds, self.compute_seconds)
 
     def __str__(self) -> str:
-        read = "nothing is read" if not self.pass_bytes else f"{_gib(self.pass_bytes)} read per pass at {self.rates.link / 1e9:.2f} GB/s"
+        read = (
+            "nothing is read"
+            if not self.pass_bytes
+            else f"{_gib(self.pass_bytes)} read per pass at {self.rates.link / 1e9:.2f} GB/s"
+        )
         return (
             f"plan: {self.resident} of {self.sizes.layers} layers reside in memory, {read} ({self.read_seconds:.3g} s, compute "
             f"{self.compute_seconds:.3g} s); {self.sequences} sequences of up to {self.positions} tokens, their keys and values in memory "
@@ -101,9 +108,7 @@ class StreamPlan:
         )
 
 
-def sizes_of(
-    description: Description, *, items: list[Item], layer_bytes: int, fixed: int, positions: int
-) -> Sizes:
+def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, fixed: int, positions: int) -> Sizes:
     """The bytes that a model takes for sequences of `positions` tokens. fixed: beside layers, cache and activations."""
     of = description
     rounded = -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
@@ -152,9 +157,7 @@ def plan_stream(
     return best if step_tokens is not None else _longer_steps(best)
 
 
-def first_buffers(
-    sizes: Sizes, *, budget: int, positions: int, sequences: int | None, step_tokens: int | None
-) -> int:
+def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int | None, step_tokens: int | None) -> int:
     """Buffers of the ring that fit in any case: rates are measured with them, before there is a plan. Raises ValueError as `plan_stream`."""
     count = sequences or 1
     room = _room(sizes, budget=budget, count=count, rows=step_tokens or max(USUAL_STEP_TOKENS, count))
@@ -165,7 +168,7 @@ def first_buffers(
 
 
 def free_memory() -> int:
-    """Bytes that a plan may use where the user has not said: 80 % of what is free in this machine, or left by the limit of its control group."""
+    """Bytes that a plan may use where the user has not said: 80 % of what is free, or left by the limit of the control group."""
     info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
@@ -205,7 +208,12 @@ def _longer_steps(plan: StreamPlan) -> StreamPlan:
 
 def _does_not_fit(sizes: Sizes, *, budget: int, positions: int, sequences: int | None, rows: int | None) -> ValueError:
     count = sequences or 1
-    needed = sizes.fixed + sizes.layer + count * sizes.sequence + sizes.working(sequences=count, rows=rows or USUAL_STEP_TOKENS)
+    needed = (
+        sizes.fixed
+        + sizes.layer
+        + count * sizes.sequence
+        + sizes.working(sequences=count, rows=rows or USUAL_STEP_TOKENS)
+    )
     fewer = "lower inference.max_sequences or " if count > 1 else ""
     return ValueError(
         f"inference.memory_bytes={budget}: {count} sequence{'s' * (count > 1)} of {positions} tokens need {needed} bytes with one layer of "

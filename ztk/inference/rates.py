@@ -18,6 +18,7 @@ from ztk.inference.stream import StreamedLayers
 
 _READ_SECONDS = 0.3  # at least, and every buffer of the ring once
 _FEW, _MANY = 2, 64  # rows
+_SLOTS = 4  # of a cache that the plan does not count: rows share them, which reads the same keys
 _AT = 256  # position at most of the rows that are measured
 _ROUNDS = 3
 _DRAWS = 4
@@ -29,9 +30,7 @@ def measure(model: InferenceModel, *, layers: StreamedLayers, positions: int) ->
         few, many = (_pass_seconds(model, rows=rows, at=min(positions // 2, _AT)) for rows in (_FEW, _MANY))
         drawing = _seconds(lambda: _draw(model)) / _DRAWS
     per_row = max(1e-9, (many - few) / (_MANY - _FEW))
-    return Rates(
-        link=_link(layers), pass_seconds=max(0.0, few - _FEW * per_row), row_seconds=per_row + drawing
-    )
+    return Rates(link=_link(layers), pass_seconds=max(0.0, few - _FEW * per_row), row_seconds=per_row + drawing)
 
 
 def _link(layers: StreamedLayers) -> float:
@@ -49,9 +48,9 @@ def _link(layers: StreamedLayers) -> float:
 def _pass_seconds(model: InferenceModel, *, rows: int, at: int) -> float:
     """Of all layers and the head for `rows` sequences with one row each, by the layers in memory in turn."""
     of, held = model.description, itertools.cycle(model.weights.layers.held)
-    cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=rows)
+    cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
     cache.reserve(at + 1)
-    spans = [Span(slot=row, start=at, length=1, row=row) for row in range(rows)]
+    spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
     tokens, x = torch.zeros(rows, dtype=torch.int64), torch.randn(rows, of.dim)
 
     def block() -> None:

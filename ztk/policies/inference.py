@@ -10,9 +10,7 @@ RANGES = {
     "lookup_tokens": COUNT_OR_ZERO,
     "memory_bytes": SIZE,
 }
-ONLY_NVME = (
-    "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
-)
+ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
 SAMPLING_RANGES = {
     "max_tokens": COUNT,
     "temperature": Range(low=0),

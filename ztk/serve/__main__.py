@@ -11,7 +11,9 @@ from ztk.serve.packing import pack_model
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 2 if the model cannot be packed."""
     parser = argparse.ArgumentParser(prog="python -m ztk.serve")
-    packing = parser.add_subparsers(required=True).add_parser("pack", help="pack a model's weights, one layer at a time")
+    packing = parser.add_subparsers(required=True).add_parser(
+        "pack", help="pack a model's weights, one layer at a time"
+    )
     packing.add_argument("folder", help="a run folder, a checkpoint, or a folder that transformers reads")
     packing.add_argument("out", help="a new folder, on the disk from which layers are read")
     packing.add_argument("--weights", choices=WEIGHTS, default="stored", help="the format (default: stored, fp32)")
@@ -23,7 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ztk: {error}", file=sys.stderr)
         return 2
     layers = packed.description.layers
-    print(f"{packed.path}: {layers} layers of {packed.layer_bytes} bytes, {packed.rest_bytes} bytes beside them; use weights={packed.weights}")
+    print(
+        f"{packed.path}: {layers} layers of {packed.layer_bytes} bytes, {packed.rest_bytes} bytes beside them; use weights={packed.weights}"
+    )
     return 0
 
 

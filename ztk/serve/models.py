@@ -49,9 +49,9 @@ class Tokenizer(Protocol):
 class Opened:
     """A model with its tokenizer.
 
-    module: the model, or a folder of its packed weights. ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others have no text. begin: tokens that the tokenizer puts
-    before a text. first: the token before a text that has nothing else before it; None: the tokenizer has none. unknown: the token of what
-    the tokenizer cannot write; None: it writes everything.
+    module: the model, or a folder of its packed weights. ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others
+    have no text. begin: tokens that the tokenizer puts before a text. first: the token before a text that has nothing else before it; None:
+    the tokenizer has none. unknown: the token of what the tokenizer cannot write; None: it writes everything.
     """
 
     name: str
@@ -75,9 +75,7 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
     """
     folder = Path(path)
     if ema and any((folder / name).is_file() for name in ("config.json", MANIFEST)):
-        raise ValueError(
-            f"inference.ema=true: {folder} has one set of weights; leave it out, or name the run folder"
-        )
+        raise ValueError(f"inference.ema=true: {folder} has one set of weights; leave it out, or name the run folder")
     if (folder / MANIFEST).is_file():
         return open_packed_model(open_packed(folder))
     if (folder / "config.json").is_file():

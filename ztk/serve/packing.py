@@ -31,7 +31,7 @@ _CHECKED_LAYERS = 2  # at least: of the model that is compared with transformers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A model whose parameters are read one by one. module: without memory. text: files and folders that are copied, each with its name there."""
+    """A model whose parameters are read one by one. module: without memory. text: files and folders to copy, each with its new name."""
 
     name: str
     module: nn.Module
@@ -86,8 +86,11 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
     return packed
 
 
-def open_streamed(path: str, *, weights: str, to: str, ema: bool = False) -> Opened:
+def open_streamed(
+    path: str, *, weights: str, to: str, ema: bool = False, on_packed: Callable[[Packed], None] | None = None
+) -> Opened:
     """The model in `path` as packed weights: itself if it is packed, what was packed of it below the folder `to` before, or packed there now.
+    on_packed: is called with what was packed now.
 
     Raises:
         ValueError: as `pack_model`.
@@ -99,8 +102,8 @@ def open_streamed(path: str, *, weights: str, to: str, ema: bool = False) -> Ope
     target = Path(to) / f"packed-{key[:16]}"
     if not (target / MANIFEST).is_file():
         packed = pack_model(path, to=str(target), weights=weights, ema=ema)
-        gib = packed.description.layers * packed.layer_bytes / 2**30
-        print(f"{path}: packed with weights={weights} into {target}, {gib:.2f} GiB of layers", flush=True)
+        if on_packed is not None:
+            on_packed(packed)
     return open_packed_model(open_packed(target))
 
 
@@ -190,6 +193,13 @@ def _key(folder: Path, *, weights: str, ema: bool) -> str:
     else:
         base, recorded = recorded_run(folder)
         files = [*(file for file in base.rglob("*") if file.is_file()), recorded / "config.yaml"]
-    facts = sorted((file.name if file.parent != base else str(file.relative_to(base)), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    facts = sorted(
+        (
+            file.name if file.parent != base else str(file.relative_to(base)),
+            file.stat().st_size,
+            file.stat().st_mtime_ns,
+        )
+        for file in files
+    )
     described = json.dumps([facts, weights, ema, torch.__version__, torch.backends.cpu.get_cpu_capability()])
     return hashlib.sha256(described.encode()).hexdigest()
