@@ -52,10 +52,8 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
         yield f"offload=cpu: {ONLY_NVME}"
     if tier is Tier.nvme and config.inference.held_out is not None:
         yield (
-        yield (
-            f"{key}={value} has no effect with {task}, whose weights alone are offloaded: use offload=nvme, or leave it out"
-        )
-            "leave one of them out"
+            f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be "
+            "compared; leave one of them out"
         )
 
 
