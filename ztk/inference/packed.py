@@ -110,7 +110,7 @@ class Packed:
         return weights, Subject(description=self.description, tables=tables)
 
     def read_layer(self, number: int) -> LayerBuffer:
-        """One layer, in memory of its own, read through the page cache."""
+        """One layer, in memory of its own, read through the page cache. Raises ValueError where the file ends."""
         buffer = layer_buffer(self.items)
         with open(self.path / LAYERS, "rb", buffering=0) as file:
             for piece in buffer.pieces:
@@ -143,7 +143,8 @@ def pack(
     key: str = "",
     extra: dict[str, Any] | None = None,
 ) -> Packed:
-    """Writes a model's weights in the format `weights` into the new `folder`. `state` is asked for the parameters of one layer at a time.
+    """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any
+    shape, is asked for those of one layer at a time.
 
     key, extra: kept in the manifest.
 

@@ -158,7 +158,10 @@ def plan_stream(
 
 
 def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int | None, step_tokens: int | None) -> int:
-    """Buffers of the ring that fit in any case: rates are measured with them, before there is a plan. Raises ValueError as `plan_stream`."""
+    """Buffers of the ring that fit in any case: rates are measured with them, before there is a plan.
+
+    budget: bytes. Raises ValueError as `plan_stream`.
+    """
     count = sequences or 1
     room = _room(sizes, budget=budget, count=count, rows=step_tokens or max(USUAL_STEP_TOKENS, count))
     split = _split(sizes, room=room)

@@ -245,7 +245,8 @@ def collect(state: Mapping[str, Tensor], *, description: Description, kind: str 
 
 
 class WeightReader:
-    """Builds the parts of the weights one at a time, and asks `state` only for the parameters of that part.
+    """Builds the parts of the weights one at a time, and asks `state`, parameters of any shape, only for those of
+    that part.
 
     Raises:
         ValueError: as `collect`.

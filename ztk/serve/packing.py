@@ -41,7 +41,7 @@ class _Source:
 
 
 class Parameters(Mapping):
-    """Parameters by name, each read when it is asked for."""
+    """Parameters by name, of any shape, each read when it is asked for."""
 
     def __init__(self, names: list[str], *, read: Callable[[str], Tensor]) -> None:
         self._names, self._read = dict.fromkeys(names), read
