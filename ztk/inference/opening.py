@@ -62,7 +62,7 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
 def from_state(
     state: Mapping[str, Tensor], *, subject: Subject, policy: InferencePolicy, offload: OffloadPolicy
 ) -> Opened:
-    """Packs parameters of any shape into `offload.nvme_path` and streams them. The files have no name when this returns: they end with the model."""
+    """Packs parameters of any shape into `offload.nvme_path` and streams them. The files have no name afterwards and end with the model."""
     assert offload.nvme_path is not None, "the policy has a folder"
     folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
     try:
