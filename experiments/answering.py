@@ -1,11 +1,18 @@
 """What `task=generate`, `task=serve` and `task=eval` share: the engine and the usual sampling of a configuration."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from ztk.config import Config
-from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity, perplexity_of_stored
-from ztk.serve.models import Opened
+from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
+from ztk.offload import OffloadPolicy
+from ztk.policies.tier import Tier
+from ztk.serve.models import Opened, open_model
+from ztk.serve.packing import open_streamed
 
 _HELD_OUT_TOKENS = 2048
 
@@ -18,20 +25,53 @@ class Cost:
     chosen: float
 
 
+def open_answering(config: Config) -> Opened:
+    """The model of `inference.model`; with offload=nvme its packed weights, which are written first where there are none.
+
+    Raises:
+        ValueError: as `open_model` and `pack_model`.
+    """
+    path, ema = config.inference.model, bool(config.inference.ema)
+    if config.offload.optimizer is Tier.none:
+        return open_model(path, ema=ema)
+    to = _packed_folder(config)
+    return open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
+
+
+def _say_packed(packed: Packed) -> None:
+    layers = packed.description.layers
+    gib = layers * packed.layer_bytes / 2**30
+    print(f"packed with weights={packed.weights} into {packed.path}: {layers} layers, {gib:.2f} GiB", flush=True)
+
+
 def build_generator(config: Config, *, opened: Opened) -> Generator:
-    """The engine over an opened model."""
-    return Generator(opened.module, policy=_policy(config))
+    """The engine over an opened model; prints its plan. Packed weights without a folder of the user's lose their name here: they end with
+    the process."""
+    generator = Generator(opened.module, policy=_policy(config))
+    if generator.plan is not None:
+        print(generator.plan, flush=True)
+        if config.offload.nvme_path is None:
+            shutil.rmtree(_packed_folder(config), ignore_errors=True)
+    return generator
+
+
+def _packed_folder(config: Config) -> str:
+    return config.offload.nvme_path or os.path.join(config.output_dir, "nvme")
 
 
 def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> Cost | None:
     """What `inference.weights` changes on `inference.held_out`, printed; None without such a text.
 
     Raises:
-        ValueError: the text has fewer than two tokens.
+        ValueError: the text has fewer than two tokens, or the model is a packed one.
     """
     chosen = config.inference
     if chosen.held_out is None:
         return None
+    if isinstance(opened.module, Packed):
+        raise ValueError(
+            f"inference.held_out={chosen.held_out}: {opened.module.path} has the packed weights only; leave it out, or name the model itself"
+        )
     text = Path(chosen.held_out).read_text(encoding="utf-8", errors="replace")
     tokens = opened.tokenizer.encode(text)[:_HELD_OUT_TOKENS]
     if len(tokens) < 2:
@@ -47,7 +87,8 @@ def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> 
 
 def release_module(opened: Opened) -> None:
     """Frees the module's own weights: the engine has copies of the layers, and keeps embeddings and norms."""
-    opened.module.to("meta")
+    if isinstance(opened.module, nn.Module):
+        opened.module.to("meta")
 
 
 def _format(config: Config) -> str:
@@ -64,6 +105,24 @@ def _policy(config: Config) -> InferencePolicy:
         max_model_len=chosen.max_model_len,
         lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
         weights=_format(config),
+        offload=_offload(config),
+        memory_bytes=chosen.memory_bytes,
+    )
+
+
+def _offload(config: Config) -> OffloadPolicy | None:
+    chosen = config.offload
+    if chosen.optimizer is Tier.none:
+        return None
+    assert chosen.block_bytes is not None and chosen.threads is not None and chosen.direct_io is not None, (
+        "offload=nvme sets them"
+    )
+    return OffloadPolicy(
+        parameters=Tier.nvme,
+        nvme_path=_packed_folder(config),
+        block_bytes=chosen.block_bytes,
+        threads=chosen.threads,
+        direct_io=chosen.direct_io,
     )
 
 

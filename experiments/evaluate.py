@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.answering import build_generator, release_module
+from experiments.answering import build_generator, open_answering, release_module
 from experiments.evaluation_files import Question, read_questions, read_texts
 from ztk import kernels
 from ztk.config import Config
 from ztk.inference import EncodedChoices, Generator, encode_choices, log_likelihoods, score_choices
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
-from ztk.serve.models import Opened, open_model
+from ztk.serve.models import Opened
 
 USUAL_SEQ_LEN = 2048
 _QUESTIONS_AT_ONCE = 16
@@ -45,7 +45,7 @@ def main(config: Config) -> None:
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
-    opened = open_model(config.inference.model, ema=bool(config.inference.ema))
+    opened = open_answering(config)
     generator = build_generator(config, opened=opened)
     release_module(opened)
     subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))

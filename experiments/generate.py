@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from experiments.answering import build_generator, cost_of_weights, release_module, usual_sampling
+from experiments.answering import build_generator, cost_of_weights, open_answering, release_module, usual_sampling
 from ztk import kernels
 from ztk.config import Config
-from ztk.inference import Completion, SamplingParams
+from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder
-from ztk.serve.models import Opened, open_model
+from ztk.serve.models import Opened
 from ztk.serve.text import TextStream
 
 _OWN = {field.name for field in fields(SamplingParams)} - {
@@ -44,7 +44,7 @@ def main(config: Config) -> None:
         FloatingPointError: logits that are not finite.
     """
     kernels.set_backend(config.kernels.backend)
-    opened = open_model(config.inference.model, ema=bool(config.inference.ema))
+    opened = open_answering(config)
     generator = build_generator(config, opened=opened)
     cost = cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)
@@ -75,12 +75,27 @@ def main(config: Config) -> None:
             "seconds": seconds,
             "tokens_per_second": drawn / seconds,
             "weight_bytes": generator.weight_bytes,
+            **_plan_of(generator),
             **({} if cost is None else {"perplexity_stored": cost.stored, "perplexity": cost.chosen}),
         }
     )
     print(
         f"{len(prompts)} prompts, {drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} tokens/s: {folder.path / 'completions.jsonl'}"
     )
+
+
+def _plan_of(generator: Generator) -> dict[str, float]:
+    """What the plan of streamed layers said, and what was read."""
+    plan = generator.plan
+    if plan is None:
+        return {}
+    return {
+        "resident_layers": plan.resident,
+        "planned_sequences": plan.sequences,
+        "planned_tokens_per_second": plan.tokens_per_second,
+        "pass_bytes": plan.pass_bytes,
+        "streamed_bytes": generator.streamed_bytes,
+    }
 
 
 def read_prompts(path: str, *, opened: Opened, usual: SamplingParams, vocabulary: int) -> list[Prompt]:

@@ -7,11 +7,10 @@ import sys
 
 import uvicorn
 
-from experiments.answering import build_generator, cost_of_weights, release_module, usual_sampling
+from experiments.answering import build_generator, cost_of_weights, open_answering, release_module, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.serve.app import ServePolicy, Server
-from ztk.serve.models import open_model
 
 _TERMINATED = 128 + signal.SIGTERM  # of a process that SIGTERM ends before it serves
 
@@ -24,7 +23,7 @@ def main(config: Config) -> None:
     """
     kernels.set_backend(config.kernels.backend)
     chosen = config.serve
-    opened = open_model(config.inference.model, ema=bool(config.inference.ema))
+    opened = open_answering(config)
     generator = build_generator(config, opened=opened)
     cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)

@@ -119,3 +119,36 @@ def test_something_is_scored(tmp_path):
 
 def test_other_tasks_refuse_files_to_score():
     assert any("has no effect here, only with task=eval" in fault for fault in faults(f"eval.path={__file__}"))
+
+
+def test_layers_are_streamed_from_files(words):
+    config = composed(*words, "offload=nvme", "inference.memory_bytes=1000000000", "offload.threads=2")
+    assert (config.offload.optimizer, config.offload.threads, config.offload.buffer_count) == ("nvme", 2, None)
+    assert config.offload.nvme_path is None and config.inference.max_sequences is None
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (
+            ("offload=cpu",),
+            "offload=cpu: answers are computed on the CPU, where main memory is what the weights would leave",
+        ),
+        (
+            ("inference.memory_bytes=5",),
+            "inference.memory_bytes=5 has no effect here, only with task=generate, serve or eval and",
+        ),
+        (
+            ("offload=nvme", "offload.buffer_count=4"),
+            "offload.buffer_count=4 has no effect here, only with offload=nvme in a run that trains",
+        ),
+        (("offload=nvme", "offload.parameters=nvme"), "offload.parameters=nvme has no effect with task=generate"),
+        (("offload=nvme", "inference.memory_bytes=0"), "inference.memory_bytes=0: must be 1 or more"),
+        (
+            ("offload=nvme", "weights=int8", f"inference.held_out={__file__}"),
+            "the model as stored is not in memory with offload=nvme",
+        ),
+    ],
+)
+def test_what_streaming_cannot_do_is_refused(words, more, message):
+    assert any(message in fault for fault in faults(*words, *more))

@@ -77,6 +77,33 @@ def test_quantised_weights_say_what_they_change(trained, tmp_path):
     assert chosen == perplexity(Generator(model, policy=InferencePolicy(weights="int4")), tokens=tokens)
 
 
+def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "def f("}\n{"prompt": "import "}\n')
+    options = (
+        "task=generate",
+        "weights=int8",
+        "offload=nvme",
+        f"inference.model={trained}",
+        f"inference.prompts={prompts}",
+        f"hydra.run.dir={out}",
+        "sampling.max_tokens=6",
+    )
+    done = subprocess.run(
+        [sys.executable, str(CHECKOUT / "run.py"), *options], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan: " in done.stdout and "tokens/s" in done.stdout
+    lines = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
+    generator = Generator(open_model(str(trained / "checkpoints")).module, policy=InferencePolicy(weights="int8"))
+    for number, line in enumerate(lines, start=1):
+        sampling = SamplingParams(max_tokens=6, temperature=0.8, draw_key=(number,))
+        [[answer]] = generator.generate([list(line["prompt"].encode())], sampling=sampling)
+        assert line["answers"][0]["tokens"] == answer.tokens
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["planned_tokens_per_second"] > 0 and not (out / "nvme").exists()
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

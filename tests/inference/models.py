@@ -69,7 +69,16 @@ def build_decoder(**options: object) -> Decoder:
     torch.manual_seed(5)
     return Decoder(
         DecoderConfig(
-            vocab_size=VOCABULARY, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, max_seq_len=256, **options
+            **{
+                "vocab_size": VOCABULARY,
+                "dim": 32,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 2,
+                "hidden_dim": 48,
+                "max_seq_len": 256,
+            }
+            | options
         )
     ).eval()
 

@@ -58,7 +58,7 @@ def test_newest_rows_stand_beside_their_goals(page, tmp_path):
 
 
 def test_every_op_has_a_caller(page):
-    """An op that nothing calls is deleted, or says for whom it is; one that got a caller no longer says so."""
+    """An op that nothing calls is deleted."""
     found, names = callers(), {spec.name for spec in ALL_OPS}
     assert set(HOT_PATHS) == names
     assert all(found.get(name) for name in names)

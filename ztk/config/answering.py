@@ -8,11 +8,14 @@ from ztk.config.inference_schema import WeightFormat
 from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
+from ztk.policies.inference import ONLY_NVME
+from ztk.policies.tier import Tier
 
 _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),
-    *("kernels", "launch", "experiment", "sweep", "hydra"),
+    *("kernels", "launch", "experiment", "sweep", "hydra", "offload"),
 )
+_TRAINING_TIERS = ("offload.optimizer", "offload.parameters", "offload.pin_memory")
 
 
 def answering_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
@@ -31,11 +34,27 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
         yield f"launch.ranks={ranks}: {task} runs on one rank; leave it out, or start one process"
     if config.launch.device is DeviceName.cuda:
         yield f"launch.device=cuda: {task} computes on the CPU; use launch.device=cpu, or leave it out"
+    yield from _offload_faults(config, given=given, task=task)
     yield from _file_faults(config, task=task)
     if config.task.name in DRAWING:
         yield from _held_out_faults(config)
     else:
         yield from _eval_faults(config)
+
+
+def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iterator[str]:
+    for key in sorted(given.intersection(_TRAINING_TIERS)):
+        yield (
+            f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
+        )
+    tier = config.offload.optimizer
+    if tier is Tier.cpu:
+        yield f"offload=cpu: {ONLY_NVME}"
+    if tier is Tier.nvme and config.inference.held_out is not None:
+        yield (
+            f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be "
+            "compared; leave one of them out"
+        )
 
 
 def _held_out_faults(config: Config) -> Iterator[str]:

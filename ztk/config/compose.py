@@ -235,8 +235,7 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
 
 
 def _settle_paths(config: Config) -> None:
-    if "nvme" in (config.offload.optimizer, config.offload.parameters):
-        config.offload.nvme_path = _absolute(config.offload.nvme_path or os.path.join(config.output_dir, "nvme"))
+    config.offload.nvme_path = _nvme_path(config)
     if config.inference.model is not None:
         config.inference.model = _absolute(config.inference.model)
     if config.inference.prompts is not None:
@@ -260,6 +259,15 @@ def _settle_paths(config: Config) -> None:
         config.warm_start.path = _absolute(config.warm_start.path)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
+
+
+def _nvme_path(config: Config) -> str | None:
+    path, offload = config.offload.nvme_path, config.offload
+    if path is not None:
+        return _absolute(path)
+    if config.task.name in ANSWERING:
+        return None  # packed weights without a folder of the user's end with the run
+    return os.path.join(config.output_dir, "nvme") if "nvme" in (offload.optimizer, offload.parameters) else None
 
 
 def _absolute(path: str) -> str:

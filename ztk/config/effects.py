@@ -30,6 +30,7 @@ from ztk.policies.tier import Tier
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
+_SHARED = ("inference.max_sequences", "inference.max_step_tokens")
 _MODEL = "task=generate, task=serve or task=eval"
 CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
 
@@ -37,6 +38,10 @@ CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what f
 def offloads(config: Config, *, tier: Tier) -> bool:
     """Whether anything is stored on `tier`. Parameters on `auto` never use another tier than the optimizer states."""
     return tier in (config.offload.optimizer, config.offload.parameters)
+
+
+def _on_nvme(config: Config, machine: Machine) -> bool:
+    return offloads(config, tier=Tier.nvme)
 
 
 def times_kernels(config: Config) -> bool:
@@ -93,21 +98,15 @@ EFFECTS = (
         keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
     ),
     Effect(
-        keys=keys_of("offload", "buffer_count", "buffer_bytes", "block_bytes", "threads", "direct_io"),
-        when=lambda c, m: offloads(c, tier=Tier.nvme),
-        only="offload=nvme",
+        keys=keys_of("offload", "buffer_count", "buffer_bytes"),
+        when=lambda c, m: _on_nvme(c, m) and not _answers(c, m),
+        only="offload=nvme in a run that trains",
     ),
-    Effect(
-        keys=("offload.nvme_path",),
-        when=lambda c, m: offloads(c, tier=Tier.nvme),
-        only="offload=nvme",
-        required=False,
-    ),
+    Effect(keys=keys_of("offload", "block_bytes", "threads", "direct_io"), when=_on_nvme, only="offload=nvme"),
+    Effect(keys=("offload.nvme_path",), when=_on_nvme, only="offload=nvme", required=False),
     Effect(
         keys=("offload.pin_memory",),
-        when=lambda c, m: (
-            (offloads(c, tier=Tier.nvme) or offloads(c, tier=Tier.cpu)) and device_of(c, machine=m) == "cuda"
-        ),
+        when=lambda c, m: (_on_nvme(c, m) or offloads(c, tier=Tier.cpu)) and device_of(c, machine=m) == "cuda",
         only="offload=cpu or offload=nvme beside a GPU",
         required=False,
     ),
@@ -277,19 +276,25 @@ EFFECTS = (
     ),
     *ALIGN_EFFECTS,
     Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
-    Effect(keys=keys_of("inference", "max_sequences", "max_step_tokens", "weights"), when=_answers, only=_MODEL),
+    Effect(keys=("inference.weights",), when=_answers, only=_MODEL),
+    Effect(
+        keys=("inference.memory_bytes",),
+        when=lambda c, m: _answers(c, m) and _on_nvme(c, m),
+        only="task=generate, serve or eval and offload=nvme",
+        required=False,
+    ),
     Effect(
         keys=("inference.lookup_tokens", *keys_of("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
         when=_prompted,
         only="task=generate or task=serve",
     ),
     Effect(
-        keys=("inference.max_model_len", "inference.held_out", "sampling.stop"),
+        keys=(*keys_of("inference", "max_model_len", "held_out"), "sampling.stop"),
         when=_prompted,
         only="task=generate or task=serve",
         required=False,
     ),
-    Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
+    Effect(keys=(*_SHARED, "inference.ema"), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
     Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
     Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),

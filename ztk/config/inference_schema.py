@@ -26,8 +26,17 @@ class InferenceConfig:
         'a jsonl file, each line {"prompt": "text"} or {"tokens": [1, 2]}, with sampling keys of its own where it has them',
         default=None,
     )
-    max_sequences: int | None = key("sequences that are computed in one step; others wait", default=None)
-    max_step_tokens: int | None = key("tokens of one step; a longer prompt is computed in several", default=None)
+    max_sequences: int | None = key(
+        "sequences that are computed in one step; others wait; null: 32, with offload=nvme as many as its plan finds",
+        default=None,
+    )
+    max_step_tokens: int | None = key(
+        "tokens of one step; a longer prompt is computed in several; null: 512, with offload=nvme what its plan finds",
+        default=None,
+    )
+    memory_bytes: int | None = key(
+        "with offload=nvme: memory for layers, caches and activations; null: 80 % of what is free", default=None
+    )
     max_model_len: int | None = key(
         "tokens of one sequence, prompt and answer; null: what the model was made for", default=None
     )

@@ -84,6 +84,11 @@ def empty_causal(path: str) -> nn.Module:
     return _build(transformers_module(), read_config(path))
 
 
+def build_causal(config: Any) -> nn.Module:
+    """The model of a configuration: parameters on the meta device, buffers with their values. Raises ValueError as `open_causal`."""
+    return _build(transformers_module(), config)
+
+
 def folder_causal(path: str) -> nn.Module:
     """The model of the folder with its weights, fp32 on the CPU. Raises ValueError as `open_causal`."""
     config = read_config(path)

@@ -5,7 +5,7 @@ import torch
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 
-_GROWTH = 4  # blocks by which all slabs grow
+GROWTH = 4  # blocks by which all slabs grow
 
 
 class Cache:
@@ -31,13 +31,16 @@ class Cache:
 
     def reserve(self, positions: int) -> None:
         """Grows all slabs to at least `positions`."""
-        extra = -(-positions // (_GROWTH * BLOCK)) * _GROWTH - self.keys[0].shape[1]
+        extra = -(-positions // (GROWTH * BLOCK)) * GROWTH - self.keys[0].shape[1]
         if extra <= 0:
             return
         for slabs in (self.keys, self.values):
             for number, slab in enumerate(slabs):
-                slots, _, *block = slab.shape
-                slabs[number] = torch.cat([slab, slab.new_zeros(slots, extra, *block)], dim=1)
+                slots, blocks, *block = slab.shape
+                # Not by cat: glibc does not reuse the gap that a temporary of zeros leaves, which doubled the resident memory.
+                grown = slab.new_zeros(slots, blocks + extra, *block)
+                grown[:, :blocks] = slab
+                slabs[number] = grown
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
         """The first `positions` of one slot become another's."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ztk.inference.cache import Cache
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel
+from ztk.inference.opening import Opened, from_packed, from_state, settled
+from ztk.inference.packed import Packed
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_module, check_rows, product_key
 from ztk.inference.sample import draw, likeliest
@@ -52,7 +54,8 @@ class Request:
 class Generator:
     """Generates with the native decoder or a causal language model of transformers, on the CPU, in fp32 or with weights of 8 or 4 bits.
 
-    model: a module, or a training engine, whose weights are gathered (every rank calls it). Its linear layers are copied in the
+    plan: with `policy.offload`, what is done with the memory. model: a module, a training engine, whose weights are gathered (every rank
+    calls it), or a folder of packed weights. Its linear layers are copied in the
     processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
     sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
 
@@ -60,21 +63,15 @@ class Generator:
         ValueError: a model that the engine does not compute, or a processor whose products differ by the number of rows.
     """
 
-    def __init__(self, model: "nn.Module | TrainingEngine", *, policy: InferencePolicy | None = None) -> None:
-        self.policy = policy or InferencePolicy()
-        if isinstance(model, nn.Module):
-            module, state = model, dict(model.named_parameters())
-        else:
-            module, state = model.module, _gathered(model)
-        self._subject = describe(module)
-        self.description = self._subject.description
-        if isinstance(model, nn.Module) and not isinstance(model, Decoder):
-            # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
-            check_module(
-                InferenceModel(self._subject, weights=collect(state, description=self.description)), module=model
-            )
-        weights = collect(state, description=self.description, kind=self.policy.weights)
-        self._model = InferenceModel(self._subject, weights=weights)
+    def __init__(self, model: "nn.Module | TrainingEngine | Packed", *, policy: InferencePolicy | None = None) -> None:
+        chosen = policy or InferencePolicy()
+        opened = (
+            from_packed(model, policy=chosen) if isinstance(model, Packed) else self._from_module(model, policy=chosen)
+        )
+        self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
+        self._packed_bytes = opened.packed_bytes
+        self.policy = settled(chosen, plan=self.plan)
+        self._subject, self.description = opened.subject, opened.subject.description
         self._lone = check_rows(self._model)
         self._allow_lone_rows()
         self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
@@ -82,6 +79,21 @@ class Generator:
         self._scheduler = Scheduler(self.policy, cache=self._cache)
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
+
+    @staticmethod
+    def _from_module(model: "nn.Module | TrainingEngine", *, policy: InferencePolicy) -> Opened:
+        if isinstance(model, nn.Module):
+            module, state = model, dict(model.named_parameters())
+        else:
+            module, state = model.module, _gathered(model)
+        subject = describe(module)
+        if isinstance(model, nn.Module) and not isinstance(model, Decoder):
+            # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
+            check_module(InferenceModel(subject, weights=collect(state, description=subject.description)), module=model)
+        if policy.offload is not None:
+            return from_state(state, subject=subject, policy=policy, offload=policy.offload)
+        weights = collect(state, description=subject.description, kind=policy.weights)
+        return Opened(model=InferenceModel(subject, weights=weights), subject=subject)
 
     # Complete answers
 
@@ -187,9 +199,13 @@ class Generator:
         """Takes the weights of a training engine of the same model, at any stage, without a disk. Every rank of the engine calls it.
 
         Raises:
-            RuntimeError: requests are not answered yet.
+            RuntimeError: requests are not answered yet, or layers are streamed.
             ValueError: the engine lacks a parameter of this model.
         """
+        if self._streamed is not None:
+            raise RuntimeError(
+                "load: the weights are read from a packed folder; build a Generator of the engine without offload"
+            )
         if self.has_work:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
         weights = collect(_gathered(engine), description=self.description, kind=self.policy.weights)
@@ -199,8 +215,23 @@ class Generator:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the linear layers and the head, scales included."""
+        """Bytes of the linear layers and the head, scales included; of a packed folder those of its layers and the head."""
+        if self._packed_bytes is not None:
+            return self._packed_bytes
         return sum(product.nbytes for product in self._model.weights.products())
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of layers that were read so far, those that were read ahead included."""
+        if self._streamed is None:
+            return 0
+        self._streamed.settle()
+        return self._streamed.counters.read_bytes
+
+    def close(self) -> None:
+        """Ends the threads that read layers. The generator computes nothing afterwards. Idempotent."""
+        if self._streamed is not None:
+            self._streamed.close()
 
     def forget_prefixes(self) -> None:
         """Later prompts are computed from their first token."""

@@ -46,9 +46,9 @@ class InferenceModel:
         broken: gets the number of the first layer whose output is not finite.
         """
         step = Step(spans, group=self.description.heads // self.description.kv_heads)
-        x = self._embed(tokens, step=step)
+        x = self.embed(tokens, step=step)
         for number, layer in enumerate(self.weights.layers):
-            x = self._block(x, layer=layer, number=number, step=step, cache=cache)
+            x = self.block(x, layer=layer, number=number, step=step, cache=cache)
             if broken is not None and not broken and not x.isfinite().all():
                 broken.append(number)
         return self.norm(x, by=self.weights.norm)
@@ -63,7 +63,8 @@ class InferenceModel:
 
     # Parts
 
-    def _embed(self, tokens: Tensor, *, step: Step) -> Tensor:
+    def embed(self, tokens: Tensor, *, step: Step) -> Tensor:
+        """tokens int64 [M] -> the first block's input [M, C]."""
         of = self.description
         x = self.weights.embedding[tokens]
         if of.embedding_scale != 1:
@@ -74,7 +75,8 @@ class InferenceModel:
             x = self.norm(x, by=self.weights.embedding_norm)
         return x
 
-    def _block(self, x: Tensor, *, layer: Layer, number: int, step: Step, cache: Cache) -> Tensor:
+    def block(self, x: Tensor, *, layer: Layer, number: int, step: Step, cache: Cache) -> Tensor:
+        """One block with the weights of `layer`: x [M, C] -> [M, C]. number: of the layer."""
         normed = x if layer.before_attention is None else self.norm(x, by=layer.before_attention)
         attended = self._attention(normed, layer=layer, number=number, step=step, cache=cache)
         if layer.after_attention is not None:

@@ -6,35 +6,49 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ztk.policies.inference import RANGES, SAMPLING_RANGES, WEIGHTS
+from ztk.policies.inference import ONLY_NVME, RANGES, SAMPLING_RANGES, WEIGHTS
+from ztk.policies.offload import OffloadPolicy
 from ztk.policies.ranges import range_faults, refuse
+from ztk.policies.tier import Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferencePolicy:
     """How sequences share the engine. Only `weights` changes a token: see [Note: Exactness] in ztk/inference/attention.py.
 
-    max_sequences: sequences that are computed in one step; others wait.
-    max_step_tokens: tokens of one step; a longer prompt is computed in several steps.
+    max_sequences: sequences that are computed in one step; others wait. None: 32, or with `offload` as many as the plan finds.
+    max_step_tokens: tokens of one step; a longer prompt is computed in several steps. None: 512, or with `offload` what the plan finds.
     max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
     weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py.
+    offload: layers that do not fit into memory are read from a packed folder in every pass, past the page cache. Of its keys `parameters`
+        is nvme, and `nvme_path`, `block_bytes`, `threads` and `direct_io` count. A model that is no packed folder is packed into
+        `nvme_path` first, and that copy ends with the generator.
+    memory_bytes: with `offload`, what layers, caches and activations may take; None: 80 % of what is free.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or an offload that does not apply.
     """
 
-    max_sequences: int = 32
-    max_step_tokens: int = 512
+    max_sequences: int | None = None
+    max_step_tokens: int | None = None
     max_model_len: int | None = None
     lookup_tokens: int = 0
     weights: str = "stored"
+    offload: OffloadPolicy | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise ValueError(f"inference.weights={self.weights}: must be {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}")
         refuse(range_faults(self, section="inference", ranges=RANGES))
+        if self.memory_bytes is not None and self.offload is None:
+            raise ValueError(
+                f"inference.memory_bytes={self.memory_bytes} has no effect where nothing is streamed: add offload=nvme, or leave it out"
+            )
+        if self.offload is not None and self.offload.parameters != Tier.nvme:
+            raise ValueError(f"offload.parameters={self.offload.parameters}: {ONLY_NVME}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

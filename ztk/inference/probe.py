@@ -35,7 +35,7 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
         if torch.equal(product.multiply(x[:1]), product.multiply(x[:2])[:1]):
             exact.add(key)
     x = _random(max(_ROWS), model.description.dim)
-    layer = model.weights.layers[0]
+    layer = model.weights.layers.held[0]
     mlp = layer.mlp or (layer.experts or [])[0]
     for name, compute in (
         ("norms", lambda rows: model.norm(rows, by=model.weights.norm)),

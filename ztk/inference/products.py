@@ -5,7 +5,10 @@ differ), oneDNN 590 / 1240 / 2500, oneDNN with the weight in its own layout 780 
 loaded. From 2 rows on oneDNN's rows have the same bits; one row alone may take another path, and is then computed twice.
 """
 
+import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +27,13 @@ class Affine:
 
 
 class Product:
-    """x fp32 [M, in] -> fp32 [M, out]. shape: (out, in). doubles: a lone row is computed twice; the probe decides, see `probe`."""
+    """x fp32 [M, in] -> fp32 [M, out]. shape: (out, in). doubles: a lone row is computed twice; the probe decides, see `probe`.
+
+    parts: names of the tensors that it computes with. opaque: those whose layout only oneDNN knows.
+    """
+
+    parts: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    opaque: ClassVar[frozenset[str]] = frozenset({"weight"}) if HAS_ONEDNN else frozenset()
 
     def __init__(self, affine: Affine) -> None:
         out, of = affine.weight.shape
@@ -42,8 +51,30 @@ class Product:
             return self.multiply(x.repeat(2, 1))[:1]
         return self.multiply(x)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Its memory by name, [*] of any dtype: what is written there changes the product. An opaque part is uint8 [bytes]."""
+        found = {name: getattr(self, f"_{name}") for name in self.parts}
+        return {
+            name: _memory_of(tensor) if name in self.opaque else tensor
+            for name, tensor in found.items()
+            if tensor is not None
+        }
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Computes with other memory of the same shapes and dtypes [*] from now on; not for opaque parts."""
+        for name, tensor in tensors.items():
+            assert name not in self.opaque, "oneDNN allocates what only it knows"
+            setattr(self, f"_{name}", tensor)
+
     def multiply(self, x: Tensor) -> Tensor:
         """The product, whatever one row alone gives."""
         if HAS_ONEDNN:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return linear(x, weight=self._weight, bias=self._bias)
+
+
+def _memory_of(weight: Tensor) -> Tensor:
+    """The bytes of a tensor in oneDNN's own layout, which depends on its shape and the processor."""
+    memory = (ctypes.c_char * torch.ops.mkldnn._nbytes(weight)).from_address(torch.ops.mkldnn.data_ptr(weight))
+    memory.owner = weight  # lives as long as who reads its memory
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -56,6 +56,9 @@ def dequantise_int4(steps: Tensor, *, scales: Tensor) -> Tensor:
 class Int8Product(Product):
     """A product with int8 weights, one scale per output channel. See [Note: Quantised weights]."""
 
+    parts = ("steps", "scale", "bias")
+    opaque = frozenset()
+
     def __init__(self, affine: Affine) -> None:
         out, columns = affine.weight.shape
         self.shape, self.doubles, self._bias = (out, columns), True, affine.bias
@@ -70,6 +73,9 @@ class Int8Product(Product):
 
 class Int4Product(Product):
     """A product with int4 weights in groups of 128 inputs. See [Note: Quantised weights]."""
+
+    parts = ("steps", "scales", "bias")
+    opaque = frozenset()
 
     def __init__(self, affine: Affine) -> None:
         out, columns = affine.weight.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 from ztk.inference.attention import BLOCK, Tiles, tile_of
 from ztk.inference.cache import Cache
 
-_QUERIES = 2 * BLOCK  # queries whose scores exist at one time
+QUERIES = 2 * BLOCK  # queries whose scores exist at one time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Step:
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         tile = tile_of(group)
         single = [span for span in spans if span.length == 1]
-        self.groups = [_single(single[at : at + _QUERIES], tile=tile) for at in range(0, len(single), _QUERIES)]
+        self.groups = [_single(single[at : at + QUERIES], tile=tile) for at in range(0, len(single), QUERIES)]
         for span in spans:
             if span.length > 1:
                 self.groups += _many(span, tile=tile)
@@ -70,9 +70,9 @@ def _single(spans: list[Span], *, tile: int) -> Tiles:
 
 
 def _many(span: Span, *, tile: int) -> list[Tiles]:
-    """One sequence's rows, `_QUERIES` places at a time."""
+    """One sequence's rows, `QUERIES` places at a time."""
     stop, found = span.start + span.length, []
-    size = max(tile, _QUERIES // tile * tile)
+    size = max(tile, QUERIES // tile * tile)
     for first in range(span.start // tile * tile, stop, size):
         firsts = torch.arange(first, min(first + size, stop), tile)
         at = (firsts.unsqueeze(1) + torch.arange(tile)).flatten()

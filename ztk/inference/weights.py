@@ -7,6 +7,7 @@ the vectorised code than the others, so that an element's bits would depend on t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,20 +49,37 @@ class Layer:
     shared_gate: Product | None = None
 
 
+class Layers(Protocol):
+    """The layers of a model, one after the other. held: those in memory now, one at least; all of them are built alike."""
+
+    @property
+    def held(self) -> list[Layer]: ...
+
+    def __iter__(self) -> Iterator[Layer]: ...
+
+
+class ResidentLayers(list[Layer]):
+    """All layers are in memory."""
+
+    @property
+    def held(self) -> list[Layer]:
+        return self
+
+
 @dataclass(kw_only=True, slots=True)
 class Weights:
-    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers, norm, head [V, C]."""
+    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers in order, norm, head [V, C]."""
 
     embedding: Tensor
-    layers: list[Layer]
+    layers: Layers
     norm: Affine
     head: Product
     positions: Tensor | None = None
     embedding_norm: Affine | None = None
 
     def products(self) -> list[Product]:
-        """All of them, the head last."""
-        return [*(product for layer in self.layers for product in _products(layer)), self.head]
+        """Those in memory, the head last."""
+        return [*(product for layer in self.layers.held for product in _products(layer)), self.head]
 
 
 def _products(item: object) -> Iterator[Product]:
@@ -220,28 +238,41 @@ def collect(state: Mapping[str, Tensor], *, description: Description, kind: str 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    return _Reader(state, description=description, kind=kind).read()
+    reader = WeightReader(state, description=description, kind=kind)
+    weights = reader.rest()
+    weights.layers = ResidentLayers(reader.layer(number) for number in range(description.layers))
+    return weights
 
 
-class _Reader:
+class WeightReader:
+    """Builds the parts of the weights one at a time, and asks `state`, parameters of any shape, only for those of
+    that part.
+
+    Raises:
+        ValueError: as `collect`.
+    """
+
     def __init__(self, state: Mapping[str, Tensor], *, description: Description, kind: str) -> None:
         self._state, self._of, self._names = state, description, _NAMES[description.family]
         self._product, self._head_product = FORMATS[kind]
 
-    def read(self) -> Weights:
+    def rest(self) -> Weights:
+        """Everything but the layers."""
         names, embedding = self._names, self._tensor(f"{self._names.embedding}.weight")
         head = Affine(weight=embedding) if self._of.is_tied else self._affine(names.head)
         return Weights(
             embedding=embedding,
             positions=self._tensor(f"{names.positions}.weight") if names.positions else None,
             embedding_norm=self._affine(names.embedding_norm) if names.embedding_norm else None,
-            layers=[self._layer(names.block.format(number)) for number in range(self._of.layers)],
+            layers=ResidentLayers(),
             norm=self._norm(names.norm),
             head=self._head_product(head),
         )
 
-    def _layer(self, block: str) -> Layer:
+    def layer(self, number: int) -> Layer:
+        """One block."""
         names, of = self._names, self._of
+        block = names.block.format(number)
         query, key, value = self._projections(block)
         norms = {
             kind: self._norm(block + getattr(names, kind))

@@ -38,14 +38,23 @@ class DiskFile:
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         """Creates `path` (which must not exist) and unlinks it. direct: past the page cache (O_DIRECT). Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._hold(path, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, direct=direct)
+        os.unlink(path)  # See [Note: Unlinked offload files]
+
+    def _hold(self, path: Path, *, flags: int, direct: bool) -> None:
         self.path = path
         self.direct = direct
         self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
-        os.unlink(path)  # See [Note: Unlinked offload files]
         self._close = weakref.finalize(self, os.close, self._fd)
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._close.atexit = False  # a thread may still be writing then
+
+    @classmethod
+    def existing(cls, path: Path, *, direct: bool) -> "DiskFile":
+        """An existing file, to be read; it keeps its name. Raises OSError."""
+        found = cls.__new__(cls)
+        found._hold(path, flags=os.O_RDONLY | os.O_CLOEXEC, direct=direct)
+        return found
 
     def preallocate(self, *, offset: int, nbytes: int) -> None:
         """Reserves `nbytes` at `offset` (both in bytes), which read as zeros. Raises OSError (ENOSPC) if the disk is too small."""

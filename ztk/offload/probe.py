@@ -56,6 +56,15 @@ def probe_folder(path: str | Path, *, direct: bool) -> Filesystem:
     return filesystem
 
 
+def check_disk(path: Path, *, direct: bool) -> None:
+    """Raises ValueError if the existing `path` lies in main memory, where direct reads leave nothing out of it."""
+    kind = filesystem_of(path).kind
+    if direct and kind in _IN_MEMORY:
+        raise ValueError(
+            f"{path} lies on {kind}, which is main memory: reading from it saves none; put it on a disk, or leave offload out"
+        )
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,16 @@
 """What a user chooses about answers: how sequences share the engine, and how one is drawn. Ranges of both, once."""
 
-from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT32_MAX, INT64_MAX, Range
+from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT32_MAX, INT64_MAX, SIZE, Range
 
 WEIGHTS = ("stored", "int8", "int4")
-RANGES = {"max_sequences": COUNT, "max_step_tokens": COUNT, "max_model_len": COUNT, "lookup_tokens": COUNT_OR_ZERO}
+RANGES = {
+    "max_sequences": COUNT,
+    "max_step_tokens": COUNT,
+    "max_model_len": COUNT,
+    "lookup_tokens": COUNT_OR_ZERO,
+    "memory_bytes": SIZE,
+}
+ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
 SAMPLING_RANGES = {
     "max_tokens": COUNT,
     "temperature": Range(low=0),

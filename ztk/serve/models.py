@@ -1,5 +1,6 @@
 """Models from folders: runs of ztk, its checkpoints, and what transformers reads; each with its tokenizer."""
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from ztk.config import load as load_config
 from ztk.config.schema import DataName
 from ztk.config.text import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.inference.packed import MANIFEST, Packed, open_packed
 from ztk.serve.trained import trained_model
 
 CHATS = (DataName.chat, DataName.preferences)  # data whose answers end with the byte `data.stop`
@@ -47,13 +49,13 @@ class Tokenizer(Protocol):
 class Opened:
     """A model with its tokenizer.
 
-    ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others have no text. begin: tokens that the tokenizer puts
-    before a text. first: the token before a text that has nothing else before it; None: the tokenizer has none. unknown: the token of what
-    the tokenizer cannot write; None: it writes everything.
+    module: the model, or a folder of its packed weights. ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others
+    have no text. begin: tokens that the tokenizer puts before a text. first: the token before a text that has nothing else before it; None:
+    the tokenizer has none. unknown: the token of what the tokenizer cannot write; None: it writes everything.
     """
 
     name: str
-    module: nn.Module
+    module: nn.Module | Packed
     tokenizer: Tokenizer
     ends: tuple[int, ...]
     vocabulary: int
@@ -63,7 +65,8 @@ class Opened:
 
 
 def open_model(path: str, *, ema: bool = False) -> Opened:
-    """The model in `path`, fp32 on the CPU: a run folder, a checkpoint of ztk, or a folder with a config.json. Nothing is downloaded.
+    """The model in `path`, fp32 on the CPU: a run folder, a checkpoint of ztk, a folder with a config.json, or one of packed weights, which
+    are not read here. Nothing is downloaded.
 
     ema: with the moving average of the weights that the run has kept.
 
@@ -71,16 +74,32 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
         ValueError: the folder has neither, it has no average, or transformers is needed and not installed.
     """
     folder = Path(path)
+    if ema and any((folder / name).is_file() for name in ("config.json", MANIFEST)):
+        raise ValueError(f"inference.ema=true: {folder} has one set of weights; leave it out, or name the run folder")
+    if (folder / MANIFEST).is_file():
+        return open_packed_model(open_packed(folder))
     if (folder / "config.json").is_file():
-        if ema:
-            raise ValueError(
-                f"inference.ema=true: {folder} is a model of transformers, which has one set of weights; leave it out, or name the run folder"
-            )
-        return _open_transformers(folder)
-    return _open_checkpoint(folder, ema=ema)
+        return _of_transformers(folder, name=folder.name, module=folder_module(folder))
+    step, recorded = recorded_run(folder)
+    config = load_config(recorded / "config.yaml")
+    return _of_run(recorded, name=recorded.name, config=config, module=trained_model(config, step=step, ema=ema).eval())
 
 
-def _open_checkpoint(folder: Path, *, ema: bool) -> Opened:
+def open_packed_model(packed: Packed) -> Opened:
+    """A folder of packed weights with the tokenizer that was packed with it."""
+    name = packed.extra["name"]
+    if (packed.path / "config.yaml").is_file():
+        return _of_run(packed.path, name=name, config=load_config(packed.path / "config.yaml"), module=packed)
+    return _of_transformers(packed.path, name=name, module=packed)
+
+
+def recorded_run(folder: Path) -> tuple[Path, Path]:
+    """The step folder of a checkpoint, and the folder with the config.yaml of its run.
+
+    Raises:
+        ValueError: no such file.
+        CheckpointError: there is no checkpoint.
+    """
     step = checkpoint.resolve(folder)
     recorded = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
     if recorded is None:
@@ -88,7 +107,10 @@ def _open_checkpoint(folder: Path, *, ema: bool) -> Opened:
             f"inference.model={folder}: no config.yaml of a run lies in or above the checkpoint, so its sizes are unknown; export it with "
             "python -m ztk.checkpoint export, and name the exported folder"
         )
-    config = load_config(recorded / "config.yaml")
+    return step, recorded
+
+
+def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Packed) -> Opened:
     tokenizer = _tokenizer_of(recorded, name=config.data.tokenizer)
     stop = None if tokenizer is not None else _stop_of(config)
     has_chats = config.data.name in CHATS
@@ -97,8 +119,8 @@ def _open_checkpoint(folder: Path, *, ema: bool) -> Opened:
     if tokenizer is not None and by_template and ChatTemplate.has(tokenizer.folder):
         ends.add(ChatTemplate.open(tokenizer.folder).end)
     return Opened(
-        name=recorded.name,
-        module=trained_model(config, step=step, ema=ema).eval(),
+        name=name,
+        module=module,
         tokenizer=_Bytes(chat_stop=stop if has_chats else None)
         if tokenizer is None
         else _Subword(tokenizer, has_chats=has_chats, by_template=by_template),
@@ -140,23 +162,38 @@ def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
     return SubwordTokenizer.open(folder)
 
 
-def _open_transformers(folder: Path) -> Opened:
+def folder_module(folder: Path) -> nn.Module:
+    """The model of transformers in `folder`, fp32 on the CPU. Raises ValueError where transformers is not installed."""
+    transformers = _transformers(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+def _transformers(folder: Path) -> Any:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(f'inference.model={folder}: needs transformers: pip install "ztk[hf]"') from error
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    named = model.generation_config.eos_token_id
+
+
+def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed) -> Opened:
+    transformers = _transformers(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if isinstance(module, Packed) and not (folder / "generation_config.json").is_file():
+        named = transformers.GenerationConfig.from_model_config(config).eos_token_id
+    elif isinstance(module, Packed):
+        named = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    else:
+        named = module.generation_config.eos_token_id
     ends = [] if named is None else [named] if isinstance(named, int) else list(named)
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
     return Opened(
-        name=folder.name,
-        module=model,
+        name=name,
+        module=module,
         tokenizer=_Pretrained(tokenizer),
         ends=tuple(dict.fromkeys(ends)),
-        vocabulary=min(model.config.vocab_size, len(tokenizer)),
+        vocabulary=min(config.vocab_size, len(tokenizer)),
         begin=_begin_of(tokenizer),
         first=tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
         unknown=tokenizer.unk_token_id,

@@ -46,9 +46,15 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
 
 
 def _decoder(config: Config, *, state: dict[str, Tensor]) -> Decoder:
+    model = empty_decoder(config)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def empty_decoder(config: Config) -> Decoder:
+    """The run's own decoder: parameters on the meta device, buffers with their values."""
     sizes = {name: value for name, value in vars(config.model).items() if name not in _NOT_SIZES and value is not None}
     with torch.device("meta"):
         model = Decoder(DecoderConfig(**sizes))
-    model.load_state_dict(state, assign=True)
     model.materialise_buffers("cpu")
     return model

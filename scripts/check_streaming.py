@@ -1,0 +1,285 @@
+"""Streamed layers beside the disk, the plan and Accelerate's disk offload.
+
+    python scripts/check_streaming.py FOLDER                       FOLDER is on the disk; 5 GB of it are used and given back
+    python scripts/check_streaming.py FOLDER --weights int8 --layers 24 --accelerate
+
+A Llama of random weights with `--layers` layers, and one with four times as many, are packed into FOLDER. Every measurement is a process of
+its own with the same `--memory`, so that its peak of resident memory is its own. Checked, with exit code 1 if one does not hold:
+
+- bytes per pass: those counted are passes times the plan's, to the byte;
+- the rate at which layers are read while they are computed, at least 95 % of fio's, or where fio is missing of direct reads of 8 MiB by
+  4 threads of the same file, which take turns with it;
+- tokens/s within 15 % of what the plan printed;
+- resident memory of the larger model within 5 % of the smaller one's.
+
+With --accelerate the same prompts are answered by transformers' `generate` over Accelerate's disk offload, greedily, and the ratio is printed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, pack
+from ztk.inference.describe import Description, Subject
+from ztk.inference.packed import LAYERS
+from ztk.offload import DiskFile, OffloadPolicy
+from ztk.offload.pool import AlignedRegion
+
+DIM, HEADS, INNER, VOCABULARY, LENGTH = 1024, 16, 2816, 8000, 256
+THREADS, BLOCK = 4, 8 << 20
+ROUNDS = 3
+FIO_SECONDS = 3
+READ, PLAN, FLAT = 0.95, 0.15, 0.05
+
+
+class Drawn(Mapping):
+    """Parameters of a native decoder that are drawn when they are asked for."""
+
+    def __init__(self, *, layers: int) -> None:
+        block = {
+            **{f"attention.{name}": (DIM, DIM) for name in ("query", "key", "value", "out")},
+            **{"mlp.gate": (INNER, DIM), "mlp.up": (INNER, DIM), "mlp.down": (DIM, INNER)},
+            **{"attention_norm": (DIM,), "mlp_norm": (DIM,)},
+        }
+        self._shapes = {
+            f"blocks.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in block.items()
+        }
+        self._shapes |= {"embedding.weight": (VOCABULARY, DIM), "head.weight": (VOCABULARY, DIM), "norm.weight": (DIM,)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(len(name) + sum(map(ord, name)))) * 0.02
+
+    def __iter__(self):
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def subject(layers: int) -> Subject:
+    angles = torch.outer(torch.arange(LENGTH), 10000.0 ** -(torch.arange(0, DIM // HEADS, 2) / (DIM // HEADS)))
+    description = Description(
+        family="native",
+        vocab_size=VOCABULARY,
+        dim=DIM,
+        layers=layers,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=DIM // HEADS,
+        max_len=LENGTH,
+        activation="silu",
+        is_tied=False,
+        rotary_dims=DIM // HEADS,
+    )
+    return Subject(description=description, tables=[(angles.cos(), angles.sin())])
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(7 * number + place) % VOCABULARY for place in range(16)] for number in range(count)]
+
+
+# Measurements, each a process of its own
+
+
+def measure_ztk(given: argparse.Namespace) -> dict[str, float]:
+    policy = InferencePolicy(
+        weights=given.weights,
+        memory_bytes=given.memory,
+        max_sequences=given.sequences,
+        offload=OffloadPolicy(parameters="nvme", nvme_path=str(given.folder), threads=THREADS, block_bytes=BLOCK),
+    )
+    packed = open_packed(given.folder / f"ztk-{given.layers}")
+    base = resident("VmRSS")
+    generator = Generator(packed, policy=policy)
+    plan = generator.plan
+    assert plan is not None, "layers are streamed"
+    print(plan, file=sys.stderr)
+    rates, plain, speeds, passes, moved = [], [], [], 0, 0
+    for number in range(ROUNDS):
+        plain.append(plain_rate(packed.path / LAYERS))
+        for prompt in prompts(plan.sequences):
+            generator.submit(prompt, sampling=SamplingParams(max_tokens=given.tokens + 2, temperature=0.0, seed=number))
+        while len(generator.step()) < plan.sequences:
+            passes += 1  # prompts
+        passes += 1
+        before, started, drawn = generator.streamed_bytes, time.perf_counter(), 0
+        for _ in range(given.tokens):
+            drawn += len(generator.step())
+            passes += 1
+        seconds = time.perf_counter() - started
+        moved = generator.streamed_bytes - before
+        rates.append(given.tokens * plan.pass_bytes / seconds)
+        speeds.append(drawn / seconds)
+        while generator.has_work:
+            generator.step()
+    return {
+        "tokens_per_second": statistics.median(speeds),
+        "planned_tokens_per_second": plan.tokens_per_second,
+        "sequences": plan.sequences,
+        "resident_layers": plan.resident,
+        "pass_bytes": plan.pass_bytes,
+        "bytes_exact": moved == given.tokens * plan.pass_bytes,
+        "read_rate": statistics.median(rates),
+        "plain_rate": statistics.median(plain),
+        "is_read_bound": plan.read_seconds > plan.compute_seconds,
+        "resident_bytes": resident("VmHWM") - base,
+    }
+
+
+def plain_rate(path: Path) -> float:
+    """Bytes per second of direct reads that nothing computes beside: fio's where it is installed."""
+    if shutil.which("fio"):
+        command = [
+            *(
+                "fio",
+                "--name=read",
+                f"--filename={path}",
+                "--rw=read",
+                "--direct=1",
+                "--readonly",
+                "--output-format=json",
+            ),
+            *(f"--bs={BLOCK}", "--ioengine=psync", f"--numjobs={THREADS}", "--group_reporting", "--time_based"),
+            *(f"--runtime={FIO_SECONDS}", "--offset_increment=25%", "--size=25%"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"]
+    disk = DiskFile.existing(path, direct=True)
+    memory = AlignedRegion(nbytes=4 * THREADS * BLOCK, pin=False).bytes.view(-1, BLOCK)
+    offsets = list(range(0, path.stat().st_size - BLOCK, BLOCK))[: (1 << 30) // BLOCK]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda at: disk.read(memory[at // BLOCK % len(memory)], offset=at), offsets))
+    seconds = time.perf_counter() - started
+    disk.close()
+    return len(offsets) * BLOCK / seconds
+
+
+def measure_accelerate(given: argparse.Namespace) -> dict[str, float]:
+    """transformers' `generate` with all layers on the disk: fp32, greedy, one padded batch of the same prompts."""
+    import accelerate
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=DIM,
+        intermediate_size=INNER,
+        num_hidden_layers=given.layers,
+        num_attention_heads=HEADS,
+        max_position_embeddings=LENGTH,
+    )
+    torch.manual_seed(0)
+    folder = given.folder / "accelerate"
+    model = transformers.LlamaForCausalLM(config).eval()
+    accelerate.disk_offload(model, offload_dir=str(folder), execution_device=torch.device("cpu"))
+    tokens = torch.tensor(prompts(given.sequences))
+    count = max(2, given.tokens // 4)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
+
+    def seconds(new: int) -> float:
+        started = time.perf_counter()
+        model.generate(tokens, max_new_tokens=new, min_new_tokens=new, **options)
+        return time.perf_counter() - started
+
+    first = seconds(1)
+    found = given.sequences * (count - 1) / (seconds(count) - first)
+    shutil.rmtree(folder)
+    return {"tokens_per_second": found}
+
+
+def resident(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+# The comparison
+
+
+def child(given: argparse.Namespace, *, what: str, layers: int, sequences: int | None) -> dict[str, float]:
+    command = [sys.executable, __file__, str(given.folder), "--measure", what, "--layers", str(layers)]
+    command += ["--weights", given.weights, "--memory", str(given.memory), "--tokens", str(given.tokens)]
+    command += [] if sequences is None else ["--sequences", str(sequences)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    return json.loads(done.stdout)
+
+
+def compare(given: argparse.Namespace) -> bool:
+    small, large = given.layers, 4 * given.layers
+    try:
+        for layers in (small, large):
+            pack(
+                given.folder / f"ztk-{layers}",
+                subject=subject(layers),
+                state=Drawn(layers=layers),
+                weights=given.weights,
+            )
+        own = {layers: child(given, what="ztk", layers=layers, sequences=given.sequences) for layers in (small, large)}
+        if given.accelerate:
+            sequences = int(own[small]["sequences"])
+            other = child(given, what="accelerate", layers=small, sequences=sequences)["tokens_per_second"]
+            speed = own[small]["tokens_per_second"]
+            print(
+                f"Accelerate's disk offload, {sequences} sequences: {other:.2f} tokens/s; ztk {speed:.2f}, {speed / other:.1f} times"
+            )
+    finally:
+        for layers in (small, large):
+            shutil.rmtree(given.folder / f"ztk-{layers}", ignore_errors=True)
+    faults = []
+    for layers, found in own.items():
+        read, plan = (
+            found["read_rate"] / found["plain_rate"],
+            found["tokens_per_second"] / found["planned_tokens_per_second"],
+        )
+        print(
+            f"{layers} layers, weights={given.weights}: {found['read_rate'] / 1e9:.2f} GB/s read while computing, "
+            f"{found['plain_rate'] / 1e9:.2f} read alone: {read:.3f}; {found['sequences']} sequences, "
+            f"{found['tokens_per_second']:.2f} tokens/s, "
+            f"planned {found['planned_tokens_per_second']:.2f}: {plan:.3f}; {found['resident_bytes'] / 1e6:.0f} MB resident of "
+            f"{given.memory / 1e6:.0f} allowed; bytes exact: {bool(found['bytes_exact'])}"
+        )
+        faults += [] if found["bytes_exact"] else ["bytes differ"]
+        faults += ["reads are slow"] if found["is_read_bound"] and read < READ else []
+        faults += [] if abs(plan - 1) <= PLAN else ["the plan is off"]
+    ratio = own[large]["resident_bytes"] / own[small]["resident_bytes"]
+    print(f"resident memory, {large} layers beside {small}: {ratio:.3f}")
+    faults += [] if ratio <= 1 + FLAT else ["memory grows with the model"]
+    print("; ".join(faults) or "all hold")
+    return not faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="an existing folder on the disk")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--weights", choices=("stored", "int8", "int4"), default="stored")
+    parser.add_argument("--memory", type=int, default=600_000_000, help="bytes for layers, caches and activations")
+    parser.add_argument("--sequences", type=int, help="default: the plan's choice")
+    parser.add_argument("--tokens", type=int, default=12, help="per sequence and round")
+    parser.add_argument("--accelerate", action="store_true")
+    parser.add_argument("--measure", choices=("ztk", "accelerate"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure is None:
+        sys.exit(0 if compare(given) else 1)
+    measure = {"ztk": measure_ztk, "accelerate": measure_accelerate}[given.measure]
+    print(json.dumps(measure(given)))
+
+
+if __name__ == "__main__":
+    main()

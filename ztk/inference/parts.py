@@ -1,0 +1,202 @@
+"""A layer as named ranges of bytes: how it lies in a file, and a layer over memory that is read into."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from ztk.inference.products import Affine, Product
+from ztk.inference.quantised import Int4Product, Int8Product
+from ztk.inference.weights import Layer, Mlp
+from ztk.offload.pool import AlignedRegion
+from ztk.policies.offload import PAGE_BYTES
+
+NORM = "norm"
+_KINDS: dict[str, type[Product]] = {"stored": Product, "int8": Int8Product, "int4": Int4Product}
+_ALIGNMENT = 64  # bytes: of a vector of the processor, and of torch's own memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A product or norm without its values. path: `query`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm."""
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    has_bias: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One tensor of a layer. offset: from the layer's first byte; that of an opaque part is a multiple of 4096."""
+
+    path: str
+    offset: int
+    nbytes: int
+    is_opaque: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """memory: uint8 [bytes], which the file has at `offset` from the layer's first byte."""
+
+    offset: int
+    memory: Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class LayerBuffer:
+    """A layer over memory that is filled by reads. number: of the layer that it has or is about to have; None: none."""
+
+    layer: Layer
+    pieces: list[Piece]
+    number: int | None = None
+    region: AlignedRegion | None = None
+    under_way: list = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return sum(piece.memory.numel() for piece in self.pieces)
+
+
+def items_of(layer: Layer) -> list[Item]:
+    """What the layer consists of."""
+    return [item_of(path, value=value) for path, value in _leaves(layer)]
+
+
+def item_of(path: str, *, value: Product | Affine) -> Item:
+    """A product or norm without its values."""
+    if isinstance(value, Product):
+        kind = next(name for name, cls in _KINDS.items() if type(value) is cls)
+        return Item(path=path, kind=kind, shape=value.shape, has_bias="bias" in value.tensors())
+    return Item(path=path, kind=NORM, shape=tuple(value.weight.shape), has_bias=value.bias is not None)
+
+
+def blank(item: Item) -> Product | Affine:
+    """A product or norm of zeros."""
+    bias = torch.zeros(item.shape[0]) if item.has_bias else None
+    affine = Affine(weight=torch.zeros(item.shape), bias=bias)
+    return affine if item.kind == NORM else _KINDS[item.kind](affine)
+
+
+def tensors_of(value: Product | Affine) -> dict[str, Tensor]:
+    """Its memory by name, [*] of any dtype; an opaque part is uint8 [bytes]."""
+    if isinstance(value, Product):
+        return value.tensors()
+    return {"weight": value.weight} if value.bias is None else {"weight": value.weight, "bias": value.bias}
+
+
+def lay_out(layer: Layer) -> tuple[list[Part], int]:
+    """Where each tensor of the layer lies, and the layer's bytes, a multiple of 4096.
+
+    Tensors that may lie anywhere come first, in one range; those in memory of oneDNN follow, each on a page of its own.
+    """
+    found, at = [], 0
+    ordered = sorted(_memory(layer), key=lambda entry: entry[2])
+    for path, tensor, is_opaque in ordered:
+        at = _up(at, PAGE_BYTES if is_opaque else _ALIGNMENT)
+        found.append(Part(path=path, offset=at, nbytes=tensor.nbytes, is_opaque=is_opaque))
+        at += tensor.nbytes
+    return found, _up(at, PAGE_BYTES)
+
+
+def layer_buffer(items: list[Item]) -> LayerBuffer:
+    """A layer of zeros, whose memory but for oneDNN's is one page-aligned region."""
+    values = {item.path: blank(item) for item in items}
+    layer = assemble(values)
+    parts, _ = lay_out(layer)
+    plain = max((part.offset + part.nbytes for part in parts if not part.is_opaque), default=0)
+    region, pieces = None, []
+    if plain:
+        region = AlignedRegion(nbytes=plain, pin=False)
+        pieces.append(Piece(offset=0, memory=region.bytes))
+    by_path = {path: tensor for path, tensor, _ in _memory(layer)}
+    for part in parts:
+        own = by_path[part.path]
+        if part.is_opaque:
+            pieces.append(Piece(offset=part.offset, memory=own))
+            continue
+        assert region is not None, "there are plain parts"
+        path, _, name = part.path.rpartition(".")
+        memory = region.bytes[part.offset : part.offset + part.nbytes].view(own.dtype).view(own.shape)
+        _adopt(values[path], name=name, memory=memory)
+    return LayerBuffer(layer=layer, pieces=pieces, region=region)
+
+
+def write_layer(layer: Layer) -> Iterator[tuple[int, Tensor]]:
+    """(offset, uint8 [bytes]) of every tensor of a layer, in the file's order."""
+    parts, _ = lay_out(layer)
+    by_path = {path: tensor for path, tensor, _ in _memory(layer)}
+    for part in parts:
+        yield part.offset, bytes_of(by_path[part.path])
+
+
+def assemble(values: Mapping[str, Product | Affine]) -> Layer:
+    """The layer of products and norms by path."""
+    own, mlps = {}, {}
+    for path, value in values.items():
+        group, _, name = path.rpartition(".")
+        if group:
+            mlps.setdefault(group, {})[name] = value
+        else:
+            own[path] = value
+    experts = [Mlp(**parts) for group, parts in mlps.items() if group.startswith("experts.")]
+    mlp = Mlp(**mlps["mlp"]) if "mlp" in mlps else None
+    return Layer(**own, mlp=mlp, experts=experts or None)
+
+
+def layout_digest(item: Item) -> str:
+    """Of how this processor and this build of torch lay out a weight of the item's kind and shape."""
+    numel = item.shape[0] * item.shape[1]
+    pattern = torch.arange(numel, dtype=torch.int64).remainder_(8191).float().view(item.shape)  # 13 bits: exact in fp32
+    tensors = _KINDS[item.kind](Affine(weight=pattern)).tensors()
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors.values():
+        found.update(bytes_of(tensor).numpy())
+    return found.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, uint8 [bytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _leaves(layer: Layer) -> Iterator[tuple[str, Product | Affine]]:
+    for own in fields(layer):
+        value = getattr(layer, own.name)
+        if isinstance(value, Product | Affine):
+            yield own.name, value
+        for group, mlp in _mlps(own.name, value=value):
+            for part in fields(mlp):
+                product = getattr(mlp, part.name)
+                if product is not None:
+                    yield f"{group}.{part.name}", product
+
+
+def _mlps(name: str, *, value: object) -> Iterator[tuple[str, Mlp]]:
+    if isinstance(value, Mlp):
+        yield name, value
+    elif isinstance(value, list):
+        for number, mlp in enumerate(value):
+            yield f"{name}.{number}", mlp
+
+
+def _memory(layer: Layer) -> Iterator[tuple[str, Tensor, bool]]:
+    for path, value in _leaves(layer):
+        opaque = value.opaque if isinstance(value, Product) else frozenset()
+        for name, tensor in tensors_of(value).items():
+            yield f"{path}.{name}", tensor, name in opaque
+
+
+def _adopt(value: Product | Affine, *, name: str, memory: Tensor) -> None:
+    if isinstance(value, Product):
+        value.adopt({name: memory})
+    else:
+        setattr(value, name, memory)
+
+
+def _up(at: int, multiple: int) -> int:
+    return -(-at // multiple) * multiple

@@ -1,0 +1,228 @@
+"""What fits: how many layers reside in memory, how many sequences share a pass, and how many tokens per second that gives.
+
+[Note: Tokens per second of streamed weights]
+A pass reads S = layers - resident layers of W bytes each while it computes, so it takes max(S W / link, c0 + c1 B) seconds for B sequences
+and gives B tokens: more where drafts are accepted. Memory holds the resident layers, a ring of buffers, the head, B caches of keys and
+values, and what a step computes with. A byte for the cache lets one pass serve more sequences; a byte for a layer saves reading it. The
+search over B takes the fewest sequences within 2 % of the most tokens per second. Keys and values stay in main memory: they would be worth
+offloading only where fewer than S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.06865, section 4).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ztk.inference.attention import BLOCK
+from ztk.inference.cache import GROWTH
+from ztk.inference.describe import Description
+from ztk.inference.parts import Item
+from ztk.inference.steps import QUERIES
+from ztk.inference.stream import BUFFERS
+
+USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
+MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
+_NEAR = 0.98  # of the most tokens per second
+_SHARE = 0.8  # of the memory that is free: the rest is for what is not counted
+_INNER_COPIES, _WIDTH_COPIES = (
+    3,
+    8,
+)  # activations of a block that exist at one time: gate, up and their product; x, norms, q, k, v, out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Bytes of a model. layer: in memory, padding included. fixed: head, norms, tables, blocks of the I/O threads. sequence: keys and values.
+    row: of a step's activations, per row. logits: per row whose token is drawn."""
+
+    layers: int
+    layer: int
+    fixed: int
+    sequence: int
+    row: int
+    logits: int
+
+    def working(self, *, sequences: int, rows: int) -> int:
+        """What a step computes with."""
+        return rows * self.row + sequences * self.logits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """link: bytes per second that layers are read at. pass_seconds, row_seconds: a pass without reads takes the first, and the second for
+    each of its rows."""
+
+    link: float
+    pass_seconds: float
+    row_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamPlan:
+    """What is done with the memory. budget: bytes that were allowed. positions: tokens of a sequence that the cache has room for."""
+
+    sizes: Sizes
+    rates: Rates
+    budget: int
+    positions: int
+    resident: int
+    buffers: int
+    sequences: int
+    step_tokens: int
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that a pass reads."""
+        return (self.sizes.layers - self.resident) * self.sizes.layer
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in main memory when all sequences are as long as they may be."""
+        held = (self.resident + self.buffers) * self.sizes.layer + self.sequences * self.sizes.sequence
+        return held + self.sizes.fixed + self.sizes.working(sequences=self.sequences, rows=self.step_tokens)
+
+    @property
+    def read_seconds(self) -> float:
+        """Of one pass."""
+        return self.pass_bytes / self.rates.link
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of one pass in which every sequence has one row."""
+        return self.rates.pass_seconds + self.sequences * self.rates.row_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """When all sequences draw tokens."""
+        return self.sequences / max(self.read_seconds, self.compute_seconds)
+
+    def __str__(self) -> str:
+        read = (
+            "nothing is read"
+            if not self.pass_bytes
+            else f"{_gib(self.pass_bytes)} read per pass at {self.rates.link / 1e9:.2f} GB/s"
+        )
+        return (
+            f"plan: {self.resident} of {self.sizes.layers} layers reside in memory, {read} ({self.read_seconds:.3g} s, compute "
+            f"{self.compute_seconds:.3g} s); {self.sequences} sequences of up to {self.positions} tokens, their keys and values in memory "
+            f"({_gib(self.sequences * self.sizes.sequence)}); {_gib(self.memory_bytes)} of {_gib(self.budget)} used; expected: "
+            f"{self.tokens_per_second:.3g} tokens/s"
+        )
+
+
+def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, fixed: int, positions: int) -> Sizes:
+    """The bytes that a model takes for sequences of `positions` tokens. fixed: beside layers, cache and activations."""
+    of = description
+    rounded = -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
+    inner = max((item.shape[0] for item in items if item.path.endswith("up")), default=0)
+    scores = 3 * QUERIES * of.heads * rounded * 4  # scores, weights and their copy for one group of queries
+    return Sizes(
+        layers=of.layers,
+        layer=layer_bytes,
+        fixed=fixed + scores,
+        sequence=2 * of.layers * of.kv_heads * of.head_dim * rounded * 4,
+        row=4 * (_WIDTH_COPIES * max(of.dim, of.heads * of.head_dim) + _INNER_COPIES * inner),
+        logits=of.vocab_size * (4 + 2 * 8),  # fp32, and log-probabilities in fp64
+    )
+
+
+def plan_stream(
+    sizes: Sizes, *, rates: Rates, budget: int, positions: int, sequences: int | None, step_tokens: int | None
+) -> StreamPlan:
+    """The plan with the most tokens per second in `budget` bytes. sequences, step_tokens: what the user chose; None: the plan chooses.
+
+    Raises:
+        ValueError: not one sequence fits, or not as many as were chosen.
+    """
+    counts = [sequences] if sequences is not None else range(1, MOST_SEQUENCES + 1)
+    found = []
+    for count in counts:
+        rows = step_tokens or max(USUAL_STEP_TOKENS, count)
+        split = _split(sizes, room=_room(sizes, budget=budget, count=count, rows=rows))
+        if split is not None:
+            resident, buffers = split
+            plan = StreamPlan(
+                sizes=sizes,
+                rates=rates,
+                budget=budget,
+                positions=positions,
+                resident=resident,
+                buffers=buffers,
+                sequences=count,
+                step_tokens=rows,
+            )
+            found.append(plan)
+    if not found:
+        raise _does_not_fit(sizes, budget=budget, positions=positions, sequences=sequences, rows=step_tokens)
+    most = max(plan.tokens_per_second for plan in found)
+    best = next(plan for plan in found if plan.tokens_per_second >= _NEAR * most)
+    return best if step_tokens is not None else _longer_steps(best)
+
+
+def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int | None, step_tokens: int | None) -> int:
+    """Buffers of the ring that fit in any case: rates are measured with them, before there is a plan.
+
+    budget: bytes. Raises ValueError as `plan_stream`.
+    """
+    count = sequences or 1
+    room = _room(sizes, budget=budget, count=count, rows=step_tokens or max(USUAL_STEP_TOKENS, count))
+    split = _split(sizes, room=room)
+    if split is None:
+        raise _does_not_fit(sizes, budget=budget, positions=positions, sequences=sequences, rows=step_tokens)
+    return split[1] or min(BUFFERS, sizes.layers)
+
+
+def free_memory() -> int:
+    """Bytes that a plan may use where the user has not said: 80 % of what is free, or left by the limit of the control group."""
+    info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(info["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+    except OSError:
+        pass  # no control group, or one of the first version: the machine's own number stands
+    return int(_SHARE * free)
+
+
+def _room(sizes: Sizes, *, budget: int, count: int, rows: int) -> int:
+    """Bytes for layers beside `count` sequences and steps of `rows` rows."""
+    return budget - sizes.fixed - count * sizes.sequence - sizes.working(sequences=count, rows=rows)
+
+
+def _split(sizes: Sizes, *, room: int) -> tuple[int, int] | None:
+    """(resident layers, buffers of the ring) in `room` bytes; None if not even one buffer fits."""
+    if room >= sizes.layers * sizes.layer:
+        return sizes.layers, 0
+    buffers = min(BUFFERS, sizes.layers - 1, room // sizes.layer)
+    if buffers < 1:
+        return None
+    # More layers are read than there are buffers: otherwise the ring itself could keep them.
+    return max(0, min(room // sizes.layer - buffers, sizes.layers - buffers - 1)), buffers
+
+
+def _longer_steps(plan: StreamPlan) -> StreamPlan:
+    """Prompts: as many rows per pass as are computed while it reads, where memory is left for them."""
+    sizes, rates = plan.sizes, plan.rates
+    behind = int((plan.read_seconds - rates.pass_seconds) / rates.row_seconds)
+    left = max(0, plan.budget - plan.memory_bytes) // sizes.row
+    rows = min(MOST_STEP_TOKENS, max(plan.step_tokens, min(behind, plan.step_tokens + left)))
+    return StreamPlan(**{name: getattr(plan, name) for name in plan.__slots__} | {"step_tokens": rows})
+
+
+def _does_not_fit(sizes: Sizes, *, budget: int, positions: int, sequences: int | None, rows: int | None) -> ValueError:
+    count = sequences or 1
+    needed = (
+        sizes.fixed
+        + sizes.layer
+        + count * sizes.sequence
+        + sizes.working(sequences=count, rows=rows or USUAL_STEP_TOKENS)
+    )
+    fewer = "lower inference.max_sequences or " if count > 1 else ""
+    return ValueError(
+        f"inference.memory_bytes={budget}: {count} sequence{'s' * (count > 1)} of {positions} tokens need {needed} bytes with one layer of "
+        f"{sizes.layer} bytes in memory; allow more, {fewer}lower inference.max_model_len, or use weights=int4"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

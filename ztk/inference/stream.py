@@ -1,0 +1,172 @@
+"""Layers that are read from a packed folder while the one before computes."""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from ztk.inference.packed import LAYERS, Packed
+from ztk.inference.parts import LayerBuffer, layer_buffer
+from ztk.inference.weights import Layer
+from ztk.offload.disk import DiskFile
+from ztk.offload.engine import IoEngine, Transfer, Urgency
+from ztk.offload.pool import AlignedRegion
+from ztk.offload.probe import check_disk
+from ztk.policies.offload import PAGE_BYTES, OffloadPolicy
+from ztk.runtime.io import Direction, IoCounters
+
+BUFFERS = 3  # one that is computed with, one that is read, and one that is complete
+
+
+class StreamedLayers:
+    """The layers of a packed folder in order. Some reside in memory, the others pass through a ring of buffers, in every pass.
+
+    While a layer computes, the next ones are read by threads past the page cache, those of the next pass behind the last. Only one thread
+    may iterate, and the layer that an iteration gave is valid until the next one is asked for.
+
+    Raises:
+        ValueError: the folder lies in main memory or on a disk without direct I/O.
+    """
+
+    def __init__(self, packed: Packed, *, policy: OffloadPolicy, buffers: int) -> None:
+        self.packed, self.counters = packed, IoCounters()
+        path = packed.path / LAYERS
+        check_disk(packed.path, direct=policy.direct_io)
+        self._disk = _open(path, direct=policy.direct_io)
+        self._staging = AlignedRegion(nbytes=policy.threads * policy.block_bytes, pin=False)
+        self._engine = IoEngine(
+            self._disk,
+            staging=list(self._staging.bytes.view(policy.threads, policy.block_bytes)),
+            block_bytes=policy.block_bytes,
+            counters=self.counters,
+        )
+        self._close = weakref.finalize(self, _close, self._engine, self._disk)
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
+        self._close.atexit = False  # the engine has its own way to end with the process
+        self._resident: dict[int, LayerBuffer] = {}
+        self._order = list(range(packed.description.layers))  # of those that are read in every pass
+        self._spare = [layer_buffer(packed.items) for _ in range(buffers)]
+        self._ring: deque[LayerBuffer] = deque()  # in the order in which they will be used
+        self._next = 0  # place in `_order` of the layer that is read next
+        self._fill()
+
+    @property
+    def held(self) -> list[Layer]:
+        """The layers in memory now; those that are read have come."""
+        for buffer in self._ring:
+            self._wait(buffer)
+        return [buffer.layer for buffer in (*self._resident.values(), *self._ring)]
+
+    @property
+    def streamed(self) -> int:
+        """Layers that are read in every pass."""
+        return len(self._order)
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that a pass reads."""
+        return self.streamed * self.packed.layer_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of resident layers, ring and the blocks of the threads."""
+        own = (*self._resident.values(), *self._ring, *self._spare)
+        return sum(buffer.nbytes for buffer in own) + self._staging.bytes.nbytes
+
+    def keep(self, count: int, *, buffers: int) -> None:
+        """Makes `count` layers resident, at equal distances, so that their time is there for what is read. buffers: of the ring from now on."""
+        layers = self.packed.description.layers
+        self._restart(0, reading=False)
+        del self._spare[buffers:]
+        for number in sorted({(2 * place + 1) * layers // (2 * count) for place in range(count)}):
+            buffer = self._resident[number] = layer_buffer(self.packed.items)
+            self._read(buffer, number=number)
+            self._wait(buffer)
+        self._order = [number for number in range(layers) if number not in self._resident]
+        self._fill()
+
+    def __iter__(self) -> Iterator[Layer]:
+        for number in range(self.packed.description.layers):
+            if number in self._resident:
+                yield self._resident[number].layer
+                continue
+            if not self._ring or self._ring[0].number != number:  # an earlier pass was not finished
+                self._restart(self._order.index(number))
+            buffer = self._ring[0]
+            self._wait(buffer)
+            yield buffer.layer
+            self._spare.append(self._ring.popleft())
+            self._fill()
+
+    def settle(self) -> None:
+        """Waits for all reads."""
+        for buffer in self._ring:
+            self._wait(buffer)
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self._close()
+
+    # Parts
+
+    def _restart(self, place: int, *, reading: bool = True) -> None:
+        """The ring begins with the layer at `place` of the order; what the reads before it had to say was said to who needed them."""
+        for buffer in self._ring:
+            self._ended(buffer)
+        self._spare += self._ring
+        self._ring.clear()
+        self._next = place
+        if reading:
+            self._fill()
+
+    def _fill(self) -> None:
+        while self._spare and self._order:
+            buffer = self._spare.pop()
+            self._read(buffer, number=self._order[self._next])
+            self._ring.append(buffer)
+            self._next = (self._next + 1) % len(self._order)
+
+    def _read(self, buffer: LayerBuffer, *, number: int) -> None:
+        first = number * self.packed.layer_bytes
+        buffer.number, buffer.under_way = number, []
+        for piece in buffer.pieces:
+            nbytes = piece.memory.numel()
+            transfer = Transfer(
+                direction=Direction.read,
+                offset=first + piece.offset,
+                nbytes=nbytes,
+                padded_bytes=-(-nbytes // PAGE_BYTES) * PAGE_BYTES,
+                urgency=Urgency.ahead,
+                memory=piece.memory,
+            )
+            buffer.under_way.append(transfer)
+            self._engine.submit(transfer, after=())
+
+    def _wait(self, buffer: LayerBuffer) -> None:
+        """Raises DiskError if a read has failed; the next pass reads again."""
+        self._ended(buffer)
+        error = next((transfer.error for transfer in buffer.under_way if transfer.error is not None), None)
+        buffer.under_way = []
+        if error is not None:
+            buffer.number = None
+            raise error
+
+    def _ended(self, buffer: LayerBuffer) -> None:
+        with self._engine.changed:
+            while not all(transfer.done for transfer in buffer.under_way):
+                self._engine.changed.wait()
+
+
+def _open(path: Path, *, direct: bool) -> DiskFile:
+    try:
+        return DiskFile.existing(path, direct=direct)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read past the page cache ({error.strerror}): put it on a local disk (ext4, xfs, btrfs), or use "
+            "offload.direct_io=false"
+        ) from error
+
+
+def _close(engine: IoEngine, disk: DiskFile) -> None:
+    engine.close()
+    disk.close()

@@ -1,0 +1,205 @@
+"""Packs the weights of a run, a checkpoint or a model of transformers, one layer at a time: the model is never in memory."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk import checkpoint
+from ztk.checkpoint.export import Weights
+from ztk.config import Config
+from ztk.config import load as load_config
+from ztk.hf.causal import build_causal, empty_causal, read_config
+from ztk.hf.values import FolderValues
+from ztk.inference.describe import describe
+from ztk.inference.model import InferenceModel
+from ztk.inference.packed import MANIFEST, Packed, open_packed, pack
+from ztk.inference.probe import check_module
+from ztk.inference.weights import collect
+from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run
+from ztk.serve.trained import empty_decoder, trained_model
+
+_TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer, beside the weights
+_CHECKED_LAYERS = 2  # at least: of the model that is compared with transformers' own forward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """A model whose parameters are read one by one. module: without memory. text: files and folders to copy, each with its new name."""
+
+    name: str
+    module: nn.Module
+    state: Mapping[str, Tensor]
+    text: list[tuple[Path, str]]
+    close: Callable[[], None] = lambda: None
+
+
+class Parameters(Mapping):
+    """Parameters by name, of any shape, each read when it is asked for."""
+
+    def __init__(self, names: list[str], *, read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed:
+    """Packs the model in `path` into the new folder `to`, with its tokenizer. Besides embedding and head, one layer is in memory.
+
+    A model of transformers is checked as by `Generator`, by its first layers. Adapters are merged first, with the model in memory.
+
+    Raises:
+        ValueError: as `open_model` and `pack`.
+    """
+    folder = Path(path)
+    source = _source(folder, ema=ema)
+    try:
+        subject = describe(source.module)
+        extra = {"name": source.name}
+        key = _key(folder, weights=weights, ema=ema)
+        packed = pack(to, subject=subject, state=source.state, weights=weights, key=key, extra=extra)
+    finally:
+        source.close()
+    for original, name in source.text:
+        if original.is_dir():
+            shutil.copytree(original, packed.path / name)
+        else:
+            shutil.copyfile(original, packed.path / name)
+    return packed
+
+
+def open_streamed(
+    path: str, *, weights: str, to: str, ema: bool = False, on_packed: Callable[[Packed], None] | None = None
+) -> Opened:
+    """The model in `path` as packed weights: itself if it is packed, what was packed of it below the folder `to` before, or packed there now.
+    on_packed: is called with what was packed now.
+
+    Raises:
+        ValueError: as `pack_model`.
+    """
+    folder = Path(path)
+    if (folder / MANIFEST).is_file():
+        return open_model(path, ema=ema)
+    key = _key(folder, weights=weights, ema=ema)
+    target = Path(to) / f"packed-{key[:16]}"
+    if not (target / MANIFEST).is_file():
+        packed = pack_model(path, to=str(target), weights=weights, ema=ema)
+        if on_packed is not None:
+            on_packed(packed)
+    return open_packed_model(open_packed(target))
+
+
+def _source(folder: Path, *, ema: bool) -> _Source:
+    if (folder / "config.json").is_file():
+        if ema:
+            open_model(str(folder), ema=True)  # says why not
+        return _of_transformers(folder)
+    step, recorded = recorded_run(folder)
+    config = load_config(recorded / "config.yaml")
+    text = [(recorded / "config.yaml", "config.yaml")]
+    if (recorded / "tokenizer").is_dir():
+        text.append((recorded / "tokenizer", "tokenizer"))
+    if config.lora.rank > 0:
+        module = trained_model(config, step=step, ema=ema)
+        return _Source(name=recorded.name, module=module, state=dict(module.named_parameters()), text=text)
+    return _of_checkpoint(config, step=step, ema=ema, name=recorded.name, text=text)
+
+
+def _of_transformers(folder: Path) -> _Source:
+    module: Any = empty_causal(str(folder))
+    values = FolderValues(str(folder), model=module)
+    values.fill_buffers(module)
+    state = _folder_state(module, values=values)
+    _check(folder, state=state)
+    text = [
+        (file, file.name)
+        for file in sorted(folder.iterdir())
+        if file.suffix in _TEXT_FILES and not file.name.endswith(".index.json")
+    ]
+    return _Source(name=folder.name, module=module, state=state, text=text)
+
+
+def _folder_state(module: nn.Module, *, values: FolderValues) -> Parameters:
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+
+    def read(name: str) -> Tensor:
+        return values(name=name, start=0, stop=shapes[name].numel()).view(shapes[name])
+
+    return Parameters(list(shapes), read=read)
+
+
+def _check(folder: Path, *, state: Parameters) -> None:
+    """Compares the engine with transformers' forward by the first layers of the model, of every kind that it has."""
+    config = read_config(str(folder))
+    kinds = getattr(config, "layer_types", None)
+    count = _CHECKED_LAYERS if kinds is None else max(_CHECKED_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    config.num_hidden_layers = min(count, config.num_hidden_layers)
+    if kinds is not None:
+        config.layer_types = kinds[: config.num_hidden_layers]
+    module = _cut(config, state=state)
+    subject = describe(module)
+    own = InferenceModel(subject, weights=collect(dict(module.named_parameters()), description=subject.description))
+    check_module(own, module=module)
+
+
+def _cut(config: Any, *, state: Parameters) -> nn.Module:
+    """transformers' model of a configuration with fewer layers, with the first layers' weights."""
+    module: Any = build_causal(config)
+    for name in [name for name, _ in module.named_parameters()]:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(state[name], requires_grad=False))
+    module.tie_weights()
+    return module.eval()
+
+
+def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: list[tuple[Path, str]]) -> _Source:
+    if config.task.name == "reward":
+        trained_model(config, step=step)  # says why not
+    module = empty_decoder(config) if config.model.path is None else empty_causal(config.model.path)
+    manifest = checkpoint.read_manifest(step)
+    weights = Weights(manifest, dtype=torch.float32, ema=ema)
+    shapes = {spec.key: spec.shape for spec in weights.specs}
+    first = {own: own for own in shapes} | {tied: own for tied, own in manifest.tied.items() if own in shapes}
+
+    def read(own: str) -> Tensor:
+        key = first[own]
+        return torch.cat(list(weights.ranges(key))).view(shapes[key])
+
+    return _Source(name=name, module=module, state=Parameters(list(first), read=read), text=text, close=weights.close)
+
+
+def _key(folder: Path, *, weights: str, ema: bool) -> str:
+    """Of the files that the model consists of, by name, size and time of change, and of the options."""
+    if (folder / "config.json").is_file():
+        base, files = folder, [file for file in folder.iterdir() if file.suffix in (".safetensors", *_TEXT_FILES)]
+    else:
+        base, recorded = recorded_run(folder)
+        files = [*(file for file in base.rglob("*") if file.is_file()), recorded / "config.yaml"]
+    facts = sorted(
+        (
+            file.name if file.parent != base else str(file.relative_to(base)),
+            file.stat().st_size,
+            file.stat().st_mtime_ns,
+        )
+        for file in files
+    )
+    described = json.dumps([facts, weights, ema, torch.__version__, torch.backends.cpu.get_cpu_capability()])
+    return hashlib.sha256(described.encode()).hexdigest()
