@@ -68,8 +68,9 @@ def sweep(
         found = ztk.sweep("model=tiny", zero=["stage0", "stage3"], **{"sweep.repeats": 5})
         found.summary("zero", metric="tokens_per_second")
 
-    overrides, quiet: as in `run`. keys: a list is a range of the grid. folder: of the sweep; one that has a sweep goes on with it, so a cell that is executed
-    again starts nothing that is done. check: False: jobs that failed or were refused are rows with their `status`, and raise nothing.
+    overrides, quiet: as in `run`. keys: a list is a range of the grid. folder: of the sweep; one that has a sweep goes on with it, so a cell
+    that is executed again starts nothing that is done. check: False: jobs that failed or were refused are rows with their
+    `status`, and raise nothing.
 
     Raises:
         ValueError: the command is refused.
@@ -84,6 +85,11 @@ def sweep(
 
 
 def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str]:
+    """Overrides and keywords as words of the command line.
+
+    Raises:
+        ValueError: a word is no override or names a folder, or this process is itself a rank.
+    """
     words = [*overrides, *(f"{key}={_text(value)}" for key, value in keys.items())]
     for word in words:
         if not isinstance(word, str) or word.startswith("-"):
