@@ -38,16 +38,22 @@ def test_a_rank_starts_no_ranks(monkeypatch):
         command_words((), keys={})
 
 
-def test_a_sweep_returns_its_frames_and_goes_on(tmp_path, capfd):
-    folder = tmp_path / "a folder's name"
-    keys = {"train.steps": 2, "optimizer.lr": [1e-3, 2e-3]}
-    found = ztk.sweep(*SMALL, folder=folder, quiet=True, **keys)
+def test_a_quick_sweep_returns_its_frames_goes_on_and_has_the_bits_of_runs_of_their_own(tmp_path, capfd):
+    folder, words = tmp_path / "a folder's name", (*SMALL[:-2], "launch.ranks=2", "train.steps=2")
+    found = ztk.sweep(*words, "sweep.quick=true", folder=folder, quiet=True, zero=["stage0", "stage3"])
     assert found.runs["status"].tolist() == ["done", "done"] and found.folder == folder
-    assert found.runs["optimizer.lr"].tolist() == [0.001, 0.002] and len(found.history) == 4
+    assert found.runs["zero.stage"].tolist() == [0, 3] and len(found.history) == 4
     assert not any(capfd.readouterr())
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
-    ztk.sweep(*SMALL, folder=folder, quiet=True, **keys)
+    ztk.sweep(*words, "sweep.quick=true", folder=folder, quiet=True, zero=["stage0", "stage3"])
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")} == before
+
+    # ranks of the sweep are forks of one interpreter; those of a run are not
+    alone = ztk.run(*words, "train.quick=true", "zero=stage3", folder=tmp_path / "alone", quiet=True)
+    assert set(found.runs["loss_digest"]) == set(alone.runs["loss_digest"])
+    numbers = ["step", "loss", "grad_norm"]
+    last = found.history[found.history["run"] == found.runs["run"].iloc[1]]
+    assert last[numbers].to_numpy().tolist() == alone.history[numbers].to_numpy().tolist()
 
 
 def test_a_failure_names_its_cause(tmp_path):

@@ -1,4 +1,4 @@
-"""Ranks of a quick sweep are forks of one interpreter: the same bits as fresh ones, failures and kills as there."""
+"""Ranks that are forks of one interpreter fail and end as processes do; `test_calls` compares their bits."""
 
 import os
 import signal
@@ -6,26 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import ztk
-from tests.cli.test_calls import SMALL
+from tests.cli.test_calls import waited
 from ztk.launch import Child, Forker, python_path, run_children
-
-WORDS = (
-    *(word for word in SMALL if not word.startswith(("train.quick", "launch.ranks"))),
-    "launch.ranks=2",
-    "train.steps=2",
-)
-
-
-def test_forked_ranks_have_the_bits_of_fresh_ones(tmp_path):
-    shared = ztk.sweep(*WORDS, "sweep.quick=true", folder=tmp_path / "shared", quiet=True, zero=["stage0", "stage3"])
-    alone = ztk.run(*WORDS, "train.quick=true", "zero=stage3", folder=tmp_path / "alone", quiet=True)
-    fresh = alone.runs.iloc[0]
-    for digest in shared.runs["loss_digest"]:
-        assert digest == fresh["loss_digest"]
-    numbers = ["step", "loss", "grad_norm"]
-    last = shared.history[shared.history["run"] == shared.runs["run"].iloc[1]]
-    assert last[numbers].to_numpy().tolist() == alone.history[numbers].to_numpy().tolist()
+from ztk.report.heartbeat import process_start
 
 
 @pytest.fixture
@@ -43,20 +26,18 @@ def child(rank: int, *, folder: Path, config: str = "absent.yaml") -> Child:
     )
 
 
-def test_a_fork_that_fails_and_one_that_is_killed(forker, tmp_path):
+def test_forks_fail_and_end_as_processes_do(forker, tmp_path):
     first, second = run_children([child(0, folder=tmp_path), child(1, folder=tmp_path)], start=forker.start)
     assert first.code == second.code == 1
     for rank in (0, 1):
         assert "FileNotFoundError" in (tmp_path / f"{rank}.log").read_text()
-    started = forker.start(child(0, folder=tmp_path), log=open(tmp_path / "0.log"))
-    os.kill(started.pid, signal.SIGKILL)
-    assert started.wait() == -signal.SIGKILL
 
-
-def test_ranks_end_with_their_interpreter(forker, tmp_path):
-    forker.start(child(0, folder=tmp_path), log=open(tmp_path / "0.log")).wait()
     os.mkfifo(tmp_path / "waits.yaml")  # opened for reading until somebody writes: never
-    waiting = forker.start(child(1, folder=tmp_path, config=str(tmp_path / "waits.yaml")), log=open(tmp_path / "1.log"))
-    assert waiting.poll() is None
+    waiting = [child(rank, folder=tmp_path, config=str(tmp_path / "waits.yaml")) for rank in (0, 1)]
+    killed, left = (forker.start(one, log=open(tmp_path / f"{one.rank}.log")) for one in waiting)
+    assert os.getpgid(killed.pid) == killed.pid  # a signal to its group reaches no other rank
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL and left.poll() is None
     forker.close()
-    assert waiting.wait() == -signal.SIGKILL
+    assert left.wait() == -signal.SIGKILL
+    assert waited(lambda: process_start(left.pid) is None)

@@ -69,8 +69,8 @@ class Forker:
 
     def close(self) -> None:
         """Ends the interpreter. Idempotent."""
-        with suppress(OSError):
-            self._socket.close()
+        self._is_lost = True
+        self._socket.close()
         self._server.kill()
         self._server.wait()
 
