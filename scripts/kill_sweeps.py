@@ -172,19 +172,23 @@ def kill_often(given: argparse.Namespace, *, folder: Path) -> int:
         *(f"train.steps={given.steps}", f"optimizer.lr={rates}"),
     )
     undisturbed = folder / "undisturbed"
-    started = time.monotonic()
-    if code := command([*line, f"hydra.sweep.dir={undisturbed}"], log=folder / "undisturbed.log").wait():
+    begun = time.monotonic()
+    process = command([*line, f"hydra.sweep.dir={undisturbed}"], log=folder / "undisturbed.log")
+    while process.poll() is None and not any(undisturbed.glob("*/metrics.jsonl")):
+        time.sleep(0.02)
+    start = time.monotonic() - begun
+    if code := process.wait():
         print(f"the undisturbed sweep ended with code {code}: see {folder / 'undisturbed.log'}")
         return 1
-    duration = time.monotonic() - started
-    print(f"undisturbed: {given.jobs} jobs in {duration:.0f} s", flush=True)
+    per_job = (time.monotonic() - begun - start) / given.jobs
+    print(f"undisturbed: {given.jobs} jobs, {per_job:.1f} s each after {start:.1f} s for the start", flush=True)
 
     chance, kills, faults, number = random.Random(given.seed), 0, [], 0
     while kills < given.kills:
         trial, number = Trial(folder=folder / f"killed{number}", line=line), number + 1
         while kills < given.kills and len(trial.seen) < given.jobs:
             left = given.jobs - len(trial.seen)
-            moment = chance.uniform(0.2, min(left, SPAN_JOBS) * duration / given.jobs)
+            moment = chance.uniform(0.2, start + min(left, SPAN_JOBS) * per_job)
             kills += (has_killed := trial.kill(trial.begin(), after=moment))
             if has_killed:
                 print(f"kill {kills} after {moment:.1f} s: {trial.kills[-1]}", flush=True)
