@@ -167,8 +167,8 @@ figure.done()
 # %% [markdown]
 # ## Claims
 #
-# The stages of a real model have no equal cost (the last one also has the loss), and processes share the machine, so the
-# measured bubbles lie above the formula.
+# The stages of a real model have no equal cost (the last one also has the loss), and processes share the machine: measured shares follow the
+# formulas in their order and not to the digit.
 
 # %%
 middle = runs.groupby(["topology.schedule", "train.accumulation_steps"])["idle"].median()

@@ -200,7 +200,9 @@ class Figure:
         machines = ", ".join(sorted(set(runs["device_name"].dropna()))) if "device_name" in runs else "none"
         cores = f" ({os.cpu_count()} cores)" if "device_name" in runs else ""
         commits = sorted(set(runs["commit"].dropna())) if "commit" in runs else [read_commit() or "unknown"]
-        return f"n = {n}; machine: {machines}{cores}; commit: {', '.join(commit[:12] for commit in commits)}"
+        return (
+            f"n = {n}; machine: {machines}{cores}; commit: {', '.join(sorted({_short(commit) for commit in commits}))}"
+        )
 
     def _colour(self, series: str) -> str:
         return self._colours.setdefault(series, COLOURS[len(self._colours) % len(COLOURS)])
@@ -217,6 +219,11 @@ class Figure:
 
     def __repr__(self) -> str:
         return "\n".join(textwrap.wrap(f"{self.name}: {self.caption} {self.source}.", 120))
+
+
+def _short(commit: str) -> str:
+    """With the + that says that files were changed."""
+    return commit[:12] + "+" * commit.endswith("+")
 
 
 def grouped(found: Runs, *, by: str, metric: str, order: Sequence[object]) -> list[list[float]]:
