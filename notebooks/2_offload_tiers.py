@@ -26,6 +26,7 @@ import sys
 from figures import FOLDER, Figure, choose, claim, runs_folder
 
 import ztk
+from ztk.report.statistics import median_interval
 
 RANKS = 2
 BATCHES = choose([1, 4, 16], quick=[1, 4])
@@ -132,6 +133,9 @@ figure.done()
 
 # %% [markdown]
 # ## Claims
+#
+# Bytes are counted, so claims about them hold exactly. Seconds need a quiet machine: an interval that is wide or lies above the upper line
+# says that something else ran beside.
 
 # %%
 flat = [value for group in written for value in group]
@@ -140,12 +144,16 @@ claim(
     "they are 12 per parameter of the rank's shard, within 1 %",
     holds=abs(flat[0] * 1e6 / (12 * plans["none", 1].parameters / RANKS) - 1) < 0.01,
 )
-middle = nvme.groupby("train.micro_batch_size")["ratio"].median()
+bounds = [in_turn(plans["nvme", batch]) / overlapped(plans["none", batch]) for batch in BATCHES]
 claim(
-    "the disk costs less than half as much, relative to the step, at the largest batch than at the smallest",
-    holds=middle[BATCHES[-1]] - 1 < 0.5 * (middle[BATCHES[0]] - 1),
-    timed=True,
+    "what the disk can cost at most, as planned, falls with every larger batch",
+    holds=bounds == sorted(bounds, reverse=True),
 )
+for batch, bound in zip(BATCHES, bounds, strict=True):
+    seen = median_interval(nvme[nvme["train.micro_batch_size"] == batch]["ratio"].tolist())
+    print(
+        f"batch {batch}: {seen.median:.2f} times ({seen.low:.2f} to {seen.high:.2f}, n = {seen.n}), planned at most {bound:.2f}"
+    )
 claim(
     "all tiers have the same losses at each batch, bit for bit",
     holds=(runs.groupby("train.micro_batch_size")["loss_digest"].nunique() == 1).all(),
