@@ -20,7 +20,7 @@
 # parameter and step, stage 3 sends 3, because it gathers the parameters once more for the backward.
 
 # %%
-from figures import Figure, choose, claim, grouped, runs_folder
+from charts import Figure, choose, claim, grouped, runs_folder
 
 import ztk
 

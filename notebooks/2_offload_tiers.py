@@ -23,7 +23,7 @@
 import subprocess
 import sys
 
-from figures import FOLDER, Figure, choose, claim, runs_folder
+from charts import FOLDER, Figure, choose, claim, runs_folder
 
 import ztk
 from ztk.report.statistics import median_interval

@@ -21,7 +21,7 @@
 
 # %%
 import numpy
-from figures import Figure, choose, claim, runs_folder
+from charts import Figure, choose, claim, runs_folder
 
 import ztk
 

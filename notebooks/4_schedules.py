@@ -20,7 +20,7 @@
 # nobody and fill the gaps.
 
 # %%
-from figures import COLOURS, Figure, choose, claim, runs_folder
+from charts import COLOURS, Figure, choose, claim, runs_folder
 
 import ztk
 from ztk.pipeline import Costs, Kind, bubble_share, make_schedule, zero_bubble_share

@@ -20,7 +20,7 @@
 # much as a dense layer of 768. Its other blocks have 512. A dense model with 640 in every block computes the same.
 
 # %%
-from figures import Figure, choose, claim, runs_folder
+from charts import Figure, choose, claim, runs_folder
 
 import ztk
 from ztk.report.statistics import ratio_interval
@@ -75,8 +75,9 @@ figure = Figure(
     caption="Training loss (mean of 10 steps) over steps of equal FLOPs, and the forward and backward operations of a step.",
     panels={"loss": ("step", "nats per token"), "operations": ("", "billions per step and rank")},
     found=list(found.values()),
+    from_zero=["operations"],
 )
-for position, name in enumerate(ARMS):
+for name in ARMS:
     values = [losses[name].loc[step].tolist() for step in points]
     figure.measured(points, values=values, series=name, panel="loss")
     figure.axes("loss").plot(
@@ -86,10 +87,9 @@ for position, name in enumerate(ARMS):
         color=figure.axes("loss").lines[-1].get_color(),
         linewidth=0.8,
     )
-    figure.axes("operations").bar(
-        position, flops[name] / 1e9, width=0.5, color="#bbbbbb", label="predicted" if not position else None
-    )
+figure.predicted([0, 1], y=[flops[name] / 1e9 for name in ARMS], series="operations", panel="operations", style="D")
 figure.axes("operations").set_xticks([0, 1], list(ARMS))
+figure.axes("operations").set_xlim(-0.5, 1.5)
 figure.done()
 
 # %% [markdown]

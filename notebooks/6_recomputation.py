@@ -20,7 +20,7 @@
 # of matrix products and attention and recomputes the rest (Korthikanti et al., 2022), which costs few operations.
 
 # %%
-from figures import Figure, choose, claim, grouped, runs_folder
+from charts import Figure, choose, claim, grouped, runs_folder
 from measured import peak_of_step
 
 import ztk

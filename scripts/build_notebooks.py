@@ -1,4 +1,4 @@
-"""Executes the notebooks and writes each as .ipynb and HTML, beside the SVG and the CSV of its figures.
+"""Executes the notebooks and writes each as .ipynb and HTML, beside the SVG and the CSV of its charts.
 
     python scripts/build_notebooks.py                    # the full forms of all, to outputs/notebooks/full
     python scripts/build_notebooks.py --quick 1 4        # the quick forms of two, to outputs/notebooks/quick
@@ -10,6 +10,7 @@ notebook failed, a claim that does not hold included; the others are built never
 
 import argparse
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "notebooks"
 CELL_SECONDS = 3600
+# nbconvert's page loads formulas and diagrams from the network; there are none here, so a page loads nothing
+SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL)
 
 
 def find_sources(names: list[str]) -> list[Path]:
@@ -52,9 +55,8 @@ def build(source: Path, *, folder: Path, quick: bool) -> str | None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of the day
     nbformat.write(notebook, folder / f"{source.stem}.ipynb")
-    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="")  # a page that loads nothing
-    page, _ = exporter.from_notebook_node(notebook)
-    (folder / f"{source.stem}.html").write_text(page, encoding="utf-8")
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    (folder / f"{source.stem}.html").write_text(SCRIPT.sub("", page), encoding="utf-8")
     return error
 
 

@@ -35,9 +35,9 @@ def test_the_command_builds_notebooks_pages_and_figures(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = sorted((tmp_path / "figures").glob("*.csv"))
-    assert [path.stem for path in figures] == ["recomputation", "zero_stages"]
-    for path in figures:
+    charts = sorted((tmp_path / "charts").glob("*.csv"))
+    assert [path.stem for path in charts] == ["recomputation", "zero_stages"]
+    for path in charts:
         source, *lines = path.read_text().splitlines()
         assert all(word in source for word in ("n = ", "machine: ", "commit: "))
         kinds = {row["kind"] for row in csv.DictReader(lines)}
@@ -47,15 +47,15 @@ def test_the_command_builds_notebooks_pages_and_figures(tmp_path):
         cells = json.loads(path.read_text())["cells"]
         assert any("holds: " in "".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", []))
         page = path.with_suffix(".html").read_text()
-        assert "<figcaption" in page and 'src="http' not in page
+        assert "<figcaption" in page and "<script" not in page
 
 
 def test_a_claim_that_does_not_hold_fails_the_build(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
-    import figures
+    import charts
 
-    monkeypatch.setattr(figures, "QUICK", False)
+    monkeypatch.setattr(charts, "QUICK", False)
     with pytest.raises(AssertionError, match="does not hold: less is more"):
-        figures.claim("less is more", holds=False)
+        charts.claim("less is more", holds=False)
     with pytest.raises(AssertionError, match="does not hold: in time"):
-        figures.claim("in time", holds=False, timed=True)
+        charts.claim("in time", holds=False, timed=True)

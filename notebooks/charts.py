@@ -1,4 +1,4 @@
-"""What the notebooks share: where results go, figures with their data, claims.
+"""What the notebooks share: where results go, charts with their data, claims.
 
 A figure shows predictions as lines and measurements as points with their 95 % bootstrap intervals. It is written as SVG, its numbers as CSV,
 and below it stand n, machine and commit, which are read from the runs.
@@ -180,7 +180,7 @@ class Figure:
             if axes.get_legend_handles_labels()[0]:
                 # below the panel: a legend never hides a point
                 axes.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-        folder = FOLDER / "figures"
+        folder = FOLDER / "charts"
         folder.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context(_STYLE):
             self._canvas.savefig(folder / f"{self.name}.svg", metadata={"Date": None})
