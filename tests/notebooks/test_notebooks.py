@@ -22,7 +22,7 @@ def test_a_notebook_is_an_article_with_claims(path):
         assert part in text, part
 
 
-def test_the_command_builds_notebooks_pages_and_figures(tmp_path):
+def test_the_command_builds_notebooks_pages_and_charts(tmp_path):
     pytest.importorskip("nbclient")
     pytest.importorskip("jupytext")
     command = [
