@@ -36,9 +36,10 @@ from ztk.optim.ema import update_average
 from ztk.optim.muon import step_along
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
-from ztk.runtime.pending import Pending
-from ztk.runtime.planned import is_planned, is_set, on_host
+from ztk.runtime.pending import Handle, Pending
+from ztk.runtime.planned import in_one_memory, is_planned, is_set, on_host
 from ztk.runtime.serial import InlineCalls, SerialThread
+from ztk.runtime.streams import Copy, has_streams, start_copy
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
@@ -51,20 +52,23 @@ MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fetched:
-    """A piece whose states and gradient are being fetched."""
+    """A piece whose states and gradient are being fetched. staged: a gradient from the device, on its way to a buffer of the pool."""
 
     bucket: Bucket
     piece: Piece
     states: Pending
     gradient: Pending | None
+    staged: tuple[Tensor, Copy] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WriteBack:
-    """An updated piece that is being written back. parameter: its new values, in a buffer of the pool; None: in place."""
+    """An updated piece that is being written back. parameter: its new values, in a buffer of the pool; None: in place.
+    copy: from that buffer to the device; None: to a store, or it is done."""
 
     puts: tuple[Pending, ...]
     parameter: Tensor | None
+    copy: Copy | None = None
 
 
 class ShardUpdate:
@@ -74,13 +78,14 @@ class ShardUpdate:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
         self._state_names, self._ema, self._averages = context.state_names, context.ema, False
+        self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
+        beside_the_device = self._on_host and context.device.type != "cpu"
         self.pool = BufferPool(
-            device=context.device if is_planned(context.device) else torch.device("cpu"),
+            device=torch.device("cpu") if beside_the_device and not is_planned(context.device) else context.device,
             ledger=context.ledger,
             category="parameters on their way",
-            tier=Tier.device if context.device.type == "cpu" else Tier.host,
+            tier=Tier.host if beside_the_device else Tier.device,
         )
-        self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
@@ -216,7 +221,11 @@ class ShardUpdate:
             bucket = current.bucket
             if current.piece is bucket.pieces[-1]:
                 if _needs_gather(bucket):
-                    gathers.append(bucket.comm.all_gather(bucket.full, label=bucket.traits.name))
+                    copy = (
+                        writes[-1].copy if writes else None
+                    )  # the bucket's last; the others are before it on its stream
+                    after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
+                    gathers.append(bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after))
                 if bucket.residency.updated is not None:
                     bucket.residency.updated.set_result(None)
         self._is_fetching = False
@@ -246,9 +255,22 @@ class ShardUpdate:
         return piece in self._ahead or self._stores.optimizer.has_room(piece.states)
 
     def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
-        gradient = None if piece.gradient is None else self._stores.gradients.fetch(piece.gradient)
+        gradient, staged = None, None
+        if piece.gradient is not None:
+            gradient = self._stores.gradients.fetch(piece.gradient)
+        elif self._on_host:
+            staged = self._stage(piece.of(bucket.gradient.full))
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
-        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
+        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient, staged=staged)
+
+    def _stage(self, gradient: Tensor) -> tuple[Tensor, Copy] | None:
+        """Starts to copy a gradient [n] from a GPU to the host; None: it is there."""
+        if not has_streams(gradient):
+            return None
+        buffer = self.pool.acquire(gradient.numel(), dtype=gradient.dtype)
+        copy = start_copy(gradient, out=buffer)
+        assert copy is not None, "one of the two is on a GPU"
+        return buffer, copy
 
     def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
         """Before the update, the states of pieces with matrices. Their gradients stay where they are."""
@@ -270,9 +292,13 @@ class ShardUpdate:
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
         """The states [k, n] and the gradient [n], where the update runs."""
         states = fetched.states.wait()
+        if fetched.staged is not None:
+            gradient, copy = fetched.staged
+            copy.synchronize()
+            return states, gradient
         gradient = fetched.gradient.wait() if fetched.gradient else fetched.piece.of(fetched.bucket.gradient.full)
         assert gradient is not None
-        return states, on_host(gradient) if self._on_host else gradient
+        return states, gradient
 
     def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> _WriteBack:
         bucket, piece = fetched.bucket, fetched.piece
@@ -283,7 +309,7 @@ class ShardUpdate:
         resident = self._resident_parameter(bucket, piece=piece)
         if MASTER not in rows:
             master, out = resident, None  # master weight and parameter are one
-        elif resident is not None and resident.device == states.device:
+        elif resident is not None and in_one_memory(resident, second=states):
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
@@ -298,6 +324,8 @@ class ShardUpdate:
             self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
+        if fetched.staged is not None:
+            self.pool.release(gradient)
         return self._write_back(bucket, piece=piece, states=states, out=out)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
@@ -357,15 +385,21 @@ class ShardUpdate:
             self._stores.gradients.forget(piece.gradient)
         if out is not None and bucket.traits.shards_parameters:
             puts.append(self._stores.parameters.put(piece.parameter, value=out))
-        # pyrefly: ignore[missing-attribute]  # there while the update runs
-        elif out is not None and out.device != bucket.full.device:
-            piece.of(bucket.full).copy_(out)
-        return _WriteBack(puts=tuple(puts), parameter=out if self.pool.owns(out) else None)
+        parameter = out if self.pool.owns(out) else None
+        copy = None
+        if parameter is not None and not bucket.traits.shards_parameters:
+            copy = start_copy(parameter, out=piece.of(bucket.full))
+            if copy is None:
+                piece.of(bucket.full).copy_(parameter)
+        return _WriteBack(puts=tuple(puts), parameter=parameter, copy=copy)
 
     def _finish_write(self, write: _WriteBack, *, clock: PhaseClock) -> None:
         with clock.phase("io"):
             for put in write.puts:
                 put.wait()
+            if write.copy is not None:
+                write.copy.wait()
+                write.copy.synchronize()  # before the host writes into its buffer again
         if write.parameter is not None:
             self.pool.release(write.parameter)
 
