@@ -61,6 +61,7 @@ PLACES = (
     "conf",
     "docs",
     "examples",
+    "notebooks",
     "tests",
     "README.md",
     "CONTRIBUTING.md",

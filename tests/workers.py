@@ -31,6 +31,8 @@ LONGEST = (
     "tests/topology/test_checkpoints.py",
     "tests/zero/test_costs.py",
     "tests/cli/test_wheel.py",
+    "tests/cli/test_calls.py",
+    "tests/notebooks/test_notebooks.py",
     "tests/experiments/test_generate.py",
     "tests/experiments/test_keeping.py",
     "tests/kernels/test_planted_mistakes.py",

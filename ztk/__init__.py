@@ -14,6 +14,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ztk.cli.calls import RunFailed as RunFailed
+    from ztk.cli.calls import run as run
+    from ztk.cli.calls import sweep as sweep
+    from ztk.cli.plans import plan_run as plan_run
+    from ztk.cli.plans import search_layouts as search_layouts
     from ztk.deepspeed import initialize as initialize
     from ztk.engine import Engine as Engine
     from ztk.inference import Generator as Generator
@@ -56,6 +61,7 @@ _HOMES = {
     "PrecisionPolicy": "ztk.precision",
     "Process": "ztk.runtime",
     "RecomputePolicy": "ztk.recompute",
+    "RunFailed": "ztk.cli.calls",
     "SamplingParams": "ztk.inference",
     "SchedulePolicy": "ztk.optim",
     "TiedLayerSpec": "ztk.pipeline",
@@ -66,6 +72,10 @@ _HOMES = {
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel",
     "plan": "ztk.planner",
+    "plan_run": "ztk.cli.plans",
+    "run": "ztk.cli.calls",
+    "search_layouts": "ztk.cli.plans",
+    "sweep": "ztk.cli.calls",
 }
 
 __all__ = sorted(_HOMES)

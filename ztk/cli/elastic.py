@@ -6,15 +6,15 @@ from pathlib import Path
 
 from ztk import config as configuration
 from ztk.config import Config
-from ztk.launch import RankError, run_ranks, worker_command
+from ztk.launch import RankError, Start, run_ranks, start_process, worker_command
 from ztk.report.folder import SUMMARY, write_json
 
 
-def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
+def run_until_done(config: Config, *, say: Callable[..., None], start: Start = start_process) -> None:
     """Runs the ranks of `config`. With `launch.elastic`, the remaining ranks continue from the latest checkpoint when signals have ended some.
 
     Each start writes `config.yaml`; the logs of an earlier start stay in `ranks-of-N`. GPUs of lost ranks are not used again. The summary
-    lists the lost ranks as `lost_ranks`.
+    lists the lost ranks as `lost_ranks`. start: starts one rank.
 
     Raises:
         RankError: a rank failed in another way, or too few ranks are left.
@@ -34,6 +34,7 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
                 output_dir=folder,
                 places=places[:started],
                 drain_seconds=config.serve.drain_seconds or 0.0,  # only task=serve has any
+                start=start,
             )
             break
         except RankError as error:

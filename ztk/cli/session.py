@@ -23,7 +23,17 @@ from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
-from ztk.launch import ExternalRank, RankError, first_cause, forget_failure, read_failure
+from ztk.launch import (
+    ExternalRank,
+    Forker,
+    RankError,
+    Start,
+    first_cause,
+    forget_failure,
+    python_path,
+    read_failure,
+    start_process,
+)
 from ztk.report.folder import OPTIONS, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import Status
@@ -43,6 +53,7 @@ class Session:
         self._listing = False
         self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
         self._external = ExternalRank.of_environment()
+        self._forker: Forker | None = None
 
     def main(self, compose_and_run: Callable[[], None]) -> int:
         """Runs the command line in `sys.argv` and returns the exit code.
@@ -70,6 +81,8 @@ class Session:
             self._print_jobs()
             self._say("interrupted")
             return Outcome.interrupted
+        finally:
+            self._close_forker()
         jobs = self._print_jobs()
         return Outcome.done if self._listing else exit_code(jobs)
 
@@ -180,7 +193,7 @@ class Session:
     def _start_ranks(self, config: Config) -> Status:
         folder = Path(config.output_dir)
         try:
-            run_until_done(config, say=self._say)
+            run_until_done(config, say=self._say, start=self._starter(config))
         except RankError as error:
             write_failed_summary(folder, error=str(error))
             if error.failure.kind not in _SELF_EXPLAINING:
@@ -194,6 +207,23 @@ class Session:
         finally:
             _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
         return Status.done
+
+    def _starter(self, config: Config) -> Start:
+        """In a quick sweep on the CPU the jobs' ranks are forks of one interpreter; jobs with other numbers of threads have another one."""
+        shared = self._sweeping and config.train.quick and config.launch.device == "cpu"
+        if not shared:
+            return start_process
+        threads = config.launch.threads
+        if self._forker is not None and self._forker.threads != threads:
+            self._close_forker()
+        if self._forker is None:
+            self._forker = Forker(threads=threads, environment=os.environ | {"PYTHONPATH": python_path()})
+        return self._forker.start
+
+    def _close_forker(self) -> None:
+        if self._forker is not None:
+            self._forker.close()
+            self._forker = None
 
     def _be_rank(self, config: Config, *, beat: Heartbeat | None = None) -> Status:
         """Runs this process as a rank of another launcher. A rank that fails writes the summary, with the first cause known by then."""

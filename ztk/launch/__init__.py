@@ -12,15 +12,18 @@ from ztk.launch.errors import (
     write_failure,
 )
 from ztk.launch.external import Agreement, ExternalRank
-from ztk.launch.processes import Child, run_children
+from ztk.launch.forks import Forker
+from ztk.launch.processes import Child, Start, run_children, start_process
 from ztk.launch.ranks import python_path, run_ranks, worker_command
 
 __all__ = [
     "Agreement",
     "Child",
     "ExternalRank",
+    "Forker",
     "RankError",
     "RankFailure",
+    "Start",
     "failure_of",
     "first_cause",
     "forget_failure",
@@ -30,6 +33,7 @@ __all__ = [
     "read_failure",
     "run_children",
     "run_ranks",
+    "start_process",
     "worker_command",
     "write_failure",
 ]

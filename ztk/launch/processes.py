@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 from ztk.launch.errors import RankFailure, failure_of_exit
 
@@ -35,8 +36,61 @@ class Child:
     cores: tuple[int, ...] | None = None
 
 
+class Started(Protocol):
+    """A process as `subprocess.Popen` shows it. returncode: None while it runs, or until it is asked."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Returns the exit code when it has ended."""
+        ...
+
+
+class Start(Protocol):
+    """Starts a child."""
+
+    def __call__(self, child: Child, *, log: IO | None) -> Started: ...
+
+
 def _silent(rank: int) -> None:
     return None
+
+
+def start_process(child: Child, *, log: IO | None) -> subprocess.Popen:
+    """Starts the command of one child. log: where its output goes, None: to the terminal."""
+    return subprocess.Popen(
+        child.command,
+        env=child.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=None if log is None else subprocess.STDOUT,
+        preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - this process has no threads
+    )
+
+
+def before_start(*, cores: Sequence[int] | None, parent: int | None = None) -> Callable[[], None]:
+    """What a child does before its program: it leads a process group, keeps to its cores, and ends with its parent.
+
+    parent: its process id; None: this process.
+    """
+    expected = os.getpid() if parent is None else parent
+    libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        os.setpgrp()
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        if sys.platform == "linux":
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != expected:  # it died before prctl
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return before_exec
 
 
 def run_children(
@@ -44,19 +98,20 @@ def run_children(
     *,
     failure_of: Callable[[int], RankFailure | None] = _silent,
     drain_seconds: float = 0.0,
+    start: Start = start_process,
 ) -> list[RankFailure]:
     """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
 
     failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: after a signal, children that serve have so
-    long to end by themselves; if SIGTERM ends them well, that is no failure.
+    long to end by themselves; if SIGTERM ends them well, that is no failure. start: starts one child, its output to the open file.
     Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
     """
-    processes: list[subprocess.Popen] = []
+    processes: list[Started] = []
     with _signals() as received, ExitStack() as logs:
         try:
             for child in children:
                 log = None if child.log is None else logs.enter_context(open(child.log, "w"))
-                processes.append(_start(child, log=log))
+                processes.append(start(child, log=log))
             failures = _watch(processes, children=children, received=received, failure_of=failure_of)
         finally:
             _stop(processes, received=received, grace_seconds=_GRACE_SECONDS + (drain_seconds if received else 0.0))
@@ -64,29 +119,6 @@ def run_children(
     if received and not (received[0] == signal.SIGTERM and drained):
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return failures
-
-
-def _start(child: Child, *, log) -> subprocess.Popen:
-    parent = os.getpid()
-    libc = ctypes.CDLL(None)
-
-    def before_exec() -> None:
-        os.setpgrp()
-        if child.cores is not None:
-            os.sched_setaffinity(0, child.cores)
-        if sys.platform == "linux":
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before prctl
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return subprocess.Popen(
-        child.command,
-        env=child.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=None if log is None else subprocess.STDOUT,
-        preexec_fn=before_exec,  # noqa: PLW1509 - this process has no threads
-    )
 
 
 @contextmanager
@@ -103,7 +135,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _watch(
-    processes: list[subprocess.Popen],
+    processes: list[Started],
     *,
     children: Sequence[Child],
     received: list[int],
@@ -131,7 +163,7 @@ def _watch(
     return failures
 
 
-def _stop(processes: list[subprocess.Popen], *, received: list[int], grace_seconds: float) -> None:
+def _stop(processes: list[Started], *, received: list[int], grace_seconds: float) -> None:
     """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace."""
     if all(process.poll() == 0 for process in processes):
         return

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ztk.launch.errors import RankError, first_cause, forget_failure, log_path, read_failure
-from ztk.launch.processes import Child, run_children
+from ztk.launch.processes import Child, Start, run_children, start_process
 
 
 def run_ranks(
@@ -19,10 +19,11 @@ def run_ranks(
     output_dir: str | os.PathLike,
     places: Sequence[int] | None = None,
     drain_seconds: float = 0.0,
+    start: Start = start_process,
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds: see `run_children`.
+    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds, start: see `run_children`.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
     `OMP_NUM_THREADS`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
@@ -51,7 +52,10 @@ def run_ranks(
             for rank in range(ranks)
         ]
         failures = run_children(
-            children, failure_of=lambda rank: read_failure(output_dir, rank=rank), drain_seconds=drain_seconds
+            children,
+            failure_of=lambda rank: read_failure(output_dir, rank=rank),
+            drain_seconds=drain_seconds,
+            start=start,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -31,6 +31,11 @@ class Runs(NamedTuple):
     runs: pandas.DataFrame
     history: pandas.DataFrame
 
+    @property
+    def folder(self) -> Path:
+        """What was read: the folder of the run, of the sweep or of them all."""
+        return Path(self.runs.attrs["folder"])
+
     def summary(self, by: str | Sequence[str], *, metric: str) -> pandas.DataFrame:
         """Median, 95 % interval (`low`, `high`) and n of `metric` over the finished runs, for every value of `by`.
 
@@ -87,7 +92,9 @@ def load(path: str | os.PathLike) -> Runs:
         run = str(folder.relative_to(root))
         runs.append({"run": run} | _describe(folder, job=jobs.get(folder)))
         history += [{"run": run} | row for row in read_rows(folder)]
-    return Runs(runs=_frame(_with_unused_tiers(runs)), history=pandas.DataFrame(history))
+    frame = _frame(_with_unused_tiers(runs))
+    frame.attrs["folder"] = str(root)
+    return Runs(runs=frame, history=pandas.DataFrame(history))
 
 
 def _jobs(root: Path) -> Iterator[tuple[Path, SweepJob]]:

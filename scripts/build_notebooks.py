@@ -1,0 +1,82 @@
+"""Executes the notebooks and writes each as .ipynb and HTML, beside the SVG and the CSV of its charts.
+
+    python scripts/build_notebooks.py                    # the full forms of all, to outputs/notebooks/full
+    python scripts/build_notebooks.py --quick 1 4        # the quick forms of two, to outputs/notebooks/quick
+
+A notebook that is built again goes on with its runs: what is done is not trained again; delete the folder to begin anew.
+The exit code is 1 if a
+notebook failed, a claim that does not hold included; the others are built nevertheless. Needs `pip install -e ".[notebooks]"`.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "notebooks"
+CELL_SECONDS = 3600
+# nbconvert's page loads formulas and diagrams from the network; there are none here, so a page loads nothing
+SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL)
+
+
+def find_sources(names: list[str]) -> list[Path]:
+    """The notebooks, or those whose file names begin with one of `names`."""
+    found = sorted(SOURCES.glob("[0-9]_*.py"))
+    chosen = [path for path in found if not names or any(path.name.startswith(name) for name in names)]
+    if unknown := [name for name in names if not any(path.name.startswith(name) for path in found)]:
+        raise SystemExit(f"{', '.join(unknown)}: no such notebook; there are {', '.join(path.stem for path in found)}")
+    return chosen
+
+
+def build(source: Path, *, folder: Path, quick: bool) -> str | None:
+    """Executes one notebook and writes it, as far as it came. Returns the error of the cell that failed, or None."""
+    import jupytext
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+    from nbconvert import HTMLExporter
+
+    notebook = jupytext.read(source)
+    paths = [str(ROOT), str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {
+        "ZTK_NOTEBOOKS": "quick" if quick else "full",
+        "ZTK_NOTEBOOKS_FOLDER": str(folder),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    }
+    client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": str(SOURCES)}})
+    error = None
+    try:
+        client.execute()
+    except CellExecutionError as failed:
+        error = f"{failed.ename}: {failed.evalue}"
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times of the day
+    nbformat.write(notebook, folder / f"{source.stem}.ipynb")
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    (folder / f"{source.stem}.html").write_text(SCRIPT.sub("", page), encoding="utf-8")
+    return error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("notebooks", nargs="*", help="their numbers; all by default")
+    parser.add_argument("--quick", action="store_true", help="few and short runs, under 90 seconds a notebook")
+    parser.add_argument("--folder", type=Path, help="default: outputs/notebooks/full or quick")
+    given = parser.parse_args()
+    folder = (given.folder or Path("outputs/notebooks", "quick" if given.quick else "full")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for source in find_sources(given.notebooks):
+        started = time.monotonic()
+        error = build(source, folder=folder, quick=given.quick)
+        failed += error is not None
+        print(f"{source.stem:<20} {time.monotonic() - started:6.1f} s  {error or 'done'}", flush=True)
+    print(folder)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

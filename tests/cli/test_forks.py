@@ -1,0 +1,43 @@
+"""Ranks that are forks of one interpreter fail and end as processes do; `test_calls` compares their bits."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_calls import waited
+from ztk.launch import Child, Forker, python_path, run_children
+from ztk.report.heartbeat import process_start
+
+
+@pytest.fixture
+def forker():
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    made = Forker(threads=1, environment=environment)
+    yield made
+    made.close()
+
+
+def child(rank: int, *, folder: Path, config: str = "absent.yaml") -> Child:
+    environment = {**os.environ, "RANK": str(rank), "OWN": f"of {rank}"}
+    return Child(
+        rank=rank, command=["python", "-m", "ztk.worker", config], environment=environment, log=folder / f"{rank}.log"
+    )
+
+
+def test_forks_fail_and_end_as_processes_do(forker, tmp_path):
+    first, second = run_children([child(0, folder=tmp_path), child(1, folder=tmp_path)], start=forker.start)
+    assert first.code == second.code == 1
+    for rank in (0, 1):
+        assert "FileNotFoundError" in (tmp_path / f"{rank}.log").read_text()
+
+    os.mkfifo(tmp_path / "waits.yaml")  # opened for reading until somebody writes: never
+    waiting = [child(rank, folder=tmp_path, config=str(tmp_path / "waits.yaml")) for rank in (0, 1)]
+    killed, left = (forker.start(one, log=open(tmp_path / f"{one.rank}.log")) for one in waiting)
+    assert os.getpgid(killed.pid) == killed.pid  # a signal to its group reaches no other rank
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL and left.poll() is None
+    forker.close()
+    assert left.wait() == -signal.SIGKILL
+    assert waited(lambda: process_start(left.pid) is None)

@@ -1,0 +1,15 @@
+"""A short run of `scripts/kill_sweeps.py`: a sweep killed at a random moment, gone on with, beside one that nobody disturbed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_killed_sweep_ends_as_an_undisturbed_one(tmp_path):
+    script = str(ROOT / "scripts" / "kill_sweeps.py")
+    command = [sys.executable, script, "--kills", "1", "--jobs", "2", "--steps", "4", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 kills" in done.stdout and "equal digests" in done.stdout

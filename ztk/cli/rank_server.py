@@ -1,0 +1,89 @@
+"""python -m ztk.cli.rank_server SOCKET: imports what a rank needs and forks ranks on request; see `ztk.launch.forks`.
+
+Reads a line of JSON per rank and answers {"pid": n}, then {"ended": n, "code": c} when it has ended.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+from ztk.launch.processes import before_start
+
+_POLL_SECONDS = 0.02
+_PROGRAM = "experiments.pretrain"
+
+
+def main() -> list[str]:
+    """Answers until the socket closes, and then ends the process. Returns in every forked rank: its `sys.argv`."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _import()
+    waiting, running = b"", set[int]()
+    while True:
+        readable = select.select([connection], [], [], _POLL_SECONDS if running else None)[0]
+        if readable:
+            received = connection.recv(1 << 16)
+            if not received:
+                _end(running)
+            *lines, waiting = (waiting + received).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    connection.close()
+                    return _become(json.loads(line))
+                with suppress(OSError):
+                    os.setpgid(pid, pid)  # as the fork does: whoever asked may signal its group at once
+                running.add(pid)
+                _answer(connection, {"pid": pid})
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                _answer(connection, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _import() -> None:
+    """What every rank imports. No thread may run when a rank is forked: it would be missing there, with the locks it holds."""
+    from ztk.worker import import_task
+
+    import_task(_PROGRAM)
+    if threading.active_count() > 1:
+        raise RuntimeError(f"imports have started the threads {threading.enumerate()}: such a process cannot be forked")
+
+
+def _become(request: dict[str, Any]) -> list[str]:
+    """Makes this fork what `subprocess` would have started. Returns its arguments."""
+    before_start(cores=request["cores"], parent=os.getppid())()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if request["log"] is not None:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    return request["arguments"]
+
+
+def _answer(connection: socket.socket, values: dict[str, int]) -> None:
+    try:
+        connection.sendall((json.dumps(values) + "\n").encode())
+    except OSError:
+        _end(set())
+
+
+def _end(running: set[int]) -> None:
+    for pid in running:
+        os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.argv = main()
+    from ztk import worker
+
+    worker.main()
