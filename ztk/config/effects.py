@@ -343,21 +343,34 @@ EFFECTS = (
     ),
     Effect(
         keys=("optimizer.betas",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion, OptimizerName.muon),
-        only="optimizer=adamw, adam, lion or muon",
+        when=_uses_optimizer(
+            OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion, OptimizerName.lamb, OptimizerName.muon
+        ),
+        only="optimizer=adamw, adam, lion, lamb or muon",
     ),
     Effect(
         keys=("optimizer.eps",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.muon),
-        only="optimizer=adamw, adam or muon",
+        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lamb, OptimizerName.muon),
+        only="optimizer=adamw, adam, lamb or muon",
     ),
     Effect(
         keys=keys_of("optimizer", "momentum", "nesterov"),
         when=_uses_optimizer(OptimizerName.sgd, OptimizerName.muon),
         only="optimizer=sgd or muon",
     ),
+    Effect(
+        keys=keys_of("optimizer", "min_coeff", "max_coeff"),
+        when=_uses_optimizer(OptimizerName.lamb),
+        only="optimizer=lamb",
+    ),
     Effect(keys=keys_of("optimizer", "ns_steps", "ns_dtype", "adjust_lr"), when=_uses_muon, only="optimizer=muon"),
     Effect(keys=keys_of("optimizer", "adam_lr", "adam_names"), when=_uses_muon, only="optimizer=muon", required=False),
+    Effect(
+        keys=("optimizer.skip_unused",),
+        when=lambda c, m: c.zero.engine is ZeroEngine.ztk,
+        only="zero=stage0 to stage3",
+        required=False,
+    ),
     *SCHEDULER_EFFECTS,
     Effect(
         keys=keys_of("checkpoint", "keep", "keep_every", "asynchronous"),

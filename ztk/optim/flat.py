@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ztk import kernels
+from ztk.optim.lamb import Lamb
 from ztk.optim.muon import Muon
 from ztk.policies.optimizer import OptimizerPolicy
 
@@ -17,12 +18,14 @@ class FlatOptimizer:
     one fused update. It has no tensors of its own: the store keeps the states.
 
     muon: how the matrices of rows with a `muon_scale` are updated, whose momentum is the first state; None: there are none.
+    lamb: what updates everything in place of `kernel`, as the norms of a parameter are over several shards.
     """
 
     state_names: tuple[str, ...]
     kernel: Callable[..., None]
     options: dict[str, bool]
     muon: Muon | None = None
+    lamb: Lamb | None = None
 
     def step(
         self, master: Tensor, *, grad: Tensor, states: tuple[Tensor, ...], control: Tensor, out: Tensor | None = None
@@ -41,7 +44,7 @@ class FlatOptimizer:
 
 def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
     """The fused step of the optimizer `policy.name`. An unknown name, which the policy refuses, is an AssertionError."""
-    muon = None
+    muon = lamb = None
     match policy.name:
         case "muon":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": True}
@@ -50,6 +53,10 @@ def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
             muon = Muon(steps=policy.ns_steps, nesterov=bool(policy.nesterov), dtype=dtype)
         case "adamw" | "adam":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": policy.name == "adamw"}
+        case "lamb":
+            names, kernel = ("exp_avg", "exp_avg_sq"), kernels.adamw
+            assert policy.min_coeff is not None and policy.max_coeff is not None, "settled"
+            options, lamb = {}, Lamb(min_coeff=policy.min_coeff, max_coeff=policy.max_coeff)
         case "lion":
             names, kernel, options = ("exp_avg",), kernels.lion, {}
         case "sgd" if policy.momentum:
@@ -58,4 +65,4 @@ def flat_optimizer(policy: OptimizerPolicy) -> FlatOptimizer:
             names, kernel, options = (), kernels.sgd, {}
         case _:
             raise AssertionError(policy.name)  # the policy has checked it
-    return FlatOptimizer(state_names=names, kernel=kernel, options=options, muon=muon)
+    return FlatOptimizer(state_names=names, kernel=kernel, options=options, muon=muon, lamb=lamb)

@@ -233,9 +233,14 @@ def _embeddings(plan: Plan) -> frozenset[str]:
 
 
 def _check_matrices(plan: Plan, *, groups: GroupTable) -> None:
-    """Raises ValueError for a matrix of which no rank of the data group has all."""
+    """Raises ValueError for a matrix of which no rank of the data group has all, or a parameter of which LAMB needs the norm."""
     for name, row in groups.row_of.items():
         part = plan.parts.get(name)
+        if plan.optimizer.name == "lamb" and part is not None and not part.is_full:
+            raise ValueError(
+                f"optimizer=lamb takes norms of full parameters, and {name} is cut over ranks: use topology.tensor=1 (and topology.expert=1 "
+                "for an expert), or optimizer=adamw"
+            )
         if groups.rows[row].muon_scale and part is not None and not part.is_full:
             raise ValueError(
                 f"optimizer=muon orthogonalises full matrices, and {name} is cut over ranks: use topology.tensor=1 (and "

@@ -1,4 +1,4 @@
-"""The dtypes of a run. Master weights and optimizer states are float32 whatever the policy says."""
+"""The dtypes of a run."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -18,7 +18,11 @@ class PrecisionPolicy:
 
     dtype: parameters, activations and gradients as the model computes them.
     reduce_dtype: in which gradients are summed over ranks; None means `dtype`.
-    loss_scale: None means the default of `LossScalePolicy` for float16 and `LossScalePolicy.off()` otherwise; after
+    autocast: the 16-bit dtype in which the caller computes under torch.autocast, which casts by itself; parameters and gradients keep `dtype`.
+    bf16_master: bfloat16 parameters are their own master weights, 2 bytes per parameter instead of 6: an update smaller than 2^-9 of a weight
+        is lost. bf16_states: the optimizer's states are bfloat16, too. Otherwise both are float32. As DeepSpeed's keys: computed in float32,
+        rounded to nearest.
+    loss_scale: None means the default of `LossScalePolicy` for float16, autocast's too, and `LossScalePolicy.off()` otherwise; after
         construction it is never None.
 
     Raises ValueError for other dtypes, and for loss scaling where it would do nothing but cost (bfloat16 and float32
@@ -27,6 +31,9 @@ class PrecisionPolicy:
 
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    bf16_master: bool = False
+    bf16_states: bool = False
     loss_scale: LossScalePolicy | None = None
 
     def __post_init__(self) -> None:
@@ -37,7 +44,17 @@ class PrecisionPolicy:
             raise ValueError(
                 f"precision.reduce_dtype={self.reduce_dtype}: must be one of {words}, or null for that of the model"
             )
-        needs_scale = self.dtype is torch.float16
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"precision.autocast={self.autocast}: must be torch.bfloat16, torch.float16 or None")
+        if self.bf16_master and self.dtype is not torch.bfloat16:
+            raise ValueError(
+                f"precision.bf16_master=true has no effect with precision.dtype={_NAMES[self.dtype]}: leave it out, or use precision=bf16"
+            )
+        if self.bf16_states and not self.bf16_master:
+            raise ValueError(
+                "precision.bf16_states=true goes with precision.bf16_master=true: set it, too, or leave both out"
+            )
+        needs_scale = torch.float16 in (self.dtype, self.autocast)
         if self.loss_scale is None:
             object.__setattr__(self, "loss_scale", LossScalePolicy() if needs_scale else LossScalePolicy.off())
         elif not needs_scale and self.loss_scale != LossScalePolicy.off():
@@ -48,13 +65,29 @@ class PrecisionPolicy:
             )
 
     @classmethod
-    def named(cls, name: str, *, reduce_dtype: str | None = None, loss_scale: LossScalePolicy | None = None) -> Self:
+    def named(
+        cls,
+        name: str,
+        *,
+        reduce_dtype: str | None = None,
+        autocast: torch.dtype | None = None,
+        bf16_master: bool = False,
+        bf16_states: bool = False,
+        loss_scale: LossScalePolicy | None = None,
+    ) -> Self:
         """The policy for the words of the command line: fp32, bf16 or fp16. Raises ValueError for other words."""
         for key, word in (("dtype", name), ("reduce_dtype", reduce_dtype)):
             if word is not None and word not in DTYPES:
                 raise ValueError(f"precision.{key}={word}: must be one of {', '.join(DTYPES)}")
         reduce = None if reduce_dtype is None else DTYPES[reduce_dtype]
-        return cls(dtype=DTYPES[name], reduce_dtype=reduce, loss_scale=loss_scale)
+        return cls(
+            dtype=DTYPES[name],
+            reduce_dtype=reduce,
+            autocast=autocast,
+            bf16_master=bf16_master,
+            bf16_states=bf16_states,
+            loss_scale=loss_scale,
+        )
 
     @property
     def gradient_dtype(self) -> torch.dtype:

@@ -131,9 +131,8 @@ class Builder:
         states = gradient = parameter = None
         if traits.trainable:
             rows = len(self._states.names) + (not self._is_own_master(traits))
-            states = stores.optimizer.allocate(
-                name=name, shape=(rows, *shape), dtype=torch.float32, category="optimizer"
-            )
+            dtype = torch.bfloat16 if self._context.precision.bf16_states else torch.float32
+            states = stores.optimizer.allocate(name=name, shape=(rows, *shape), dtype=dtype, category="optimizer")
         if traits.trainable and traits.shards_gradients:
             gradient = stores.gradients.allocate(
                 name=name, shape=shape, dtype=traits.gradient_dtype, category="gradients", keep=True
@@ -151,7 +150,9 @@ class Builder:
         )
 
     def _is_own_master(self, traits: BucketTraits) -> bool:
-        """An fp32 parameter needs no master copy if the optimizer can write it where its states are."""
+        """An fp32 parameter needs no master copy if the optimizer can write it where its states are; a bf16 one if the policy says so."""
+        if self._context.precision.bf16_master:
+            return True
         tier = self._stores.parameters.tier if traits.shards_parameters else Tier.device
         return traits.dtype is torch.float32 and tier is self._stores.optimizer.tier and tier is not Tier.nvme
 

@@ -31,12 +31,12 @@ class PieceStates:
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
-        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n]. Valid inside.
+        """The states by kind, fp32: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n]. Valid inside.
 
         aside: for another thread than the one that trains; states pass through memory of their own.
         """
         if piece.states is None:
-            yield {FROZEN: self._parameter(bucket, piece=piece)}
+            yield {FROZEN: self.parameter(bucket, piece=piece)}
             return
         if aside:
             memory = torch.empty(piece.states.shape, dtype=piece.states.dtype)
@@ -44,8 +44,8 @@ class PieceStates:
         else:
             states = self._stores.optimizer.fetch(piece.states).wait()
         try:
-            rows = rows_by_kind(states, names=self.names)
-            master = rows.pop(MASTER) if MASTER in rows else self._parameter(bucket, piece=piece)
+            rows = rows_by_kind(states.to(torch.float32), names=self.names)
+            master = rows.pop(MASTER) if MASTER in rows else self.parameter(bucket, piece=piece).to(torch.float32)
             yield {MASTER: master, **rows}
         finally:  # also when the caller stops early
             if not aside:
@@ -53,11 +53,14 @@ class PieceStates:
 
     @contextmanager
     def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
-        """The rows [n] of a trained piece, see `rows_by_kind`, which are written back at the end."""
+        """The rows [n], fp32, of a trained piece, see `rows_by_kind`, which are written back at the end."""
         states = self._stores.optimizer.fetch(piece.states).wait()
+        wide = states.to(torch.float32)
         try:
-            yield rows_by_kind(states, names=self.names)
+            yield rows_by_kind(wide, names=self.names)
         finally:  # a failed change must not keep a buffer of the pool
+            if wide is not states:
+                states.copy_(wide)
             self._stores.optimizer.put(piece.states, value=states).wait()
 
     @contextmanager
@@ -96,7 +99,7 @@ class PieceStates:
                 rows[AVERAGE].copy_(rows[MASTER])
                 rows[MASTER].copy_(average)
             else:
-                rows[AVERAGE].copy_(self._parameter(bucket, piece=piece))
+                rows[AVERAGE].copy_(self.parameter(bucket, piece=piece))
         self._set_parameter(bucket, piece=piece, values=average)
 
     def _set_parameter(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
@@ -107,7 +110,8 @@ class PieceStates:
         else:
             piece.of(bucket.full).copy_(parameter)
 
-    def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+    def parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+        """The parameter's values [n] of a piece, in its dtype; a copy where they are stored elsewhere."""
         if piece.parameter is None:
             return piece.of(bucket.full)
         out = torch.empty(piece.numel, dtype=bucket.traits.dtype, device=bucket.comm.device)

@@ -41,9 +41,12 @@ from ztk.runtime.planned import is_planned, is_set, on_host
 from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
-from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
+from ztk.zero.layout import Fragment
+from ztk.zero.matrices import MatrixUpdate
+from ztk.zero.missed import MissedUpdates
+from ztk.zero.norms import FetchedStates, TrustRatios
 from ztk.zero.piece import Piece
-from ztk.zero.piece_states import MASTER, rows_by_kind
+from ztk.zero.piece_states import MASTER, PieceStates, rows_by_kind
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -68,12 +71,16 @@ class _WriteBack:
 
 
 class ShardUpdate:
-    """Runs the optimizer over all pieces that this rank updates. pool: of buffers beside the optimizer's states."""
+    """Runs the optimizer over all pieces that this rank updates.
+
+    pool: of buffers beside the optimizer's states. missed: the updates that parameters have missed.
+    """
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
         self._state_names, self._ema, self._averages = context.state_names, context.ema, False
+        self._states = PieceStates(context)
         self.pool = BufferPool(
             device=context.device if is_planned(context.device) else torch.device("cpu"),
             ledger=context.ledger,
@@ -89,15 +96,23 @@ class ShardUpdate:
             or context.stores.parameters.tier is not Tier.device
             or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
         )
+        self._group_of = context.groups.row_of
         self._scales = [row.muon_scale for row in context.groups.rows]
         self._matrices: MatrixUpdate | None = None
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
             self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, context=context)
             self._must_know_of_skips = True
+        self._norms: TrustRatios | None = None
+        self._ratios: dict[str, Tensor] = {}
+        if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.lamb is not None:
+            self._norms = TrustRatios([*self._at_once, *self._behind], lamb=context.optimizer.lamb, context=context)
+            self._must_know_of_skips = True
         self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
         self._skipped: frozenset[str] = frozenset()
+        self.missed = MissedUpdates(context.groups.rows)
+        self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         # The first that are fetched: a store's memory goes to pieces in that order.
         first = self._pieces_of((*self._at_once, *self._behind)) if self._matrices is None else self._matrices.pieces
@@ -133,15 +148,21 @@ class ShardUpdate:
         self._skipped, self._averages = skipped, averages
         if self._on_host:
             control = on_host(control)
-        if self._must_know_of_skips and is_set(control[0, Control.skip]):
+        # What parameters miss is counted here, too.
+        must_know = self._must_know_of_skips or skipped or self.missed.counts
+        if must_know and is_set(control[0, Control.skip]):
             self.drop_ahead()  # and nothing is read from the medium or written to it
             return
         if isinstance(self._optimizer, TorchStep):
             self._optimizer.begin_step()
+        elif self._corrects_bias:
+            self.missed.note(skipped)
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
         if self._matrices is not None:
-            self._matrices.run(control, fetch=self._fetch_momentum, skipped=skipped)
+            self._matrices.run(control, fetch=self._fetch_states, skipped=skipped)
+        if self._norms is not None:
+            self._ratios = self._norms.run(control, fetch=self._fetch_states, skipped=skipped)
         self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
             return
@@ -250,22 +271,30 @@ class ShardUpdate:
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
         return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
 
-    def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
-        """Before the update, the states of pieces with matrices. Their gradients stay where they are."""
+    def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
+        """Before the update, the states of pieces. Their gradients stay where they are."""
         for fetched in self._fetch_all(pieces):
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
                 states, gradient = self._wait_for(fetched)
-            rows = rows_by_kind(states, names=self._state_names)
-            yield FetchedMomentum(
+            wide = states.to(torch.float32)
+            rows = rows_by_kind(wide, names=self._state_names)
+            master = self._master(rows, bucket=bucket, piece=piece, device=states.device)
+            yield FetchedStates(
                 bucket=bucket,
                 piece=piece,
-                momentum=rows[self._state_names[0]],
+                master=master,
+                rows=rows,
                 gradient=gradient,
-                put=functools.partial(self._stores.optimizer.put, piece.states, value=states),
+                put=functools.partial(self._put_states, piece, states=states, wide=wide),
             )
             if piece.gradient is not None:
                 self._stores.gradients.release(piece.gradient)
+
+    def _put_states(self, piece: Piece, *, states: Tensor, wide: Tensor) -> Pending:
+        if wide is not states:
+            states.copy_(wide)
+        return self._stores.optimizer.put(piece.states, value=states)
 
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
         """The states [k, n] and the gradient [n], where the update runs."""
@@ -278,27 +307,42 @@ class ShardUpdate:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
             states, gradient = self._wait_for(fetched)
-        rows = rows_by_kind(states, names=self._state_names)
+        wide = states.to(torch.float32)  # a copy of bf16 states
+        rows = rows_by_kind(wide, names=self._state_names)
         average = rows.pop(AVERAGE, None)
         resident = self._resident_parameter(bucket, piece=piece)
-        if MASTER not in rows:
-            master, out = resident, None  # master weight and parameter are one
+        is_its_master, is_wide = MASTER not in rows, bucket.traits.dtype is torch.float32
+        master = self._master(rows, bucket=bucket, piece=piece, device=states.device)
+        if is_its_master and is_wide:
+            out = None  # master weight and parameter are one
         elif resident is not None and resident.device == states.device:
-            master, out = rows.pop(MASTER), resident
+            out = resident
         else:
-            master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+            out = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         if isinstance(self._optimizer, TorchStep):
             places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
-            # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
             self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
             if out is not None:
                 out.copy_(master)
+        elif self._norms is not None:
+            self._run_lamb(piece, master=master, rows=rows, control=control, out=out)
         else:
-            # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
             self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
+        if wide is not states:
+            states.copy_(wide)
         return self._write_back(bucket, piece=piece, states=states, out=out)
+
+    def _master(self, rows: dict[str, Tensor], *, bucket: Bucket, piece: Piece, device: torch.device) -> Tensor:
+        """The master weights [n], fp32, which leave `rows`: the parameter itself where it is its own master, in 16 bit a copy of it."""
+        if MASTER in rows:
+            return rows.pop(MASTER)
+        if bucket.traits.dtype is torch.float32:
+            resident = self._resident_parameter(bucket, piece=piece)
+            assert resident is not None, "fp32 parameters on a disk have master weights"
+            return resident
+        return self._states.parameter(bucket, piece=piece).to(device, torch.float32)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
         """See `update_average`. Where the host knows of skips, no skipped step comes here."""
@@ -317,9 +361,8 @@ class ShardUpdate:
         out: Tensor | None,
     ) -> None:
         """The fused update of a piece, one call per parameter group."""
-        skipped = [fragment.place for fragment in piece.fragments if fragment.name in self._skipped]
-        kept = [(row[place], row[place].clone()) for place in skipped for row in (master, *rows.values())]
         assert isinstance(self._optimizer, FlatOptimizer)
+        apart = self._updated_apart(piece, master=master, gradient=gradient, rows=rows, control=control)
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
             if scale := self._scales[segment.group]:
@@ -338,10 +381,59 @@ class ShardUpdate:
                 control=control[segment.group],
                 out=None if out is None else out[cut],
             )
-        for view, value in kept:
-            view.copy_(value)
-        for place in skipped if out is not None else ():
-            out[place].copy_(master[place])
+        for place, values in apart.values():
+            for row, value in zip((master, *rows.values()), values, strict=True):
+                row[place].copy_(value)
+            if out is not None:
+                out[place].copy_(master[place])
+
+    def _updated_apart(
+        self, piece: Piece, *, master: Tensor, gradient: Tensor, rows: dict[str, Tensor], control: Tensor
+    ) -> dict[str, tuple[slice, list[Tensor]]]:
+        """By name, place, master and states to be, of parameters that this step leaves alone, and of those that have missed updates.
+
+        The latter are updated on a copy of their segment: where a buffer is cut decides how a kernel rounds (multiples of 16 elements).
+        """
+        assert isinstance(self._optimizer, FlatOptimizer)
+        found: dict[str, tuple[slice, list[Tensor]]] = {}
+        for fragment in piece.fragments:
+            if fragment.name in self._skipped:
+                place = fragment.place
+                found[fragment.name] = place, [row[place].clone() for row in (master, *rows.values())]
+        for segment in piece.segments:
+            cut = slice(segment.start - piece.start, segment.stop - piece.start)
+            late: dict[int, list[Fragment]] = {}
+            for fragment in piece.fragments:
+                count = self.missed.counts.get(fragment.name, 0)
+                if count and fragment.name not in found and cut.start <= fragment.place.start < cut.stop:
+                    late.setdefault(count, []).append(fragment)
+            for fragments in late.values() if not self._scales[segment.group] else ():
+                copies = [row[cut].clone() for row in (master, *rows.values())]
+                own = self.missed.control_of(fragments[0].name, control=control, group=segment.group)
+                self._optimizer.step(copies[0], grad=gradient[cut], states=tuple(copies[1:]), control=own)
+                for fragment in fragments:
+                    place = slice(fragment.place.start - cut.start, fragment.place.stop - cut.start)
+                    found[fragment.name] = fragment.place, [value[place] for value in copies]
+        return found
+
+    def _run_lamb(
+        self, piece: Piece, *, master: Tensor, rows: dict[str, Tensor], control: Tensor, out: Tensor | None
+    ) -> None:
+        """The weights of a piece, parameter by parameter; the averages are updated already."""
+        assert isinstance(self._optimizer, FlatOptimizer) and self._optimizer.lamb is not None
+        if out is not None:
+            out.copy_(master)  # of what is skipped, and of padding
+        for fragment in piece.fragments:
+            if fragment.name not in self._skipped:
+                place = fragment.place
+                self._optimizer.lamb.step(
+                    master[place],
+                    exp_avg=rows["exp_avg"][place],
+                    exp_avg_sq=rows["exp_avg_sq"][place],
+                    ratio=self._ratios[fragment.name],
+                    control=self.missed.control_of(fragment.name, control=control, group=self._group_of[fragment.name]),
+                    out=None if out is None else out[place],
+                )
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
         """The parameter's memory, if it can be written in place."""

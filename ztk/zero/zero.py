@@ -21,6 +21,7 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks
+from ztk.zero.missed import MissedUpdates
 from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, give_back
 from ztk.zero.piece_states import PieceStates
 from ztk.zero.reduction import GradientReduction
@@ -164,6 +165,11 @@ class Zero:
         self._writes.mark_updated()
         self.gathering.parameters_change()
         self.reduction.forget()
+
+    @property
+    def missed_updates(self) -> MissedUpdates:
+        """What each parameter of this rank has missed of the run's updates, of optimizers that count them."""
+        return self._update.missed
 
     def finish_update(self) -> None:
         """Returns when the last update has ended. Raises what went wrong in it."""
