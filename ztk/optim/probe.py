@@ -21,7 +21,7 @@ from ztk.optim.alone import fill, options_of, step_alone
 
 STEPS = 3
 # Shape -> elements of a range of it, multiples of 64: torch's vector loops do not round their remainders as their bodies.
-CUTS = {(320,): 64, (8, 32): 128, (2, 2, 4, 16): 192, (160, 144): 2560}
+CUTS: dict[tuple[int, ...], int] = {(320,): 64, (8, 32): 128, (2, 2, 4, 16): 192, (160, 144): 2560}
 SHAPES = tuple(CUTS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)  # exact in fp32
 RESERVED = ("master", "parameter", "gradient", "buffer", "rng")  # kinds of state in a checkpoint

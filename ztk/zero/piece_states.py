@@ -44,6 +44,7 @@ class PieceStates:
         else:
             states = self._stores.optimizer.fetch(piece.states).wait()
         try:
+            # pyrefly: ignore[missing-attribute]  # a fetch gives a tensor
             rows = rows_by_kind(states.to(torch.float32), names=self.names)
             master = rows.pop(MASTER) if MASTER in rows else self.parameter(bucket, piece=piece).to(torch.float32)
             yield {MASTER: master, **rows}
@@ -55,6 +56,7 @@ class PieceStates:
     def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
         """The rows [n], fp32, of a trained piece, see `rows_by_kind`, which are written back at the end."""
         states = self._stores.optimizer.fetch(piece.states).wait()
+        assert states is not None
         wide = states.to(torch.float32)
         try:
             yield rows_by_kind(wide, names=self.names)

@@ -17,7 +17,18 @@ from torch import Tensor, nn
 
 _REFUSALS = ("data pointer of Tensor", "more than one element of the written-to tensor")
 _REPLACE = {"set_", "swap_", "resize_", "resize_as_"}
-_VALUES = {"numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__", "copy_", "set_"}
+_VALUES = {
+    "numpy",
+    "tolist",
+    "item",
+    "data_ptr",
+    "untyped_storage",
+    "storage",
+    "__array__",
+    "__dlpack__",
+    "copy_",
+    "set_",
+}
 _INSTEAD = (
     "save by engine.save_16bit_model (with stage3_gather_16bit_weights_on_model_save: true in the configuration), by engine.save_checkpoint, "
     "or inside deepspeed.zero.GatheredParameters(model.parameters()) on every rank; accelerator.get_state_dict(model) gathers, too"
@@ -185,9 +196,7 @@ def _share(view: Tensor, tensor: Tensor) -> bool:
 
 def _kept(tensor: Tensor | None) -> str:
     shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
-    return (
-        f"a state dict has a released parameter{shape}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
-    )
+    return f"a state dict has a released parameter{shape}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
 
 
 def _message(tensor: Tensor | None) -> str:

@@ -61,7 +61,7 @@ class TiledLinear(nn.Module):
         return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
 
     @torch.no_grad()
-    def copy_params_from(self, other: nn.Module) -> None:
+    def copy_params_from(self, other: Any) -> None:
         """Takes over the weight [out_features, in_features] and the bias of `other`.
 
         Sharded parameters are gathered. A collective call where they are. Raises ValueError for another shape, or a bias on one side alone.
@@ -78,10 +78,11 @@ class TiledLinear(nn.Module):
             for row, above, below in zip(self.linears, self.out_parts, self.out_parts[1:], strict=False):
                 assert isinstance(row, nn.ModuleList)
                 for tile, start, stop in zip(row, self.in_parts, self.in_parts[1:], strict=False):
-                    with GatheredParameters(list(tile.parameters()), modifier_rank=0):
-                        tile.weight.copy_(weight[above:below, start:stop])
-                        if tile.bias is not None:
-                            tile.bias.copy_(bias[above:below])
+                    own = dict(tile.named_parameters())
+                    with GatheredParameters(own.values(), modifier_rank=0):
+                        own["weight"].copy_(weight[above:below, start:stop])
+                        if "bias" in own:
+                            own["bias"].copy_(bias[above:below])
 
     def _input_parts(self, input_: Any) -> list[Tensor]:
         if not self.input_is_already_split:
