@@ -12,7 +12,7 @@ from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
-from ztk.config.optimizer_schema import OptimizerName
+from ztk.config.optimizer_effects import OPTIMIZER_EFFECTS
 from ztk.config.rollout_schema import PolicyForm, RolloutIdentity
 from ztk.config.scheduler_effects import SCHEDULER_EFFECTS
 from ztk.config.schema import (
@@ -51,13 +51,6 @@ def device_of(config: Config, *, machine: Machine) -> str:
     if config.launch.device == "auto":
         return "cuda" if machine.gpus else "cpu"
     return config.launch.device.value
-
-
-def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
-    return lambda config, machine: config.optimizer.name in names
-
-
-_uses_muon = _uses_optimizer(OptimizerName.muon)
 
 
 def _draws(config: Config, machine: Machine) -> bool:
@@ -341,36 +334,7 @@ EFFECTS = (
         only="task=pretrain with ztk's own decoder, such as model=tiny",
         required=False,
     ),
-    Effect(
-        keys=("optimizer.betas",),
-        when=_uses_optimizer(
-            OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion, OptimizerName.lamb, OptimizerName.muon
-        ),
-        only="optimizer=adamw, adam, lion, lamb or muon",
-    ),
-    Effect(
-        keys=("optimizer.eps",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lamb, OptimizerName.muon),
-        only="optimizer=adamw, adam, lamb or muon",
-    ),
-    Effect(
-        keys=keys_of("optimizer", "momentum", "nesterov"),
-        when=_uses_optimizer(OptimizerName.sgd, OptimizerName.muon),
-        only="optimizer=sgd or muon",
-    ),
-    Effect(
-        keys=keys_of("optimizer", "min_coeff", "max_coeff"),
-        when=_uses_optimizer(OptimizerName.lamb),
-        only="optimizer=lamb",
-    ),
-    Effect(keys=keys_of("optimizer", "ns_steps", "ns_dtype", "adjust_lr"), when=_uses_muon, only="optimizer=muon"),
-    Effect(keys=keys_of("optimizer", "adam_lr", "adam_names"), when=_uses_muon, only="optimizer=muon", required=False),
-    Effect(
-        keys=("optimizer.skip_unused",),
-        when=lambda c, m: c.zero.engine is ZeroEngine.ztk,
-        only="zero=stage0 to stage3",
-        required=False,
-    ),
+    *OPTIMIZER_EFFECTS,
     *SCHEDULER_EFFECTS,
     Effect(
         keys=keys_of("checkpoint", "keep", "keep_every", "asynchronous"),

@@ -138,7 +138,7 @@ class _Entry(_View):
 
 
 def saved_outside_of_gathered_parameters(shape: tuple[int, ...]) -> Tensor:
-    """What a file has in the place of a released parameter. Raises RuntimeError: the file has no values for it."""
+    """What a file has in the place of a released parameter, of any shape. Raises RuntimeError: the file has no values for it."""
     raise RuntimeError(_SAVED.format(shape=shape))
 
 
