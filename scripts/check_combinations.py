@@ -2,7 +2,8 @@
 
     python scripts/check_combinations.py [--only TEXT]
 
-`tests/planner/test_combinations.py` runs a choice of them with every pair of values. Exit code 1 if one fails or keeps states elsewhere.
+They run on the model of streams of `tests/streams`. `tests/planner/test_combinations.py` runs a choice of them with every pair of values.
+Exit code 1 if one fails, keeps states elsewhere, or uses memory without an order.
 """
 
 import argparse
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.planner.combinations import every, faults
 from tests.planner.measure import planned
+from tests.streams.model import modelled
 
 
 def main() -> int:
@@ -28,7 +30,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
             try:
-                found += faults([row], plan_of=lambda case: planned(case, folder=folder))
+                with modelled() as model:
+                    found += faults([row], plan_of=lambda case: planned(case, folder=folder))
+                found += [f"{row}: {race}" for race in model.races]
             except Exception as error:  # noqa: BLE001  # a combination that fails is what this looks for
                 found.append(f"{row}: {type(error).__name__}: {error}")
     for fault in found:

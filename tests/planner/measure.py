@@ -42,6 +42,8 @@ class Case:
     dtype: str = "fp32"
     optimizer: str = "adamw"
     recompute: str = "none"
+    inputs_on_cpu: bool = False  # of recomputed blocks
+    contiguous: bool = False
     tensor: int = 1
     sequence: int = 1
     sequence_parallel: bool = False
@@ -64,7 +66,9 @@ class Case:
                 optimizer=self.offload, parameters=self.parameters, nvme_path=folder, buffer_bytes=1 << 22
             ),
             "tensor": TensorPolicy(sequence_parallel=self.sequence_parallel),
-            "recompute": RecomputePolicy(mode=self.recompute),
+            "recompute": RecomputePolicy(
+                mode=self.recompute, inputs_on_cpu=self.inputs_on_cpu, contiguous=self.contiguous
+            ),
             "pipeline": PipelinePolicy(schedule=self.schedule, virtual_stages=self.virtual_stages),
             "accumulation_steps": self.accumulation,
         }

@@ -1,12 +1,18 @@
-"""Every pair of stage, tier, precision, recompute mode and layout runs two steps on tensors without values, as on a GPU."""
+"""Every pair of stage, tier, precision, recompute mode and layout runs two steps on tensors without values, as on a GPU.
+
+The steps run on a model of streams, so every use of a buffer is checked to be ordered behind the one before it.
+"""
 
 from tests.planner.combinations import VALUES, case_of, every, faults, pairs
 from tests.planner.measure import planned
+from tests.streams.model import modelled
 from ztk.planner import Plan
 
 
 def test_every_pair_of_choices_runs(tmp_path):
-    assert not faults(pairs(), plan_of=lambda case: planned(case, folder=str(tmp_path)))
+    with modelled() as model:
+        assert not faults(pairs(), plan_of=lambda case: planned(case, folder=str(tmp_path)))
+    assert not model.races and model.checked > 200_000
 
 
 def test_pairs_are_complete_and_few():

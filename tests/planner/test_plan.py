@@ -12,7 +12,6 @@ from tests.planner.measure import SHAPE, STATE, Case, made, planned
 from ztk.config import ConfigError, Machine, compose
 from ztk.nn import Decoder, DecoderConfig
 from ztk.pipeline import PipelinePolicy
-from ztk.recompute import RecomputePolicy
 from ztk.runtime import Topology
 from ztk.runtime.comm.planned import Letters
 
@@ -126,13 +125,25 @@ def test_uneven_tensor_parts_are_planned_apart():
     assert uneven.fullest.rank == 0
 
 
+def test_inputs_of_recomputed_blocks_in_main_memory_leave_the_device(tmp_path):
+    """Four blocks' inputs of [4, 128, 128] in fp32."""
+    on_device, on_host = (
+        planned(Case(ranks=1, stage=0, recompute="full", inputs_on_cpu=away), folder=str(tmp_path)).fullest
+        for away in (False, True)
+    )
+    inputs = 4 * 4 * 128 * 128 * 4
+    assert on_device.reserved["device"] - on_host.reserved["device"] == inputs
+    assert on_host.reserved["host"] == inputs and on_device.reserved["host"] == 0
+    assert (
+        on_device.peak.nbytes - on_host.peak.nbytes == inputs // 2
+    )  # the running block has its input, the one before it is fetched
+
+
 def test_what_is_not_traced_is_refused_by_name():
     with pytest.raises(ValueError, match=r"topology.partition=profile: .* use topology.partition=parameters"):
         small_plan(topology=Topology(pipeline=2), pipeline=PipelinePolicy(partition="profile"))
     with pytest.raises(ValueError, match="OneLoss cannot be cut into stages"):
         small_plan(topology=Topology(pipeline=2))
-    with pytest.raises(ValueError, match=r"recompute.inputs_on_cpu=true"):
-        small_plan(recompute=RecomputePolicy(mode="full", inputs_on_cpu=True))
     with pytest.raises(ValueError, match="reads values of tensors, and a plan has none"):
         small_plan(Reads)
 
@@ -142,13 +153,11 @@ def test_what_is_not_traced_is_refused_by_name():
     [
         ("topology=pp2 topology.partition=profile", "topology.partition=profile"),
         ("zero=ddp", "zero=ddp"),
-        ("recompute.inputs_on_cpu=true", "recompute.inputs_on_cpu=true"),
     ],
 )
 def test_composition_refuses_what_is_not_traced(override, fault, tmp_path):
-    recompute = () if "recompute" not in override else ("recompute=full",)
     with pytest.raises(ConfigError) as caught:
-        compose("task=plan", *recompute, *override.split(), output_dir=tmp_path, machine=CPU)
+        compose("task=plan", *override.split(), output_dir=tmp_path, machine=CPU)
     assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(fault)
 
 

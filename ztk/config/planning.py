@@ -31,7 +31,7 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology
     partition = topology.partition if topology.pipeline > 1 else None
-    yield from untraced(partition=partition, inputs_on_cpu=config.recompute.inputs_on_cpu)
+    yield from untraced(partition=partition)
 
 
 def take_measured(choices: DictConfig) -> list[str]:

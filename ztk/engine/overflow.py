@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ztk.engine.control import StepControl
+from ztk.runtime.streams import Copy, start_copy
 from ztk.zero import Zero
 
 
@@ -16,33 +17,27 @@ class OverflowGuard:
 
     def __init__(self, control: StepControl, *, zero: Zero, device: torch.device) -> None:
         self._control, self._zero = control, zero
-        self._late = device.type == "cuda"
-        self._event = torch.cuda.Event() if self._late else None
-        self._seen: Tensor | None = torch.zeros(2, pin_memory=True) if self._late else None
-        self._pending = False
+        self._seen: Tensor | None = (
+            torch.zeros(2, pin_memory=True) if device.type == "cuda" else None
+        )  # None: look at once
+        self._pending: Copy | None = None  # of the last status
 
     def check(self, *, step: int) -> None:
         """Called before the update, on all ranks. step: the number of this step. Raises FloatingPointError."""
-        if not self._late:
+        if self._seen is None:
             self._judge(self._control.overflow_status(), step=step)
             return
-        if self._pending:
-            self._pending = False  # first: after an error the next step begins anew
-            assert self._event is not None
-            self._event.synchronize()
+        pending, self._pending = self._pending, None  # first: after an error the next step begins anew
+        if pending is not None:
+            pending.synchronize()
             self._judge(self._seen, step=step - 1)
-        assert self._seen is not None
-        self._seen.copy_(self._control.overflow_status(), non_blocking=True)
-        assert self._event is not None
-        self._event.record()
-        self._pending = True
+        self._pending = start_copy(self._control.overflow_status(), out=self._seen)
 
     def finish(self, *, step: int) -> None:
         """The run ends after `step` steps: looks at the last overflow status. Raises FloatingPointError."""
-        if self._pending:
-            self._pending = False
-            assert self._event is not None
-            self._event.synchronize()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.synchronize()
             if self._control.is_unrecoverable(self._seen):
                 raise FloatingPointError(
                     f"step {step - 1}, the last one: its gradient is not finite and changed nothing"

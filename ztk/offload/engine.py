@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import torch
 from torch import Tensor
 
 from ztk.offload.disk import DiskFile
 from ztk.policies.offload import PAGE_BYTES
 from ztk.runtime.io import Direction, IoCounters
+from ztk.runtime.streams import Event, copy_behind, current_event, has_streams
 
 EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for running calls
 
@@ -49,7 +49,7 @@ class Transfer:
     urgency: Urgency
     memory: Tensor | None = None  # uint8 [>= nbytes], CPU or CUDA; None while a fetch waits for a buffer
     kept: Tensor | None = None  # uint8 [padded_bytes] of host memory that replaces the slot's place in the file
-    ready: torch.cuda.Event | None = None  # the caller's work on CUDA `memory` up to the call; copies start behind it
+    ready: Event | None = None  # the caller's work on a GPU's `memory` up to the call; copies start behind it
     on_done: Callable[[], None] | None = None  # called once with the lock held, also after an error
 
     blocks_left: int = 0
@@ -96,9 +96,8 @@ class IoEngine:
             self._unfinished.add(transfer)
             self._num_writes += transfer.direction is Direction.write
             assert transfer.memory is not None, "it has its memory until it has ended"
-            if transfer.memory.is_cuda:
-                transfer.ready = torch.cuda.Event()
-                transfer.ready.record(torch.cuda.current_stream(transfer.memory.device))
+            if has_streams(transfer.memory):
+                transfer.ready = current_event(transfer.memory.device)
             for other in after:
                 if not other.done:
                     other.behind.append(transfer)
@@ -214,7 +213,7 @@ class IoEngine:
         nbytes = min(self._block_bytes, transfer.padded_bytes - start)
         piece = transfer.memory[start : start + nbytes]  # shorter than nbytes where the slot ends inside a page
         payload = min(nbytes, transfer.nbytes - start)
-        staged = piece.is_cuda or piece.numel() < nbytes or piece.data_ptr() % PAGE_BYTES != 0
+        staged = has_streams(piece) or piece.numel() < nbytes or piece.data_ptr() % PAGE_BYTES != 0
         buffer = staging[:nbytes] if staged else piece
         offset = transfer.offset + start
         try:
@@ -243,18 +242,12 @@ def _inherit_error(transfer: Transfer, *, source: Transfer) -> None:
         transfer.error = transfer.error or source.error
 
 
-def _copy(source: Tensor, *, out: Tensor, ready: torch.cuda.Event | None) -> None:
+def _copy(source: Tensor, *, out: Tensor, ready: Event | None) -> None:
     """Copies equal numbers of bytes between the pool's memory and the caller's; complete on return."""
     if ready is None:  # not copy_: it would start a team of OpenMP threads in each I/O thread
         ctypes.memmove(out.data_ptr(), source.data_ptr(), source.numel())
         return
-    device = source.device if source.is_cuda else out.device
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            out.copy_(source, non_blocking=True)
-        stream.synchronize()
+    copy_behind(ready, source=source, out=out)
 
 
 _running: "weakref.WeakSet[IoEngine]" = weakref.WeakSet()

@@ -11,12 +11,12 @@ from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle
 from ztk.runtime.planned import place_of
+from ztk.runtime.streams import Copy, start_copy
 
 # [Note: Streams and host memory]
-# Copies between host and device run on the caller's current stream, so they overlap with computation if the caller
-# chooses a side stream. `last_copy` marks the end of the newest copy of a slot: the CPU may read or change the slot's
-# memory only after it, and a copy on another stream starts after it. Without it an update on the CPU could overwrite
-# values that are still being copied to the device.
+# Copies between host and device run on streams of their own (`ztk.runtime.streams`), so they overlap with computation. `last_copy` is the
+# newest copy of a slot: the CPU may read or change the slot's memory only after it, and the next copy of the slot starts after it.
+# Without it an update on the CPU could overwrite values that are still being copied to the device.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -30,7 +30,7 @@ class HostSlot:
     spec: SlotSpec
     tensor: Tensor
     region: AlignedRegion
-    last_copy: torch.cuda.Event | None = None  # See [Note: Streams and host memory]
+    last_copy: Copy | None = None  # See [Note: Streams and host memory]
 
 
 class HostStore:
@@ -66,7 +66,7 @@ class HostStore:
 
     def fetch(self, slot: HostSlot) -> Handle:
         """The slot's tensor, which the CPU may read and change once `wait()` has returned."""
-        return _handle(slot.tensor, copy=slot.last_copy)
+        return Handle(slot.tensor, finish=None if slot.last_copy is None else slot.last_copy.synchronize)
 
     def has_room(self, slot: HostSlot) -> bool:
         """Every slot is in memory."""
@@ -77,7 +77,7 @@ class HostStore:
         return None
 
     def fetch_into(self, slot: HostSlot, *, out: Tensor) -> Handle:
-        """Copies the slot into `out` (contiguous, of its dtype), in the order of the current stream.
+        """Copies the slot into `out` (contiguous, of its dtype). On a GPU the current stream may use it once `wait()` was called.
 
         Raises ValueError if `out` does not fit.
         """
@@ -85,7 +85,7 @@ class HostStore:
         return _handle(out, copy=_copy(slot, source=slot.tensor, out=out.view(slot.shape)))
 
     def put(self, slot: HostSlot, *, value: Tensor) -> Handle:
-        """Makes `value` the slot's content. A CUDA value must not change on other streams until `wait()` has returned.
+        """Makes `value` the slot's content. On a GPU the current stream may change `value` once `wait()` was called.
 
         Raises ValueError if `value` does not fit.
         """
@@ -103,7 +103,7 @@ class HostStore:
     def flush(self) -> None:
         """Waits for copies from the device."""
         for slot in self._slots:
-            _finish_copy(slot.last_copy)
+            _finish_copy(slot)
 
     def close(self) -> None:
         """Frees the memory, but for tensors that are still referenced. Idempotent."""
@@ -114,27 +114,23 @@ class HostStore:
         self._slots.clear()
 
 
-def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> torch.cuda.Event | None:
-    """Copy in the order of the current stream, behind earlier copies of this slot; the event that ends it, if any."""
-    if not (source.is_cuda or out.is_cuda):
-        _finish_copy(slot.last_copy)
+def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> Copy | None:
+    """Copies behind the slot's earlier copies. None: between host memory, and it is done."""
+    copy = start_copy(source, out=out, after=slot.last_copy)
+    if copy is None:
+        _finish_copy(slot)
         out.copy_(source)
         return None
-    device = source.device if source.is_cuda else out.device
-    stream = torch.cuda.current_stream(device)
+    slot.last_copy = copy
+    return copy
+
+
+def _handle(value: Tensor, *, copy: Copy | None) -> Handle:
+    """`value`, once the current stream is behind the copy; None: there is none."""
+    return Handle(value, finish=None if copy is None else copy.wait, copy=copy)
+
+
+def _finish_copy(slot: HostSlot) -> None:
+    """The host may use the slot's memory."""
     if slot.last_copy is not None:
-        stream.wait_event(slot.last_copy)
-    out.copy_(source, non_blocking=True)
-    slot.last_copy = torch.cuda.Event()
-    slot.last_copy.record(stream)
-    return slot.last_copy
-
-
-def _handle(value: Tensor, *, copy: torch.cuda.Event | None) -> Handle:
-    """`value`, once the copy has ended; None: there is none."""
-    return Handle(value, finish=None if copy is None else copy.synchronize)
-
-
-def _finish_copy(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        event.synchronize()
+        slot.last_copy.synchronize()

@@ -45,6 +45,7 @@ from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle
 from ztk.runtime.planned import place_of
+from ztk.runtime.streams import has_streams
 
 
 class PoolExhausted(RuntimeError):
@@ -354,7 +355,7 @@ class NvmeStore:
         if source is None or failed:
             return False
         assert out is not None, "a fetch that is copied has its memory"
-        if source.is_cuda or out.is_cuda:
+        if has_streams(source) or has_streams(out):
             return False
         if not source.is_meta:
             ctypes.memmove(out.data_ptr(), source.data_ptr(), transfer.nbytes)  # the lock keeps the write from ending

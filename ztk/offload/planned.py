@@ -11,11 +11,11 @@ from torch import Tensor
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer
 from ztk.offload.host import HostStore
-from ztk.offload.nvme import NvmeSlot, NvmeStore
+from ztk.offload.nvme import NvmeStore
 from ztk.offload.pool import AlignedRegion
-from ztk.runtime.io import IoCounters
-from ztk.runtime.pending import Handle
+from ztk.runtime.io import Direction, IoCounters
 from ztk.runtime.planned import host_bytes, is_host_memory
+from ztk.runtime.streams import copy_behind
 
 
 class PlannedRegion(AlignedRegion):
@@ -51,7 +51,8 @@ class PlannedFile(DiskFile):
 
 
 class PlannedIo(IoEngine):
-    """Counts every block of a transfer and ends it at once, in the caller's thread."""
+    """Counts every block of a transfer and ends it at once, in the caller's thread. What passes between the disk and the device is a copy
+    that dispatch modes see."""
 
     def __init__(self, disk: DiskFile, *, counters: IoCounters, block_bytes: int) -> None:
         super().__init__(disk, staging=[], block_bytes=block_bytes, counters=counters)
@@ -63,25 +64,19 @@ class PlannedIo(IoEngine):
             payload = min(length, transfer.nbytes - start)
             with self._counters.moving(transfer.direction, nbytes=length, payload_bytes=payload):
                 pass
+        memory = transfer.memory
+        if memory is not None and not is_host_memory(memory.untyped_storage()):
+            host = host_bytes(memory.nbytes)
+            source, out = (memory, host) if transfer.direction is Direction.write else (host, memory)
+            if transfer.ready is None:
+                out.copy_(source)
+            else:
+                copy_behind(transfer.ready, source=source, out=out)
         self._finish(transfer)
 
 
 class PlannedNvmeStore(NvmeStore):
-    """A disk tier without a disk. What passes between it and the device is a copy that dispatch modes see."""
-
-    def fetch_into(self, slot: NvmeSlot, *, out: Tensor) -> Handle:
-        """As `NvmeStore.fetch_into`. Raises ValueError if `out` does not fit."""
-        handle = super().fetch_into(slot, out=out)
-        if not is_host_memory(out.untyped_storage()):
-            out.copy_(host_bytes(out.nbytes).view(out.dtype).view(out.shape))
-        return handle
-
-    def put(self, slot: NvmeSlot, *, value: Tensor) -> Handle:
-        """As `NvmeStore.put`. Raises ValueError if `value` does not fit."""
-        handle = super().put(slot, value=value)
-        if not is_host_memory(value.untyped_storage()):
-            host_bytes(value.nbytes).view(value.dtype).view(value.shape).copy_(value)
-        return handle
+    """A disk tier without a disk."""
 
     def _open(self, *, rank: int, open_disk: Callable[..., DiskFile]) -> DiskFile:
         return PlannedFile()

@@ -55,12 +55,12 @@ def plan(
 
     Every stage of a pipeline is traced. Experts are planned with equal loads: as many rows for each expert as for any other.
 
-    Raises ValueError for policies that do not fit together or do not fit the model, for stages cut by measured layers and inputs of
-    recomputed blocks on the CPU, which a plan does not trace, and for a model that reads its tensors' values.
+    Raises ValueError for policies that do not fit together or do not fit the model, for stages cut by measured layers, which a plan does
+    not trace, and for a model that reads its tensors' values.
     """
     topology, recompute, pipeline = topology or Topology(), recompute or RecomputePolicy(), pipeline or PipelinePolicy()
     partition = pipeline.partition if topology.pipeline > 1 else None
-    refuse(untraced(partition=partition, inputs_on_cpu=recompute.inputs_on_cpu))
+    refuse(untraced(partition=partition))
     policies = {
         "optimizer": optimizer or OptimizerPolicy(),
         "precision": precision,

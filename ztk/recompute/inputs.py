@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ztk.policies.recompute import RecomputePolicy
-from ztk.recompute.arena import Arena
+from ztk.recompute.arena import Arena, Place, memory
 from ztk.runtime import Comm, MemoryLedger, Tier
-from ztk.runtime.pending import Handle
+from ztk.runtime.streams import Copy, start_copy
 
 CATEGORY = "recompute inputs"  # in the memory ledger
 
@@ -38,27 +38,29 @@ class _Form:
     """What a flat part was cut from."""
 
     shape: torch.Size
-    dtype: torch.dtype
     device: torch.device
 
 
 class _SavedPart:
     """A flat copy of the tensor, or of this rank's part of it, in main memory or on the device.
 
-    previous: the copy that was made before this one, which the backward needs next.
+    previous: the part that was saved before this one, which the backward needs next.
     """
 
-    def __init__(self, data: Tensor, *, form: _Form, store: "InputStore", previous: "weakref.ref | None") -> None:
-        self._data, self._form, self._store, self._previous = data, form, store, previous
-        self._fetched: Handle | None = None
+    def __init__(self, place: Place, *, form: _Form, store: "InputStore", previous: "weakref.ref | None") -> None:
+        self._place, self._form, self._store, self._previous = place, form, store, previous
+        self._is_away = store.inputs_on_cpu and form.device.type != "cpu"
+        self._fetched: tuple[Tensor, Copy | None] | None = None  # on the device, and what fills it
 
     def restore(self) -> Tensor:
         """The tensor on the device. Collective over the tensor-parallel ranks if inputs are partitioned."""
-        part = self._data
-        if part.device != self._form.device:
+        part = self._place.tensor
+        if self._is_away:
             self._fetch()
             assert self._fetched is not None
-            part, self._fetched = self._fetched.wait(), None
+            (part, copy), self._fetched = self._fetched, None
+            if copy is not None:
+                copy.wait()
             if self._previous is not None and (before := self._previous()) is not None:
                 before._fetch()
         return self._store.full(part, shape=self._form.shape)
@@ -66,7 +68,10 @@ class _SavedPart:
     def _fetch(self) -> None:
         """Starts the copy to the device."""
         if self._fetched is None:
-            self._fetched = self._store.copies.back(self._data, device=self._form.device)
+            away = self._place.tensor
+            out = torch.empty(away.shape, dtype=away.dtype, device=self._form.device)
+            copy = self._store.copy(self._place, source=away, out=out)
+            self._fetched = out, copy
 
 
 class InputStore:
@@ -85,7 +90,11 @@ class InputStore:
         self._num_checkpoints = policy.num_checkpoints or num_regions
         self._arenas: dict[tuple, Arena] = {}
         self._last: weakref.ref | None = None
-        self.copies = _Copies()
+
+    @property
+    def inputs_on_cpu(self) -> bool:
+        """Parts are in main memory."""
+        return self._policy.inputs_on_cpu
 
     @property
     def copies_inputs(self) -> bool:
@@ -102,18 +111,27 @@ class InputStore:
             self._book(saved, tensor)
             return saved
         part = self._own_part(tensor)
-        target, arena_slot = self._target(part, place=place)
-        self.copies.out(part, into=target)
-        form = _Form(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        target, arena = self._target(part, place=place)
+        self.copy(target, source=part, out=target.tensor)
+        form = _Form(shape=tensor.shape, device=tensor.device)
         saved = _SavedPart(target, form=form, store=self, previous=self._last)
         self._last = weakref.ref(saved)
-        if arena_slot is None:
-            self._book(saved, target)
+        if arena is None:
+            self._book(saved, target.tensor)
         else:
-            arena, slot = arena_slot
             # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
-            weakref.finalize(saved, arena.give, slot).atexit = False
+            weakref.finalize(saved, arena.give, target).atexit = False
         return saved
+
+    @staticmethod
+    def copy(place: Place, *, source: Tensor, out: Tensor) -> Copy | None:
+        """Copies `source` to `out`, both flat [n], into a place or out of it, behind what was copied before. None: it is done."""
+        copy = start_copy(source, out=out, after=place.last_copy)
+        if copy is None:
+            out.copy_(source)
+        else:
+            place.last_copy = copy
+        return copy
 
     def full(self, part: Tensor, *, shape: torch.Size) -> Tensor:
         """The tensor of `shape` that `part`, flat, was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
@@ -133,20 +151,22 @@ class InputStore:
         own = flat[self._comm.rank * size : (self._comm.rank + 1) * size]
         return own if own.numel() == size else torch.cat([own, own.new_zeros(size - own.numel())])
 
-    def _target(self, part: Tensor, *, place: int) -> tuple[Tensor, tuple[Arena, int] | None]:
-        """Memory for a part, and its place if it lies in a contiguous buffer."""
-        device = torch.device("cpu") if self._policy.inputs_on_cpu else part.device
-        pinned = device.type == "cpu" and part.device.type == "cuda"
+    def _target(self, part: Tensor, *, place: int) -> tuple[Place, Arena | None]:
+        """Memory for a part, and the contiguous buffer if it lies in one."""
+        device = torch.device("cpu") if self.inputs_on_cpu else part.device
         if not self._policy.contiguous:
-            return torch.empty(part.shape, dtype=part.dtype, device=device, pin_memory=pinned), None
+            return Place(tensor=memory(part.shape, dtype=part.dtype, device=device, beside=part.device)), None
         key = part.dtype, device, place
         if key not in self._arenas:
             self._arenas[key] = Arena(
-                slots=self._num_checkpoints, dtype=part.dtype, device=device, pinned=pinned, on_resize=self._book_arena
+                slots=self._num_checkpoints,
+                dtype=part.dtype,
+                device=device,
+                beside=part.device,
+                on_resize=self._book_arena,
             )
         arena = self._arenas[key]
-        slot, target = arena.take(part.numel())
-        return target, (arena, slot)
+        return arena.take(part.numel()), arena
 
     def _book(self, handle: object, data: Tensor) -> None:
         """The ledger counts the bytes until autograd drops the handle."""
@@ -165,38 +185,3 @@ class InputStore:
     @property
     def _tier(self) -> Tier:
         return Tier.host if self._policy.inputs_on_cpu else Tier.device
-
-
-class _Copies:
-    """Copies to main memory and back; beside a GPU on a stream of their own, behind its computation."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def out(self, source: Tensor, *, into: Tensor) -> None:
-        """Copies `source` to `into`. `source` may be freed at once."""
-        if into.device == source.device:
-            into.copy_(source)
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(source.device)
-        self._stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
-        source.record_stream(self._stream)
-
-    def back(self, data: Tensor, *, device: torch.device) -> Handle:
-        """Starts to copy `data` to the GPU. `out` has filled it by then, because one stream does both."""
-        with torch.cuda.stream(self._stream):
-            out = torch.empty(data.shape, dtype=data.dtype, device=device)
-            out.copy_(data, non_blocking=True)
-            assert self._stream is not None
-            event = self._stream.record_event()
-
-        def finish() -> None:
-            """The current stream waits, not the host."""
-            current = torch.cuda.current_stream(device)
-            current.wait_event(event)
-            out.record_stream(current)
-
-        return Handle(out, finish=finish)

@@ -50,7 +50,8 @@ class BufferPool:
     def _allocate(self, nbytes: int) -> Tensor:
         if is_planned(self._device) and self._tier is Tier.host:
             return host_bytes(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        beside_a_gpu = self._tier is Tier.host and torch.cuda.is_available()
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=beside_a_gpu)
 
     def owns(self, buffer: Tensor | None) -> bool:
         """`buffer`, a flat tensor [n], was acquired here and not released yet."""

@@ -5,6 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ztk.runtime.streams import Copy
+
 
 class Pending(Protocol):
     """Something under way. `wait()` returns when it is over, with its tensor, of any shape, if it has one, and raises what went wrong."""
@@ -17,12 +19,18 @@ class Handle:
 
     value: what `wait()` returns, of any shape. finish: called by every `wait()` before it returns; None: it is over already.
     is_immediate: a collective that has to wait for it may start at once, on every rank alike (see `Comm.all_gather`).
+    copy: what the value comes by, if `finish` does nothing but wait for it; a collective may be issued on its stream.
     """
 
     def __init__(
-        self, value: Tensor | None = None, *, finish: Callable[[], object] | None = None, is_immediate: bool = False
+        self,
+        value: Tensor | None = None,
+        *,
+        finish: Callable[[], object] | None = None,
+        is_immediate: bool = False,
+        copy: Copy | None = None,
     ) -> None:
-        self.is_immediate = is_immediate
+        self.is_immediate, self.copy = is_immediate, copy
         self._value, self._finish = value, finish
 
     def wait(self) -> Tensor | None:

@@ -31,8 +31,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def on_host(values: Tensor) -> Tensor:
-    """`values`, of any shape, in host memory; a planned tensor as it is."""
-    return values if values.is_meta else values.cpu()
+    """`values`, of any shape, in host memory."""
+    if not values.is_meta:
+        return values.cpu()
+    return host_bytes(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+
+
+def in_one_memory(first: Tensor, *, second: Tensor) -> bool:
+    """Two tensors of any shapes are on one device, and in a plan both stand for its memory or both for the host's."""
+    if first.device != second.device:
+        return False
+    return not first.is_meta or is_host_memory(first.untyped_storage()) == is_host_memory(second.untyped_storage())
 
 
 def is_set(flag: Tensor) -> bool:

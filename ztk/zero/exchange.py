@@ -5,6 +5,8 @@ weights are sent as int8. The backward's gather stays inside the group, whose ra
 gradient takes 0.52 bytes as int4, and with groups only 1 / K of that leaves the group, at the price of a second rounding.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,18 @@ from ztk.zero.context import ZeroContext
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 
+Fetch = Callable[[], Handle]
+
+
 class Exchange:
     """Gathers and reduces over `comm`. Buffers are a bucket's: flat, made of `comm.size` equal shards."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
-    def gather(self, full: Tensor, *, label: str, after: Handle) -> Pending:
-        """All shards of `full` [size], in place. after: brings the rank's own shard and comes first."""
-        return self._comm.all_gather(full, label=label, after=after)
+    def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
+        """All shards of `full` [size], in place. fetch: starts to bring the rank's own shard, if it is needed, which comes first."""
+        return self._comm.all_gather(full, label=label, after=fetch())
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         """`out` [shard_size] = the sum over ranks of this rank's shard of `full` [size]."""
@@ -52,16 +57,15 @@ class QuantizedCollectives(Exchange):
         self._copy: Tensor | None = None  # this rank's part of the group's copy
         self._copy_is_current = False
 
-    def gather(self, full: Tensor, *, label: str, after: Handle) -> Pending:
-        if self._copy_is_current:
+    def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
+        if self._copy_is_current:  # nothing is fetched: it would land in `full` when nobody waits for it any more
             assert self._intra_node is not None
             full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._copy)
-            assert self._intra_node is not None
             return self._intra_node.all_gather(full, label=f"{label} inside the node")
         if self._policy.quantized_weights:
-            work = self._gather_quantized(full, label=label, after=after)
+            work = self._gather_quantized(full, label=label, after=fetch())
         else:
-            work = super().gather(full, label=label, after=after)
+            work = super().gather(full, label=label, fetch=fetch)
         return then(work, action=lambda: self._keep_copy(full)) if self._keeps_copy else work
 
     def _gather_quantized(self, full: Tensor, *, label: str, after: Handle) -> Pending:
@@ -75,7 +79,8 @@ class QuantizedCollectives(Exchange):
         def unpack() -> None:  # the own shard too, so that all ranks compute with the same values
             shards.copy_(dequantize(packed, numel=numel, bits=WEIGHT_BITS, dtype=full.dtype))
 
-        before = then(after, action=pack, is_immediate=after.is_immediate)
+        # Behind a copy the packing starts when the shards are awaited: at once, it would stop the current stream until the copy is there.
+        before = then(after, action=pack, is_immediate=after.is_immediate and after.copy is None)
         return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), action=unpack)
 
     def _keep_copy(self, full: Tensor) -> None:

@@ -70,7 +70,7 @@ class Residency:
         if self.state is not ParameterState.sharded:
             return
         self.full = self._pool.acquire(self._layout.size, dtype=self._traits.dtype)
-        self._work = self._exchange.gather(self.full, label=self._traits.name, after=self.start_fetch())
+        self._work = self._exchange.gather(self.full, label=self._traits.name, fetch=self.start_fetch)
         self.state = ParameterState.gathering
 
     def finish_gather(self) -> None:
@@ -140,16 +140,18 @@ class Residency:
         """Brings the rank's shard into `full`: from now on, or as soon as the optimizer has finished with it."""
         # Each rank sees the end of its update at another time, but all must start the collective alike. So this looks at whether there is
         # an update, not at whether it is done.
-        is_immediate = self._store.tier is Tier.device and self.updated is None
+        # What comes from the disk is there when the host has waited; what comes from main memory, in the order of a stream.
+        is_immediate = self._store.tier is not Tier.nvme and self.updated is None
         fetches = self._fetch_shard() if self.updated is None or self.updated.done() else None
 
         def finish() -> None:
             for fetch in self._fetch_shard() if fetches is None else fetches:
                 fetch.wait()
 
-        return Handle(finish=finish, is_immediate=is_immediate)
+        copy = fetches[-1].copy if is_immediate and fetches else None  # all of them run on one stream, in this order
+        return Handle(finish=finish, is_immediate=is_immediate, copy=copy)
 
-    def _fetch_shard(self) -> list[Pending]:
+    def _fetch_shard(self) -> list[Handle]:
         self.wait_for_update()
         return [self._store.fetch_into(piece.parameter, out=piece.of(self.full)) for piece in self._pieces]
 

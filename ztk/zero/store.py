@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.pending import Handle, Pending
+from ztk.runtime.streams import Copy, has_streams, start_copy
 
 
 class Slot(Protocol):
@@ -39,7 +40,7 @@ class Store(Protocol):
 
     def fetch_ahead(self, slot: Slot) -> Pending | None: ...  # long before its use; None: no memory now, or no gain
 
-    def fetch_into(self, slot: Slot, *, out: Tensor) -> Pending: ...
+    def fetch_into(self, slot: Slot, *, out: Tensor) -> Handle: ...
 
     def put(self, slot: Slot, *, value: Tensor) -> Pending: ...
 
@@ -68,14 +69,15 @@ class Stores:
                 stack.callback(store.flush)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class DeviceSlot:
-    """A slot that is the tensor itself."""
+    """A slot that is the tensor itself. last_copy: from host memory; None: what was put came from the device."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     tensor: Tensor
+    last_copy: Copy | None = None
 
 
 class DeviceStore:
@@ -95,6 +97,7 @@ class DeviceStore:
         return DeviceSlot(name=name, shape=shape, dtype=dtype, tensor=tensor)
 
     def fetch(self, slot: DeviceSlot) -> Handle:
+        _follow(slot)
         return Handle(slot.tensor)
 
     def has_room(self, slot: DeviceSlot) -> bool:
@@ -104,12 +107,19 @@ class DeviceStore:
         return None
 
     def fetch_into(self, slot: DeviceSlot, *, out: Tensor) -> Handle:
+        _follow(slot)
         return Handle(out.copy_(slot.tensor))
 
     def put(self, slot: DeviceSlot, *, value: Tensor) -> Handle:
-        if value is not slot.tensor:
+        if value is slot.tensor:
+            return Handle()
+        _follow(slot)
+        if not has_streams(slot.tensor) or has_streams(value):
             slot.tensor.copy_(value)
-        return Handle()
+            return Handle()
+        slot.last_copy = start_copy(value, out=slot.tensor)  # an optimizer on the host goes on meanwhile
+        assert slot.last_copy is not None, "the slot is on a GPU"
+        return Handle(finish=slot.last_copy.synchronize)
 
     def release(self, slot: DeviceSlot) -> None:
         pass
@@ -122,3 +132,9 @@ class DeviceStore:
 
     def close(self) -> None:
         pass
+
+
+def _follow(slot: DeviceSlot) -> None:
+    """What the current stream does next finds in the slot what was put."""
+    if slot.last_copy is not None:
+        slot.last_copy.wait()

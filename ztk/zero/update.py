@@ -33,20 +33,20 @@ from torch import Tensor
 from ztk.kernels import Control, behind_step
 from ztk.optim import FlatOptimizer, TorchStep
 from ztk.optim.ema import update_average
-from ztk.optim.muon import step_along
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
-from ztk.runtime.pending import Pending
-from ztk.runtime.planned import is_planned, is_set, on_host
+from ztk.runtime.pending import Handle, Pending
+from ztk.runtime.planned import in_one_memory, is_planned, is_set, on_host
 from ztk.runtime.serial import InlineCalls, SerialThread
+from ztk.runtime.streams import Copy, has_streams, start_copy
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
-from ztk.zero.layout import Fragment
 from ztk.zero.matrices import MatrixUpdate
 from ztk.zero.missed import MissedUpdates
 from ztk.zero.norms import FetchedStates, TrustRatios
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import MASTER, PieceStates, rows_by_kind
+from ztk.zero.piece_update import PieceUpdate
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -54,20 +54,23 @@ MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fetched:
-    """A piece whose states and gradient are being fetched."""
+    """A piece whose states and gradient are being fetched. staged: a gradient from the device, on its way to a buffer of the pool."""
 
     bucket: Bucket
     piece: Piece
     states: Pending
     gradient: Pending | None
+    staged: tuple[Tensor, Copy] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WriteBack:
-    """An updated piece that is being written back. parameter: its new values, in a buffer of the pool; None: in place."""
+    """An updated piece that is being written back. parameter: its new values, in a buffer of the pool; None: in place.
+    copy: from that buffer to the device; None: to a store, or it is done."""
 
     puts: tuple[Pending, ...]
     parameter: Tensor | None
+    copy: Copy | None = None
 
 
 class ShardUpdate:
@@ -81,13 +84,14 @@ class ShardUpdate:
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
         self._state_names, self._ema, self._averages = context.state_names, context.ema, False
         self._states = PieceStates(context)
+        self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
+        beside_the_device = self._on_host and context.device.type != "cpu"
         self.pool = BufferPool(
-            device=context.device if is_planned(context.device) else torch.device("cpu"),
+            device=torch.device("cpu") if beside_the_device and not is_planned(context.device) else context.device,
             ledger=context.ledger,
             category="parameters on their way",
-            tier=Tier.device if context.device.type == "cpu" else Tier.host,
+            tier=Tier.host if beside_the_device else Tier.device,
         )
-        self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
@@ -96,8 +100,6 @@ class ShardUpdate:
             or context.stores.parameters.tier is not Tier.device
             or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
         )
-        self._group_of = context.groups.row_of
-        self._scales = [row.muon_scale for row in context.groups.rows]
         self._matrices: MatrixUpdate | None = None
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
             self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, context=context)
@@ -112,6 +114,9 @@ class ShardUpdate:
         self._before_change: Callable[[], None] | None = None
         self._skipped: frozenset[str] = frozenset()
         self.missed = MissedUpdates(context.groups.rows)
+        self._piece_update: PieceUpdate | None = None
+        if isinstance(context.optimizer, FlatOptimizer):
+            self._piece_update = PieceUpdate(context.optimizer, groups=context.groups, missed=self.missed)
         self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         # The first that are fetched: a store's memory goes to pieces in that order.
@@ -237,7 +242,11 @@ class ShardUpdate:
             bucket = current.bucket
             if current.piece is bucket.pieces[-1]:
                 if _needs_gather(bucket):
-                    gathers.append(bucket.comm.all_gather(bucket.full, label=bucket.traits.name))
+                    copy = (
+                        writes[-1].copy if writes else None
+                    )  # the bucket's last; the others are before it on its stream
+                    after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
+                    gathers.append(bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after))
                 if bucket.residency.updated is not None:
                     bucket.residency.updated.set_result(None)
         self._is_fetching = False
@@ -267,9 +276,22 @@ class ShardUpdate:
         return piece in self._ahead or self._stores.optimizer.has_room(piece.states)
 
     def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
-        gradient = None if piece.gradient is None else self._stores.gradients.fetch(piece.gradient)
+        gradient, staged = None, None
+        if piece.gradient is not None:
+            gradient = self._stores.gradients.fetch(piece.gradient)
+        elif self._on_host:
+            staged = self._stage(piece.of(bucket.gradient.full))
         states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
-        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient)
+        return _Fetched(bucket=bucket, piece=piece, states=states, gradient=gradient, staged=staged)
+
+    def _stage(self, gradient: Tensor) -> tuple[Tensor, Copy] | None:
+        """Starts to copy a gradient [n] from a GPU to the host; None: it is there."""
+        if not has_streams(gradient):
+            return None
+        buffer = self.pool.acquire(gradient.numel(), dtype=gradient.dtype)
+        copy = start_copy(gradient, out=buffer)
+        assert copy is not None, "one of the two is on a GPU"
+        return buffer, copy
 
     def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
         """Before the update, the states of pieces. Their gradients stay where they are."""
@@ -290,6 +312,8 @@ class ShardUpdate:
             )
             if piece.gradient is not None:
                 self._stores.gradients.release(piece.gradient)
+            if fetched.staged is not None:
+                self.pool.release(gradient)
 
     def _put_states(self, piece: Piece, *, states: Tensor, wide: Tensor) -> Pending:
         if wide is not states:
@@ -299,9 +323,13 @@ class ShardUpdate:
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
         """The states [k, n] and the gradient [n], where the update runs."""
         states = fetched.states.wait()
+        if fetched.staged is not None:
+            gradient, copy = fetched.staged
+            copy.synchronize()
+            return states, gradient
         gradient = fetched.gradient.wait() if fetched.gradient else fetched.piece.of(fetched.bucket.gradient.full)
         assert gradient is not None
-        return states, on_host(gradient) if self._on_host else gradient
+        return states, gradient
 
     def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> _WriteBack:
         bucket, piece = fetched.bucket, fetched.piece
@@ -315,7 +343,7 @@ class ShardUpdate:
         master = self._master(rows, bucket=bucket, piece=piece, device=states.device)
         if is_its_master and is_wide:
             out = None  # master weight and parameter are one
-        elif resident is not None and resident.device == states.device:
+        elif resident is not None and in_one_memory(resident, second=states):
             out = resident
         else:
             out = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
@@ -324,14 +352,19 @@ class ShardUpdate:
             self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
             if out is not None:
                 out.copy_(master)
-        elif self._norms is not None:
-            self._run_lamb(piece, master=master, rows=rows, control=control, out=out)
         else:
-            self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
+            assert self._piece_update is not None
+            more = {"master": master, "rows": rows, "control": control, "out": out, "skipped": self._skipped}
+            if self._norms is None:
+                self._piece_update.run(piece, gradient=gradient, **more)
+            else:
+                self._piece_update.run_lamb(piece, ratios=self._ratios, **more)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
         if wide is not states:
             states.copy_(wide)
+        if fetched.staged is not None:
+            self.pool.release(gradient)
         return self._write_back(bucket, piece=piece, states=states, out=out)
 
     def _master(self, rows: dict[str, Tensor], *, bucket: Bucket, piece: Piece, device: torch.device) -> Tensor:
@@ -350,91 +383,6 @@ class ShardUpdate:
         skip = None if self._must_know_of_skips else control[0, Control.skip]
         update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
 
-    def _run_kernel(
-        self,
-        piece: Piece,
-        *,
-        master: Tensor,
-        gradient: Tensor,
-        rows: dict[str, Tensor],
-        control: Tensor,
-        out: Tensor | None,
-    ) -> None:
-        """The fused update of a piece, one call per parameter group."""
-        assert isinstance(self._optimizer, FlatOptimizer)
-        apart = self._updated_apart(piece, master=master, gradient=gradient, rows=rows, control=control)
-        for segment in piece.segments:
-            cut = slice(segment.start - piece.start, segment.stop - piece.start)
-            if scale := self._scales[segment.group]:
-                step_along(
-                    master[cut],
-                    direction=gradient[cut],
-                    scale=scale,
-                    control=control[segment.group],
-                    out=None if out is None else out[cut],
-                )
-                continue
-            self._optimizer.step(
-                master[cut],
-                grad=gradient[cut],
-                states=tuple(moment[cut] for moment in rows.values()),
-                control=control[segment.group],
-                out=None if out is None else out[cut],
-            )
-        for place, values in apart.values():
-            for row, value in zip((master, *rows.values()), values, strict=True):
-                row[place].copy_(value)
-            if out is not None:
-                out[place].copy_(master[place])
-
-    def _updated_apart(
-        self, piece: Piece, *, master: Tensor, gradient: Tensor, rows: dict[str, Tensor], control: Tensor
-    ) -> dict[str, tuple[slice, list[Tensor]]]:
-        """By name, place, master and states to be, of parameters that this step leaves alone, and of those that have missed updates.
-
-        The latter are updated on a copy of their segment: where a buffer is cut decides how a kernel rounds (multiples of 16 elements).
-        """
-        assert isinstance(self._optimizer, FlatOptimizer)
-        found: dict[str, tuple[slice, list[Tensor]]] = {}
-        for fragment in piece.fragments:
-            if fragment.name in self._skipped:
-                place = fragment.place
-                found[fragment.name] = place, [row[place].clone() for row in (master, *rows.values())]
-        for segment in piece.segments:
-            cut = slice(segment.start - piece.start, segment.stop - piece.start)
-            late: dict[int, list[Fragment]] = {}
-            for fragment in piece.fragments:
-                count = self.missed.counts.get(fragment.name, 0)
-                if count and fragment.name not in found and cut.start <= fragment.place.start < cut.stop:
-                    late.setdefault(count, []).append(fragment)
-            for fragments in late.values() if not self._scales[segment.group] else ():
-                copies = [row[cut].clone() for row in (master, *rows.values())]
-                own = self.missed.control_of(fragments[0].name, control=control, group=segment.group)
-                self._optimizer.step(copies[0], grad=gradient[cut], states=tuple(copies[1:]), control=own)
-                for fragment in fragments:
-                    place = slice(fragment.place.start - cut.start, fragment.place.stop - cut.start)
-                    found[fragment.name] = fragment.place, [value[place] for value in copies]
-        return found
-
-    def _run_lamb(
-        self, piece: Piece, *, master: Tensor, rows: dict[str, Tensor], control: Tensor, out: Tensor | None
-    ) -> None:
-        """The weights of a piece, parameter by parameter; the averages are updated already."""
-        assert isinstance(self._optimizer, FlatOptimizer) and self._optimizer.lamb is not None
-        if out is not None:
-            out.copy_(master)  # of what is skipped, and of padding
-        for fragment in piece.fragments:
-            if fragment.name not in self._skipped:
-                place = fragment.place
-                self._optimizer.lamb.step(
-                    master[place],
-                    exp_avg=rows["exp_avg"][place],
-                    exp_avg_sq=rows["exp_avg_sq"][place],
-                    ratio=self._ratios[fragment.name],
-                    control=self.missed.control_of(fragment.name, control=control, group=self._group_of[fragment.name]),
-                    out=None if out is None else out[place],
-                )
-
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
         """The parameter's memory, if it can be written in place."""
         if not bucket.traits.shards_parameters:
@@ -449,15 +397,21 @@ class ShardUpdate:
             self._stores.gradients.forget(piece.gradient)
         if out is not None and bucket.traits.shards_parameters:
             puts.append(self._stores.parameters.put(piece.parameter, value=out))
-        # pyrefly: ignore[missing-attribute]  # there while the update runs
-        elif out is not None and out.device != bucket.full.device:
-            piece.of(bucket.full).copy_(out)
-        return _WriteBack(puts=tuple(puts), parameter=out if self.pool.owns(out) else None)
+        parameter = out if self.pool.owns(out) else None
+        copy = None
+        if parameter is not None and not bucket.traits.shards_parameters:
+            copy = start_copy(parameter, out=piece.of(bucket.full))
+            if copy is None:
+                piece.of(bucket.full).copy_(parameter)
+        return _WriteBack(puts=tuple(puts), parameter=parameter, copy=copy)
 
     def _finish_write(self, write: _WriteBack, *, clock: PhaseClock) -> None:
         with clock.phase("io"):
             for put in write.puts:
                 put.wait()
+            if write.copy is not None:
+                write.copy.wait()
+                write.copy.synchronize()  # before the host writes into its buffer again
         if write.parameter is not None:
             self.pool.release(write.parameter)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ztk.runtime.comm.counters import CommCounters
 from ztk.runtime.comm.transport import Transport
 from ztk.runtime.comm.watchdog import Watchdog
+from ztk.runtime.pending import Handle
 from ztk.runtime.serial import SerialThread
 
 
@@ -112,11 +113,11 @@ class Comm:
             made = self._thread.submit(lambda: self._transport.empty(numel, dtype=dtype, label=name)).result()
         return torch.empty(numel, dtype=dtype, device=self.device) if made is None else made
 
-    def all_gather(self, full: Tensor, *, label: str, after: Any = None) -> Work:
+    def all_gather(self, full: Tensor, *, label: str, after: Handle | None = None) -> Work:
         """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` runs first, if given.
 
-        after: an object with `wait()` and `is_immediate`. Without a communication thread (a world of one, NCCL) a collective that depends
-        on `after` starts at its own `wait()`, which is at the same place of the program on every rank.
+        after: without a communication thread (a world of one, NCCL) a collective that depends on it starts at its own `wait()`, which is at
+        the same place of the program on every rank, or at once if `after` is immediate: behind its copy, if it has one.
         """
         self._check(full)
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
@@ -271,7 +272,9 @@ class Comm:
     def _check(self, full: Tensor) -> None:
         assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)
 
-    def _submit(self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: Any = None) -> Work:
+    def _submit(
+        self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: Handle | None = None
+    ) -> Work:
         """size: the size in the label, the same on all ranks; None: the number of elements."""
         name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
 
@@ -290,8 +293,13 @@ class Comm:
             return pending
 
         if self._thread is None:
-            is_immediate = after is None or after.is_immediate
-            return Work(task() if is_immediate else task, counters=self.counters)
+            if after is not None and not after.is_immediate:
+                return Work(task, counters=self.counters)
+            if after is None or after.copy is None:
+                return Work(task(), counters=self.counters)
+            with after.copy.on_its_stream():  # the collective is behind the copy, and the current stream computes on
+                pending = task()
+            return Work(after.copy if pending is None else pending, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
 
     def _run(self, run: Callable, *, name: str) -> Any:
