@@ -39,7 +39,7 @@ def build(source: Path, *, folder: Path, quick: bool) -> str | None:
     from nbclient.exceptions import CellExecutionError
     from nbconvert import HTMLExporter
 
-    notebook = jupytext.read(source)
+    notebook: nbformat.NotebookNode = jupytext.read(source)
     paths = [str(ROOT), str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {
         "ZTK_NOTEBOOKS": "quick" if quick else "full",

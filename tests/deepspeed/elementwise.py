@@ -131,6 +131,15 @@ def begin(make: Callable | None, *, ds_config: dict, scheduler: Callable | None 
     return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, lr_scheduler=scheduler)[0]
 
 
+def dropping(
+    process: Process, *, make: Callable | None, optimizer: dict | None = None, **more: Any
+) -> dict[str, Tensor]:
+    """Weights of a run at stage 2 whose steps use parts of the model."""
+    engine = begin(make, ds_config=config(2, **more) | ({"optimizer": optimizer} if optimizer else {}))
+    train(engine, rank=process.rank, drops=True)
+    return weights(engine)
+
+
 def differing(process: Process, *, cases: dict[str, Callable], expected: dict[str, dict[str, Tensor]], places: Sequence,
               drops: bool = False, scheduler: Callable | None = None, **more: Any) -> list[str]:  # fmt: skip
     """Runs every case at every place; returns what is not equal to the last bit."""

@@ -179,8 +179,8 @@ def test_the_class_without_bias_correction(ranks):
         fused([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
-def autocast_plain(dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """DDP's arithmetic: each half under autocast, gradients averaged in fp32."""
+def autocast_plain(dtype: torch.dtype, *, scale: float = 1.0) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """DDP's arithmetic: each half under autocast, gradients averaged in fp32. scale: on the loss, taken off the gradients."""
     model = scripts.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
@@ -192,8 +192,10 @@ def autocast_plain(dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Ten
             with torch.autocast("cpu", dtype=dtype):
                 out = model(a)
             loss = F.cross_entropy(out.float(), b) / 2
-            loss.backward()
+            (loss * scale).backward()
             total += float(loss.detach())
+        for parameter in model.parameters():
+            parameter.grad /= scale
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(total)
@@ -236,10 +238,44 @@ def test_autocast(ranks, stage, by_key):
         assert value.dtype is torch.float32 and (value - weights[name]).abs().max() < 0.02, name  # two of Adam's steps
 
 
+FLOAT16 = {"enabled": True, "dtype": "float16"}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_autocast_in_float16_scales_the_loss(ranks, stage):
+    """fp16 rounds to 2^-11: losses near 2 within that, weights within two of Adam's steps. A large scale is halved, step by step."""
+    losses, weights = autocast_plain(torch.float16, scale=2.0**12)
+    config = scripts.config(stage=stage, torch_autocast=FLOAT16, fp16={"loss_scale": 2**12})
+    found = ranks(2).run(scripts.train, ds_config=config)[0]
+    assert found["losses"][:2] == pytest.approx(losses[:2], abs=1e-5)
+    assert found["losses"] == pytest.approx(losses, abs=2**-9)
+    assert found["losses"] != pytest.approx(scripts.plain()[0], abs=1e-5)  # fp16 has been at work
+    for name, value in found["weights"].items():
+        assert value.dtype is torch.float32 and (value - weights[name]).abs().max() < 0.02, name
+    dynamic = scripts.config(stage=stage, torch_autocast=FLOAT16, fp16={"initial_scale_power": 26, "hysteresis": 1})
+    scales = ranks(2).run(scales_of, config=dynamic)[0]
+    assert scales[0] == 2.0**25 and scales == sorted(scales, reverse=True) and scales[-1] == scales[-2], scales
+
+
+def scales_of(process: Process, *, config: dict) -> list[float]:
+    """After every step. The script scales the loss itself."""
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
+    assert engine.dynamic_loss_scale() and next(engine.parameters()).dtype is torch.float32
+    scales = []
+    for step in range(12):
+        x, y = (value.chunk(2)[process.rank] for value in scripts.data(step % scripts.STEPS))
+        engine.scale(F.cross_entropy(engine(x).float(), y)).backward()
+        engine.step()
+        scales.append(engine.optimizer.cur_scale)
+    engine.destroy()
+    return scales
+
+
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16 needs a loss scale"),
+        ({"torch_autocast": FLOAT16, "bf16": {"enabled": True}}, "switch one of them off"),
+        ({"torch_autocast": FLOAT16 | {"dtype": "float32"}}, "must be bfloat16 or float16"),
         ({"gradient_allreduce_op": "max"}, "must be one of mean, sum"),
         ({"gradient_predivide_factor": 0}, "must be above 0"),
         ({"managed_gradient_accumulation": "no"}, "must be true or false"),

@@ -108,7 +108,7 @@ def test_parameters_without_a_gradient_are_skipped_if_asked(ranks):
     """
     cases = {
         "nadam": CASES["nadam"],
-        "adamw": functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+        "adagrad": functools.partial(optim.Adagrad, lr=0.01, weight_decay=0.1),
         "sgd": functools.partial(optim.SGD, lr=0.25, momentum=0.5),
     }
     values = {label: plain(make, drops=True) for label, make in cases.items()}
@@ -120,10 +120,14 @@ def test_parameters_without_a_gradient_are_skipped_if_asked(ranks):
     assert {text.split()[0] for text in moved} == set(cases)
 
 
-def test_adam_by_name_does_not_skip():
-    """It counts the steps of the run, not of a parameter."""
-    section = {"type": "AdamW", "params": {"lr": 0.01}}
-    with pytest.raises(ValueError, match=r"skip_unused=true .* pass torch.optim.AdamW"):
-        elementwise.begin(
-            None, ds_config=elementwise.config(0, optimizer="none") | {"optimizer": section, "skip_unused": True}
-        )
+def test_adam_skips_by_name_and_by_object(ranks):
+    """ztk's fused update, which rounds otherwise than torch's: 5 steps of 0.01, within 1e-6."""
+    make = functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.9, 0.999))
+    section = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+    expected = plain(make, drops=True)
+    for case, more in (("by name", {"optimizer": section}), ("by object", {})):
+        found = ranks(2).run(elementwise.dropping, make=None if more else make, skip_unused=True, **more)[0]
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=0, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
+            )

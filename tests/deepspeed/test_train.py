@@ -7,6 +7,7 @@ import torch
 
 from tests.deepspeed import scripts
 from tests.deepspeed.scripts import config, plain, train
+from ztk.deepspeed.own_optimizers import FusedLamb
 
 STAGES = (0, 1, 2, 3)
 
@@ -35,11 +36,15 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
+def lamb(parameters):
+    return FusedLamb(parameters, lr=1e-2, weight_decay=0.1, max_coeff=2.0)
+
+
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
 
 
-@pytest.mark.parametrize("make", [adam, sgd, adamw])
+@pytest.mark.parametrize("make", [adam, sgd, adamw, lamb])
 def test_a_torch_optimizer_is_taken_over(ranks, make):
     found = ranks(2).run(train, ds_config=config(stage=3, optimizer=None), optimizer=make)[0]
     close(found, plain(optimizer=make))
@@ -62,6 +67,7 @@ NAMED = [
     ({"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}, functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)),
     ({"type": "adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}, adam),
     ({"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.5}}, functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5)),
+    ({"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1, "max_coeff": 2.0}}, lamb),
     ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}, sgd),
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "adamax"}, "optimizer.name=adamax: must be one of adamw, adam, sgd, lion, muon"),
+        ({"name": "adamax"}, "optimizer.name=adamax: must be one of adamw, adam, sgd, lion, lamb, muon"),
         ({"lr": -1.0}, "optimizer.lr=-1.0"),
         ({"lr": float("nan")}, "optimizer.lr=nan"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1"),

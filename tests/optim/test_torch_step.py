@@ -71,6 +71,29 @@ class Listed(torch.optim.SGD):
                 self.state[p].setdefault("past", []).append(0)
 
 
+class ClippedIfLarge(torch.optim.SGD):
+    """No state says that it treats large parameters otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                scale = p.grad.norm() if p.numel() >= 4096 else 1.0
+                p.sub_(p.grad / scale, alpha=group["lr"])
+
+
+class Factored(torch.optim.SGD):
+    """Matrices with both sides of 128 and more."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() == 2 and min(p.shape) >= 128:
+                    self.state[p]["rows"] = p.grad.square().mean(-1)
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 class Global(torch.optim.SGD):
     """A rate by the norm of all gradients."""
 
@@ -89,6 +112,8 @@ class Global(torch.optim.SGD):
         (Noisy, "random numbers"),
         (Centred, "or on the shape"),
         (Global, "not elementwise"),
+        (ClippedIfLarge, "not elementwise: the weights depend on the other elements"),
+        (Factored, "not elementwise: its state rows"),
         (torch.optim.Adafactor, "not elementwise: its state row_var"),
         (torch.optim.Muon, "its step raises"),
         (torch.optim.LBFGS, "needs a closure"),

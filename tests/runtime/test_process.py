@@ -1,13 +1,14 @@
 """A launcher's environment that does not fit together is refused at once: the other ranks would wait for a minute and more."""
 
 import datetime
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from ztk.runtime import Process
-from ztk.runtime.process import local_store
+from ztk.launch import ExternalRank
+from ztk.runtime import Process, rendezvous
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,61 @@ def _listening(port: int) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
 
 
-def test_the_store_of_one_machine_is_not_reached_from_others():
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    timeout = datetime.timedelta(seconds=20)
-    store = local_store(port, rank=0, world=1, timeout=timeout)
-    again = local_store(port, rank=0, world=1, timeout=timeout)  # after init_process_group was called before
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "address, found, is_one_machine, listening",
+    [
+        ("localhost", [], False, {"0100007F"}),
+        ("127.0.0.2", [], False, {"0100007F"}),
+        ("node", ["127.0.0.3"], True, {"0300007F"}),  # stands for any address of this machine
+        ("node", ["127.0.1.1"], False, None),  # Debian's own name of a machine: others do not reach it there
+        ("node", ["127.0.0.3", "127.0.0.4"], True, None),
+        ("node", ["192.0.2.1"], False, None),  # not an address of this machine (RFC 5737): behind address translation
+    ],
+)
+def test_the_store_listens_on_the_address_that_ranks_were_told(address, found, is_one_machine, listening, monkeypatch):
+    """None: on all addresses, as torch's."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda name, *rest, **options: (
+            [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (entry, 0)) for entry in found]
+            if name == "node"
+            else real(name, *rest, **options)
+        ),
+    )
+    port = _free_port()
+    own = rendezvous._address(address, is_one_machine=is_one_machine)
+    descriptor = own and rendezvous._listen(own, port=port)
+    if listening is None:
+        assert descriptor is None
+        return
+    assert _listening(port) == listening
+    os.close(descriptor)
+
+
+def test_the_store_of_one_machine_is_not_reached_from_others():
+    port = _free_port()
+    options = {"rank": 0, "world": 1, "is_one_machine": True, "timeout": datetime.timedelta(seconds=20)}
+    store = rendezvous.open_store("localhost", port=port, **options)
+    again = rendezvous.open_store("localhost", port=port, **options)  # after init_process_group was called before
     store.set("key", "value")
     assert again.get("key") == b"value"
     assert _listening(port) == {"0100007F"}  # 127.0.0.1
+
+
+def test_ranks_that_srun_started_agree_over_such_a_store(monkeypatch):
+    """`agree` opens the port first, so what it listens on is what the run listens on."""
+    port = _free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    rank = ExternalRank(rank=0, world_size=1, local_world_size=1, starter="srun")
+    agreement = rank.agree("text", timeout_seconds=20, open_store=rendezvous.open_store)
+    assert agreement.text == "text" and _listening(port) == {"0100007F"}

@@ -117,7 +117,8 @@ def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder
         options.pop("model", None) or build(),
         process=process,
         optimizer=options.pop("optimizer", OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5)),
-        precision=PrecisionPolicy(
+        precision=options.pop("precision", None)
+        or PrecisionPolicy(
             dtype=DTYPES[dtype],
             loss_scale=LossScalePolicy(initial=2.0**17, window=4, hysteresis=1) if dtype == "fp16" else None,
             master=options.pop("master", None),

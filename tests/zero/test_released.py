@@ -2,15 +2,18 @@
 
 import copy
 import io
+import pickle
+import warnings
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.zero.models import Layout, make_engine
-from ztk.zero.released import is_released, placeholder, release
+from ztk.zero.released import check_saved, is_released, placeholder, release
 
 
 def _index(p):
@@ -133,14 +136,59 @@ def test_a_module_is_moved_to_where_it_is():
         layer.to(torch.bfloat16)
 
 
-def test_a_saved_state_dict_has_nan_and_says_so():
-    """Scripts save the module on rank 0 at every stage, and write the full one after it."""
+COPIES = {
+    "clone": lambda value: value.clone(),
+    "half": lambda value: value.half(),
+    "reshaped, then copied": lambda value: value.detach().view(-1).clone(),
+    "numpy": lambda value: value.numpy(),
+    "tolist": lambda value: value.tolist(),
+    "cat": lambda value: torch.cat([torch.zeros(3, 4), value]),
+    "copied from": lambda value: torch.zeros(3, 4).copy_(value),
+    "copied into a module": lambda value: nn.Linear(4, 3).load_state_dict({"weight": value, "bias": torch.zeros(3)}),
+    "deepcopy": copy.deepcopy,
+    "safetensors": lambda value: safetensors.torch.save({"weight": value}),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_an_entry_of_a_state_dict_is_not_copied(how):
+    layer = released_layer()
+    entry = layer.state_dict()["weight"]
+    assert entry.shape == (3, 4) and entry.dtype == torch.float32 and entry.numel() == 12 and "nan" in repr(entry)
+    with pytest.raises(RuntimeError, match=r"released parameter.*save_16bit_model.*GatheredParameters"):
+        COPIES[how](entry)
+    assert layer.weight.clone().isnan().all()  # the parameter itself may be read
+    assert torch.equal(layer.state_dict()["bias"].clone(), layer.bias)
+
+
+def test_a_saved_state_dict_warns_cannot_be_loaded_and_ends_training():
+    """DeepSpeed-Chat saves the module on rank 0 at every stage, and the full one after it, inside GatheredParameters."""
     layer, file = released_layer(), io.BytesIO()
-    with pytest.warns(UserWarning, match=r"shape \(3, 4\) was saved.*save_16bit_model"):
+    with pytest.warns(UserWarning, match=r"shape \(3, 4\) is released.*save_16bit_model"):
         torch.save(layer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file)
-    assert loaded["weight"].shape == (3, 4) and loaded["weight"].isnan().all()
-    assert torch.equal(loaded["bias"], layer.bias)
-    loaded["weight"] = loaded["weight"] * 1  # a plain tensor
-    assert type(loaded["weight"]) is torch.Tensor and is_released(layer.weight)
+    for weights_only, part in ((True, "saved_outside_of_gathered_parameters"), (False, "save_16bit_model")):
+        file.seek(0)
+        with pytest.raises((RuntimeError, pickle.UnpicklingError), match=part):
+            torch.load(file, weights_only=weights_only)
+    with pytest.raises(RuntimeError, match="a state dict was saved in which"):
+        check_saved()
+    check_saved()  # said once
+    with pytest.warns(UserWarning, match="is released"):
+        torch.save(layer.state_dict(), file)
+    with deepspeed.zero.GatheredParameters([layer.bias]):
+        check_saved()
+
+
+def trained_after_saving(process) -> None:
+    engine = make_engine(process, layout=Layout(stage=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(engine.module.state_dict(), io.BytesIO())
+    engine.backward(engine(torch.zeros(2, 4, dtype=torch.long)))
+    with pytest.raises(RuntimeError, match="a state dict was saved in which"):
+        engine.step()
+    engine.close()
+
+
+def test_training_does_not_go_on_after_such_a_file(ranks):
+    ranks(2).run(trained_after_saving)

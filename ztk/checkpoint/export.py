@@ -220,9 +220,11 @@ def _small_state(manifest: Manifest) -> dict[str, object]:
             for name in entry["params"]
             for key, value in decode_all(entry["scalars"]).items()
         }
-    steps = torch.tensor(float(manifest.control.get("step", manifest.step)))
+    steps, missed = float(manifest.control.get("step", manifest.step)), manifest.missed_updates
     trained = [info.name for info in manifest.parameters if info.trainable]
-    small: dict[str, object] = {f"optim.state.{name}.step": steps for name in trained}
+    small: dict[str, object] = {
+        f"optim.state.{name}.step": torch.tensor(steps - missed.get(name, 0)) for name in trained
+    }
     if groups := torch_param_groups(manifest.groups or []):
         small["optim.param_groups"] = groups
     return small

@@ -16,6 +16,8 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
     optimizer = engine.zero.optimizer
     muon = getattr(optimizer, "muon", None)
     options = optimizer.options if muon is None else {"muon_steps": muon.steps, "nesterov": muon.nesterov}
+    if (lamb := getattr(optimizer, "lamb", None)) is not None:
+        options = {"min_coeff": lamb.min_coeff, "max_coeff": lamb.max_coeff}
     table = engine.control.hyper.tolist()
     own = {
         placement.name: {column.name: float(f"{table[placement.group][column]:.7g}") for column in Hyper}
@@ -36,7 +38,7 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
 def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind.
 
-    None for lion, which torch lacks, for muon, which is two optimizers there, and for a class of which only the name is known.
+    None for lion and lamb, which torch lacks, for muon, which is two optimizers there, and for a class of which only the name is known.
     """
     made = []
     for group in groups:
@@ -51,7 +53,7 @@ def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | N
 def _torch_optimizer(group: dict[str, Any]) -> torch.optim.Optimizer | None:
     parameters, options = [torch.nn.Parameter(torch.zeros(1))], group["options"]
     if (
-        "muon_steps" in options or "class" in options
+        "muon_steps" in options or "min_coeff" in options or "class" in options
     ):  # a torch optimizer's own step, whose options are not in the table
         return None
     common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}

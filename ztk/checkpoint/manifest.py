@@ -68,6 +68,7 @@ class Manifest:
     data, extra: JSON values from the training program.
     model: the model's description, see `ztk.checkpoint.architecture`. groups: the optimizer's hyperparameters, each with the names
         of its parameters under "params". torch_optimizer: what a torch optimizer keeps besides, see `ztk.checkpoint.torch_optimizer`.
+        missed_updates: parameter -> updates that it has missed, of ztk's own optimizers; a parameter that has missed none is not in it.
         left_out: frozen parameters that a checkpoint of trained ones does not have.
     """
 
@@ -90,6 +91,7 @@ class Manifest:
     model: dict[str, Any] | None = None
     groups: list[dict[str, Any]] | None = None
     torch_optimizer: dict[str, Any] | None = None
+    missed_updates: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     format: str = FORMAT
     version: int = VERSION

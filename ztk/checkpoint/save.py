@@ -28,7 +28,7 @@ from ztk.checkpoint.model import ModelInfo, control_values
 from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file, open_file
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
-from ztk.checkpoint.torch_optimizer import gather_progress
+from ztk.checkpoint.torch_optimizer import gather_missed, gather_progress
 from ztk.runtime import Comm, Tier
 from ztk.runtime.comm import connect
 from ztk.runtime.ending import end_with_process, forget
@@ -236,6 +236,7 @@ class Saver:
             "model": describe_model(self._engine.module),
             "groups": gather_groups(self._engine),
             "torch_optimizer": gather_progress(self._engine),
+            "missed_updates": gather_missed(self._engine),
         }
         token, temporary, writer = secrets.token_hex(4), None, None
         try:

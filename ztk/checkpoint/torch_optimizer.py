@@ -1,4 +1,4 @@
-"""What a torch optimizer keeps besides tensors of the parameters' size, in a checkpoint: counts of steps, products, values of its groups.
+"""What an optimizer keeps besides tensors of the parameters' size, in a checkpoint: counts of steps, products, values of its groups.
 
 The same for all ranges of a parameter, so it is saved once, parameters with equal values together, and any number of ranks can load it.
 """
@@ -41,6 +41,14 @@ def gather_progress(engine: Subject) -> dict[str, Any] | None:
     return {**step.options, "parameters": parameters, "groups": merged}
 
 
+def gather_missed(engine: Subject) -> dict[str, int]:
+    """Parameter -> updates that it has missed, of all ranks. Collective."""
+    missed: dict[str, int] = {}
+    for of_rank in engine.process.comm.gather_objects(engine.zero.missed_updates.counts):
+        missed |= of_rank
+    return dict(sorted(missed.items()))
+
+
 def check_progress(engine: Subject, *, manifest: Manifest) -> None:
     """Raises CheckpointError unless the checkpoint's optimizer is of the engine's class."""
     step = engine.zero.optimizer
@@ -55,7 +63,12 @@ def check_progress(engine: Subject, *, manifest: Manifest) -> None:
 
 
 def restore_progress(engine: Subject, *, manifest: Manifest | None, keep: Collection[str]) -> None:
-    """Sets what `gather_progress` has saved. manifest: None to begin anew. keep: parameters that stay as they are."""
+    """Sets what `gather_progress` and `gather_missed` have saved. manifest: None to begin anew. keep: parameters that stay as they are."""
+    own = {placement.name for bucket in engine.zero.buckets for placement in bucket.layout.placements}
+    missed = {} if manifest is None else manifest.missed_updates
+    engine.zero.missed_updates.restore(
+        {name: count for name, count in missed.items() if name in own}, keep=frozenset(keep)
+    )
     step = engine.zero.optimizer
     if not isinstance(step, TorchStep):
         return

@@ -229,12 +229,16 @@ class Session:
         """Runs this process as a rank of another launcher. A rank that fails writes the summary, with the first cause known by then."""
         from ztk.worker import leave, run_task
 
-        os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported, which `agree` does
+        os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported
         assert self._external is not None, "the machine's launcher started this process"
         if self._external.rank == 0:
             configuration.save(config, path=Path(config.output_dir, "config.yaml"))
         self._external.remember_folder(config.output_dir)
-        agreement = self._external.agree(configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds)
+        from ztk.runtime.rendezvous import open_store
+
+        agreement = self._external.agree(
+            configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds, open_store=open_store
+        )
         config = configuration.from_yaml(agreement.text)
         forget_failure(config.output_dir, rank=self._external.rank)  # of the start before this one
         failure = run_task(config, rank=self._external.rank)

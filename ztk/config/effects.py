@@ -14,12 +14,12 @@ from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
-from ztk.config.optimizer_schema import OptimizerName
+from ztk.config.optimizer_effects import OPTIMIZER_EFFECTS
+from ztk.config.precision_schema import DType
 from ztk.config.scheduler_effects import SCHEDULER_EFFECTS
 from ztk.config.schema import (
     Config,
     DataName,
-    DType,
     LoggerMode,
     ParameterTier,
     PipelineSchedule,
@@ -56,13 +56,6 @@ def device_of(config: Config, *, machine: Machine) -> str:
     if config.launch.device == "auto":
         return "cuda" if machine.gpus else "cpu"
     return config.launch.device.value
-
-
-def _uses_optimizer(*names: OptimizerName) -> Callable[[Config, Machine], bool]:
-    return lambda config, machine: config.optimizer.name in names
-
-
-_uses_muon = _uses_optimizer(OptimizerName.muon)
 
 
 def _answers(config: Config, machine: Machine) -> bool:
@@ -224,24 +217,7 @@ EFFECTS = (
         only="task=pretrain with ztk's own decoder, such as model=tiny",
         required=False,
     ),
-    Effect(
-        keys=("optimizer.betas",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.lion, OptimizerName.muon),
-        only="optimizer=adamw, adam, lion or muon",
-    ),
-    Effect(
-        keys=("optimizer.eps",),
-        when=_uses_optimizer(OptimizerName.adamw, OptimizerName.adam, OptimizerName.muon),
-        only="optimizer=adamw, adam or muon",
-    ),
-    Effect(keys=("optimizer.states",), when=_uses_optimizer(OptimizerName.adamw), only="optimizer=adamw"),
-    Effect(
-        keys=keys_of("optimizer", "momentum", "nesterov"),
-        when=_uses_optimizer(OptimizerName.sgd, OptimizerName.muon),
-        only="optimizer=sgd or muon",
-    ),
-    Effect(keys=keys_of("optimizer", "ns_steps", "ns_dtype", "adjust_lr"), when=_uses_muon, only="optimizer=muon"),
-    Effect(keys=keys_of("optimizer", "adam_lr", "adam_names"), when=_uses_muon, only="optimizer=muon", required=False),
+    *OPTIMIZER_EFFECTS,
     *SCHEDULER_EFFECTS,
     Effect(
         keys=keys_of("checkpoint", "keep", "keep_every", "asynchronous"),

@@ -14,6 +14,7 @@ class OptimizerName(StrEnum):
     adam = "adam"
     sgd = "sgd"
     lion = "lion"
+    lamb = "lamb"
     muon = "muon"
 
 
@@ -45,7 +46,9 @@ class OptimizerConfig:
     lr: float = key("learning rate, which the schedule multiplies")
     betas: list[float] | None = key("decay rates of the two moving averages, as in [0.9,0.95]", default=None)
     eps: float | None = key("added to the denominator", default=None)
-    weight_decay: float = key("weight decay: with adamw, lion and muon decoupled, else added to the gradient")
+    weight_decay: float = key(
+        "weight decay: with adamw, lion and muon decoupled, with lamb added to the update, else added to the gradient"
+    )
     momentum: float | None = key("momentum of SGD and Muon", default=None)
     nesterov: bool | None = key("Nesterov's momentum", default=None)
     ns_steps: int | None = key("steps of the Newton-Schulz iteration that orthogonalises Muon's matrices", default=None)
@@ -68,4 +71,13 @@ class OptimizerConfig:
         "the master weights; see docs/recipes.md",
         default=None,
     )
+    min_coeff: float | None = key(
+        "least factor on LAMB's step for a parameter: the norm of its weights over that of its update", default=None
+    )
+    max_coeff: float | None = key("largest such factor", default=None)
     clip_grad_norm: float = key("largest global gradient norm; 0: no clipping")
+    skip_unused: bool | None = key(
+        "true: a step leaves parameters alone that got no gradient on any rank, as torch's optimizers do; otherwise their gradient counts as "
+        "zero, and momentum and decay move them",
+        default=None,
+    )

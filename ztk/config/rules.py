@@ -18,15 +18,14 @@ from ztk.config.machine import Machine
 from ztk.config.optimizer_schema import OptimizerName
 from ztk.config.plan_schema import PLAN_RANGES
 from ztk.config.planning import PLAN, planning_faults
+from ztk.config.precision_schema import DType, LossScaleConfig
 from ztk.config.rollout import rollout_faults
 from ztk.config.scheduler_schema import SchedulerName
 from ztk.config.schema import (
     Config,
     DataName,
-    DType,
     KernelBackend,
     LoggerMode,
-    LossScaleConfig,
     ZeroEngine,
 )
 from ztk.config.sweep_schema import SWEEP_RANGES
@@ -187,6 +186,8 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
             )
         if config.optimizer.name is OptimizerName.lion:
             yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+        if config.optimizer.name is OptimizerName.lamb:
+            yield f"optimizer=lamb: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.optimizer.name is OptimizerName.muon:
             yield f"optimizer=muon: torch's does not run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.optimizer.states not in (None, "fp32") or config.precision.master is not None:
@@ -357,6 +358,13 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
     scheduler = config.scheduler
     if config.optimizer.name in (OptimizerName.sgd, OptimizerName.muon):
         yield from optimizer.nesterov_faults(nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum)
+    if config.optimizer.name is OptimizerName.lamb:
+        yield from optimizer.coefficient_faults(low=config.optimizer.min_coeff, high=config.optimizer.max_coeff)
+        if config.topology.tensor > 1:
+            yield (
+                f"optimizer=lamb takes norms of full parameters, and topology.tensor={config.topology.tensor} cuts them: use "
+                "topology.tensor=1, or optimizer=adamw"
+            )
     if config.optimizer.name is OptimizerName.muon:
         yield from optimizer.pattern_faults(config.optimizer.adam_names)
         if config.topology.tensor > 1:

@@ -18,6 +18,7 @@ from ztk.config.inference_schema import InferenceConfig, SamplingConfig, ServeCo
 from ztk.config.key import key
 from ztk.config.optimizer_schema import OptimizerConfig
 from ztk.config.plan_schema import PlanConfig
+from ztk.config.precision_schema import PrecisionConfig
 from ztk.config.rollout_schema import (
     AdvantageConfig,
     CriticConfig,
@@ -48,21 +49,6 @@ ParameterTier = StrEnum("ParameterTier", ["auto", *Tier])
 # Members are named as on the command line, and `1f1b` is no name that a class body can have.
 # pyrefly: ignore[invalid-argument]  # the members follow another enum
 PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for name in ScheduleName])
-
-
-class DType(StrEnum):
-    """In what the model computes."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class MasterWeights(StrEnum):
-    """precision.master: what the optimizer updates."""
-
-    fp32 = "fp32"  # float32 weights, of which the parameters are casts
-    stochastic = "stochastic"  # the bfloat16 parameters; 8 more bits with optimizer.states=8bit
 
 
 class DataName(StrEnum):
@@ -185,33 +171,6 @@ class OffloadConfig:
     threads: int | None = key("reads and writes under way at the same time", default=None)
     pin_memory: bool | None = key("page-locked buffers, for copies to and from a GPU; null: true", default=None)
     direct_io: bool | None = key("read and write past the page cache (O_DIRECT)", default=None)
-
-
-@dataclass(kw_only=True)
-class LossScaleConfig:
-    """How the loss is scaled in float16."""
-
-    dynamic: bool | None = key("adapt the scale to overflows; false: it stays at initial", default=None)
-    initial: float | None = key("first scale", default=None)
-    window: int | None = key("steps without overflow before the scale doubles", default=None)
-    hysteresis: int | None = key("overflows in a row that are tolerated before the scale halves", default=None)
-    floor: float | None = key("an overflow at this scale ends the run", default=None)
-
-
-@dataclass(kw_only=True)
-class PrecisionConfig:
-    """The dtypes of parameters, gradients and collectives."""
-
-    dtype: DType = key(
-        "dtype of parameters, activations and gradients; 16-bit ones have master weights, see precision.master"
-    )
-    reduce_dtype: DType | None = key("dtype in which gradients are reduced; null: as precision.dtype", default=None)
-    master: MasterWeights | None = key(
-        "master weights: fp32, or stochastic: the bf16 parameters are their own, rounded stochastically; null: stochastic with "
-        "optimizer.states=8bit, else fp32",
-        default=None,
-    )
-    loss_scale: LossScaleConfig
 
 
 @dataclass(kw_only=True)

@@ -145,7 +145,7 @@ def _optimizer(settings: Settings, *, out: Overrides) -> None:
             f"optimizer.type={settings.given['optimizer']['type']}: run.py has no such optimizer; use AdamW, Adam, SGD or Lion"
         )
     if settings.skip_unused:
-        out.notes.append("skip_unused: run.py has no key for it, and its models use every parameter in every step")
+        out.add(optimizer__skip_unused=True)
     if policy is None:
         out.notes.append("optimizer: the configuration names none; run.py takes its own")
         out.add(optimizer__clip_grad_norm=settings.gradient_clipping)
@@ -155,6 +155,8 @@ def _optimizer(settings: Settings, *, out: Overrides) -> None:
         out.add(optimizer__betas=list(policy.betas))
     if policy.eps is not None:
         out.add(optimizer__eps=policy.eps)
+    if policy.name == "lamb":
+        out.add(optimizer__min_coeff=policy.min_coeff, optimizer__max_coeff=policy.max_coeff)
     if policy.name == "sgd":
         out.add(optimizer__momentum=policy.momentum, optimizer__nesterov=policy.nesterov)
     out.add(optimizer__clip_grad_norm=policy.clip_grad_norm)
@@ -250,6 +252,7 @@ def to_ds_config(config: Mapping) -> dict:
         "gradient_clipping": optimizer["clip_grad_norm"],
         "zero_optimization": {"stage": zero["stage"], "reduce_bucket_size": zero["bucket_size"]},
         "optimizer": _ds_optimizer(optimizer),
+        **({"skip_unused": True} if optimizer.get("skip_unused") else {}),
         **_ds_precision(config["precision"]),
         **_ds_schedule(config["scheduler"], steps=train["steps"], lr=optimizer["lr"]),
         **_ds_topology(config["topology"]),
@@ -309,9 +312,11 @@ def _ds_topology(topology: Mapping) -> dict:
 
 def _ds_optimizer(optimizer: Mapping) -> dict:
     if optimizer["name"] == "muon":
-        raise ValueError("optimizer=muon: has no place in a ds_config of ztk; use optimizer=adamw, adam, sgd or lion")
-    types = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
-    keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+        raise ValueError(
+            "optimizer=muon: has no place in a ds_config of ztk; use optimizer=adamw, adam, sgd, lion or lamb"
+        )
+    types = {"lamb": "Lamb", "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
+    keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "min_coeff", "max_coeff")
     params = {key: optimizer[key] for key in keys if optimizer.get(key) is not None}
     if optimizer["name"] == "adam":
         params["adam_w_mode"] = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
+from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 from ztk.optim import OptimizerPolicy, ParameterGroup
 from ztk.policies.optimizer import TORCH
 
@@ -21,6 +21,7 @@ _CLASSES: dict[type, str] = {
     torch.optim.SGD: "sgd",
     **dict.fromkeys((FusedAdam, DeepSpeedCPUAdam), "adam"),
     **dict.fromkeys((FusedLion, DeepSpeedCPULion), "lion"),
+    FusedLamb: "lamb",
 }
 
 
@@ -79,12 +80,6 @@ def groups_of_client(
             f"optimizer: made a {type(optimizer).__name__}, which is no torch.optim.Optimizer: derive its class from it"
         )
     policy = _own_policy(optimizer, clip=clip) or OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
-    if skip_unused and policy.name in ("adamw", "adam"):  # torch's count the steps of every parameter
-        if not policy.bias_correction:
-            raise ValueError(
-                "skip_unused: true with bias_correction=False, which torch's step does not have; leave one of them out"
-            )
-        policy = OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
     policy = replace(policy, skip_unused=skip_unused)
     if optimizer.state and policy.name != TORCH:  # a class may set states in its constructor
         raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
@@ -112,11 +107,20 @@ def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPo
         options |= {"momentum": max(momenta), "nesterov": nesterov == {True}}
     else:
         options["betas"] = tuple(map(float, groups[0]["betas"]))
+    if name == "lamb":
+        bounds = {(float(group["min_coeff"]), float(group["max_coeff"])) for group in groups}
+        if len(bounds) > 1:
+            raise ValueError(
+                "optimizer: min_coeff and max_coeff differ between groups, and one LAMB runs them all; make them equal"
+            )
+        options["min_coeff"], options["max_coeff"] = bounds.pop()
     if "eps" in groups[0]:
         options["eps"] = float(groups[0]["eps"])
     corrected = {bool(group.get("bias_correction", True)) for group in groups}
     if len(corrected) > 1:
-        raise ValueError("optimizer: bias_correction differs between groups, and one Adam runs them all; make it equal")
+        raise ValueError(
+            "optimizer: bias_correction differs between groups, and one optimizer runs them all; make it equal"
+        )
     if corrected == {False}:
         options["bias_correction"] = False
     return OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)

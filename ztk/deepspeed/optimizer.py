@@ -163,11 +163,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Master weights are not in it; `engine.save_checkpoint` saves everything, without making anything full.
         """
-        steps = self._engine.control.state[State.step].cpu()
+        steps, missed = self._engine.control.state[State.step].cpu(), self._engine.zero.missed_updates.counts
         packed = self._packed()
         state = {
             number: {
-                "step": steps.clone(),
+                "step": steps - missed.get(owner.name, 0),
                 **{key: value.cpu() for key, value in self._states_of(owner, packed=packed).items()},
             }
             for number, owner in packed.owners.items()
@@ -189,7 +189,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key in packed.names:
                 owner.engine.zero.named_state.write(owner.bucket, values={owner.name: state[number][key]}, kind=key)
         if state:
-            self._engine.control.state[State.step] = float(next(iter(state.values())).get("step", 0.0))
+            steps = {number: float(own.get("step", 0.0)) for number, own in state.items()}
+            last = max(steps.values())
+            self._engine.control.state[State.step] = last
+            self._engine.zero.missed_updates.restore(
+                {packed.owners[number].name: int(last - own) for number, own in steps.items() if own < last}
+            )
         for group, saved in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 

@@ -10,7 +10,7 @@ from ztk.zero import Zero
 from ztk.zero.residency import ParameterState
 
 _TEXT = (
-    "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered read as NaN. For "
+    "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered have no values. For "
     "full weights use ztk.checkpoint.full_state_dict(engine), `module_state_dict()` of the DeepSpeed engine, or a checkpoint and "
     "`python -m ztk.checkpoint export`"
 )

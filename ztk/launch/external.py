@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ztk.launch.errors import RankFailure
 
@@ -72,19 +74,17 @@ class ExternalRank:
         if self.rank == 0 and (note := _note_of_folder()) is not None:
             note.write_text(folder, encoding="utf-8")
 
-    def agree(self, text: str, *, timeout_seconds: float) -> "Agreement":
-        """Rank 0's `text`, on every rank."""
-        import torch.distributed as dist  # only ranks pay for torch
-
+    def agree(self, text: str, *, timeout_seconds: float, open_store: Callable[..., Any]) -> "Agreement":
+        """Rank 0's `text`, on every rank. open_store: `ztk.runtime.rendezvous.open_store`; only ranks pay for torch."""
         under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(
+        store = open_store(
             os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            self.world_size,
-            is_master=self.rank == 0 and not under_agent,
+            port=int(os.environ["MASTER_PORT"]),
+            rank=1 if under_agent else self.rank,  # torchrun serves the store
+            world=self.world_size,
+            is_one_machine=self.local_world_size == self.world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
-            multi_tenant=True,  # init_process_group opens the same port in this process
         )
         key = f"ztk/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         if self.rank == 0:

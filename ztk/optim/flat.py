@@ -1,13 +1,14 @@
 """One fused step over one flat shard."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ztk import kernels
 from ztk.optim.eight_bit import GROUP
+from ztk.optim.lamb import Lamb
 from ztk.optim.muon import Muon
 from ztk.optim.states import StateFormat, StateRow
 from ztk.policies.optimizer import OptimizerPolicy
@@ -19,8 +20,10 @@ class FlatOptimizer:
     own: the store keeps the states.
 
     format: of the states, and the dtype of the master weights. is_stochastic: the kernel rounds by bits that it draws by the position of
-    an element. writes_out: the kernel casts the master weights itself.
+    an element. writes_out: the kernel casts the master weights itself. is_wide: the kernel updates copies in float32, which are rounded to
+    the dtypes of the rows.
     muon: how the matrices of rows with a `muon_scale` are updated, whose momentum is the first state; None: there are none.
+    lamb: what updates everything in place of `kernel`, as the norms of a parameter are over several shards.
     """
 
     format: StateFormat
@@ -28,7 +31,9 @@ class FlatOptimizer:
     options: dict[str, int] = field(default_factory=dict)
     is_stochastic: bool = False
     writes_out: bool = True
+    is_wide: bool = False
     muon: Muon | None = None
+    lamb: Lamb | None = None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -57,10 +62,29 @@ class FlatOptimizer:
             | ({"start": position} if self.is_stochastic else {})
             | ({"out": out} if self.writes_out else {})
         )
-        named = {row.name: state for row, state in zip(self.format.rows, states, strict=True)}
-        self.kernel(master, grad=grad, control=control, **named, **options)
+        kept = (master, *states)
+        values = tuple(value.to(torch.float32) for value in kept) if self.is_wide else kept
+        named = {row.name: state for row, state in zip(self.format.rows, values[1:], strict=True)}
+        self.kernel(values[0], grad=grad, control=control, **named, **options)
+        for narrow, value in zip(kept, values, strict=True):
+            if narrow is not value:
+                narrow.copy_(value)
         if out is not None and not self.writes_out:
             out.copy_(master)
+
+    def rounded(self, *, states: torch.dtype) -> "FlatOptimizer":
+        """With bfloat16 parameters as their own master weights, and states of the dtype `states`: computed in float32, rounded to nearest.
+
+        Raises ValueError for an optimizer whose update is over more than one element, or whose states are compact already.
+        """
+        if self.muon is not None or self.lamb is not None or not self.format.is_plain:
+            raise ValueError(
+                "precision.bf16_master=true has an update with optimizer=adamw, adam, lion or sgd and optimizer.states=fp32: use one of them, "
+                "or leave bf16_master out"
+            )
+        rows = tuple(replace(row, dtype=states) for row in self.format.rows)
+        narrow = replace(self.format, rows=rows, master=torch.bfloat16)
+        return replace(self, format=narrow, writes_out=False, is_wide=True, options=self.options | {"out": None})
 
 
 def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOptimizer:
@@ -68,7 +92,7 @@ def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOpti
     `ztk.policies.compact`. What the policies refuse is an AssertionError."""
     if policy.states != "fp32":
         return _compact(policy, master=master)
-    muon = None
+    muon = lamb = None
     match policy.name:
         case "muon":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": True}
@@ -77,6 +101,10 @@ def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOpti
             muon = Muon(steps=policy.ns_steps, nesterov=bool(policy.nesterov), dtype=dtype)
         case "adamw" | "adam":
             names, kernel, options = ("exp_avg", "exp_avg_sq"), kernels.adamw, {"decoupled": policy.name == "adamw"}
+        case "lamb":
+            names, kernel = ("exp_avg", "exp_avg_sq"), kernels.adamw
+            assert policy.min_coeff is not None and policy.max_coeff is not None, "settled"
+            options, lamb = {}, Lamb(min_coeff=policy.min_coeff, max_coeff=policy.max_coeff)
         case "lion":
             names, kernel, options = ("exp_avg",), kernels.lion, {}
         case "sgd" if policy.momentum:
@@ -85,7 +113,7 @@ def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOpti
             names, kernel, options = (), kernels.sgd, {}
         case _:
             raise AssertionError(policy.name)  # the policy has checked it
-    return FlatOptimizer(format=StateFormat.float32(names), kernel=kernel, options=options, muon=muon)
+    return FlatOptimizer(format=StateFormat.float32(names), kernel=kernel, options=options, muon=muon, lamb=lamb)
 
 
 def _compact(policy: OptimizerPolicy, *, master: str) -> FlatOptimizer:

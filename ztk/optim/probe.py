@@ -1,9 +1,11 @@
-"""Is a torch optimizer elementwise, and what does it keep? Found out by stepping it on small parameters.
+"""Is a torch optimizer elementwise, and what does it keep? Found out by stepping it on a few parameters.
 
 A rank holds a range of a parameter, flat, and its shard is updated in pieces. So an optimizer may run over shards if it does to every element
 what it would do to that element in a full parameter, in its shape, beside others. Three steps over parameters of one, two and four
 dimensions are compared bit by bit with three steps over flat ranges of them, each range with an object of its own: norms (LAMB), matrices
-(Muon, Shampoo), factored moments (Adafactor) and random numbers show. What shows only in large parameters does not: see `TorchStep`.
+(Muon, Shampoo), factored moments (Adafactor) and random numbers show. One parameter has 23,040 elements and sides above 128, because some
+classes treat large parameters otherwise: 8-bit states begin at 4,096 elements (bitsandbytes, torchao), factored moments of some at sides of
+128. What begins above that shows only if it changes a state, in the first step: see `TorchStep`.
 """
 
 import inspect
@@ -18,8 +20,9 @@ from torch import Tensor, nn
 from ztk.optim.alone import fill, options_of, step_alone
 
 STEPS = 3
-SHAPES = ((320,), (8, 32), (2, 2, 4, 16))
-CUT = 64  # of ranges: torch's vector loops do not round their remainders as their bodies
+# Shape -> elements of a range of it, multiples of 64: torch's vector loops do not round their remainders as their bodies.
+CUTS: dict[tuple[int, ...], int] = {(320,): 64, (8, 32): 128, (2, 2, 4, 16): 192, (160, 144): 2560}
+SHAPES = tuple(CUTS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)  # exact in fp32
 RESERVED = ("master", "parameter", "gradient", "buffer", "rng")  # kinds of state in a checkpoint
 # Attributes that `step_alone` sets, and those that torch's own optimizers change in their first step and that carry nothing to the next one.
@@ -123,8 +126,9 @@ def _probe_group(
     states = [full.states[parameter] for parameter in full.parameters]
     _sort(states, parameters=full.parameters, found=found)
     for index, value in enumerate(values):
-        for start in range(0, value.numel(), CUT * (index + 1)):
-            place = slice(start, start + CUT * (index + 1))
+        cut = CUTS[tuple(value.shape)]
+        for start in range(0, value.numel(), cut):
+            place = slice(start, start + cut)
             values_of_part = [value.view(-1)[place].clone().to(device)]
             part = _Run(optimizer, options=options, values=values_of_part, initial=found.initial)
             for row in gradients:

@@ -86,6 +86,11 @@ def parallelize(
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
     """
     precision = precision or PrecisionPolicy()
+    if precision.bf16_master and ema is not None:
+        raise ValueError(
+            "ema: precision.bf16_master=true has no float32 master weights that a moving average could change places with: leave one of "
+            "them out"
+        )
     refuse(
         compact_faults(
             name=optimizer.name,
@@ -105,7 +110,7 @@ def parallelize(
             model=model,
             lr_table=lr_table,
             device=_device_of_states(offload, process=process),
-            master=precision.master,
+            precision=precision,
         ),
         lr_table=lr_table,
         precision=precision,
@@ -149,16 +154,22 @@ def _step_of(
     model: nn.Module,
     lr_table: Tensor | None,
     device: torch.device,
-    master: str | None,
+    precision: PrecisionPolicy,
 ) -> FlatOptimizer | TorchStep:
-    """The update of `policy` with the master weights of a `PrecisionPolicy`, or the step of the optimizer that was given."""
+    """The update of `policy` with the master weights of `precision`, or the step of the optimizer that was given."""
     if (given is None) != (policy.name != TORCH):
         raise ValueError(
             f"torch_optimizer goes with optimizer=OptimizerPolicy(name={TORCH!r}), and this policy has the name {policy.name!r}: "
             "pass both or neither"
         )
     if given is None:
-        return flat_optimizer(policy, master=master_of(policy.states, master=master))
+        made = flat_optimizer(policy, master=master_of(policy.states, master=precision.master))
+        return made.rounded(states=precision.states_dtype) if precision.bf16_master else made
+    if precision.bf16_master:
+        raise ValueError(
+            "precision.bf16_master=true has no update with a torch optimizer, which steps float32 weights: use ztk's adamw, adam, lion or "
+            "sgd, or leave bf16_master out"
+        )
     if lr_table is not None:
         raise ValueError(
             "lr_table: has no effect on a torch optimizer, whose rates are in its param_groups: leave it out"
@@ -253,9 +264,14 @@ def _embeddings(plan: Plan) -> frozenset[str]:
 
 
 def _check_matrices(plan: Plan, *, groups: GroupTable) -> None:
-    """Raises ValueError for a matrix of which no rank of the data group has all."""
+    """Raises ValueError for a matrix of which no rank of the data group has all, or a parameter of which LAMB needs the norm."""
     for name, row in groups.row_of.items():
         part = plan.parts.get(name)
+        if plan.optimizer.name == "lamb" and part is not None and not part.is_full:
+            raise ValueError(
+                f"optimizer=lamb takes norms of full parameters, and {name} is cut over ranks: use topology.tensor=1 (and topology.expert=1 "
+                "for an expert), or optimizer=adamw"
+            )
         if groups.rows[row].muon_scale and part is not None and not part.is_full:
             raise ValueError(
                 f"optimizer=muon orthogonalises full matrices, and {name} is cut over ranks: use topology.tensor=1 (and "

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from ztk.policies.compact import states_faults
 from ztk.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, range_faults, refuse
 
-NAMES = ("adamw", "adam", "sgd", "lion", "muon")
+NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "muon")
 TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
-_DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adam": (0.9, 0.95), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
-_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "muon": 1e-8}
+_DEFAULT_BETAS = {
+    "adamw": (0.9, 0.95),
+    "adam": (0.9, 0.95),
+    "lion": (0.9, 0.99),
+    "lamb": (0.9, 0.999),
+    "muon": (0.9, 0.95),
+}
+_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "lamb": 1e-8, "muon": 1e-8}
 ADJUST_LR, NS_DTYPES = ("original", "match_rms_adamw"), ("bf16", "fp32")
 # Weights beside the body's in ztk's decoder and in transformers' models, whatever the class of their modules.
 ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
@@ -20,6 +26,7 @@ RANGES = {
     "weight_decay": NOT_NEGATIVE,
     "momentum": BELOW_ONE,
 }
+LAMB_RANGES = {"min_coeff": NOT_NEGATIVE, "max_coeff": POSITIVE}
 MUON_RANGES = {"ns_steps": Range(low=1, high=99), "adam_lr": NOT_NEGATIVE}
 CLIP_RANGES = {"clip_grad_norm": NOT_NEGATIVE}
 
@@ -55,23 +62,24 @@ class OptimizerPolicy:
 
     name: adamw (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), adam (Kingma and Ba 2015,
         https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, lion (Chen et al. 2023,
-        https://arxiv.org/abs/2302.06675), or muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): Muon for parameters of
-        two dimensions, AdamW for the others, for embeddings and for the head; torch is for a torch optimizer that is passed beside the
-        policy: its parameter groups have the hyperparameters, and the policy says only how to clip.
-    betas: None means (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion.
-    eps: None means 1e-8; adam, adamw and muon's AdamW only.
+        https://arxiv.org/abs/2302.06675), muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): Muon for parameters of
+        two dimensions, AdamW for the others, for embeddings and for the head; or lamb (You et al. 2020, https://arxiv.org/abs/1904.00962):
+        Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update; torch is for a torch
+        optimizer that is passed beside the policy: its parameter groups have the hyperparameters, and the policy says only how to clip.
+    betas: None means (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion, (0.9, 0.999) for lamb.
+    eps: None means 1e-8; adam, adamw, lamb and muon's AdamW only.
+    min_coeff, max_coeff: bounds of lamb's factor, DeepSpeed's names; None means 0.01 and 10, its defaults.
     momentum, nesterov: sgd and muon only. None means 0 and False for sgd, 0.95 and True for muon.
     ns_steps, ns_dtype: of muon's orthogonalisation. None means 5 and "bf16", as torch.optim.Muon; "fp32" is there to compare with.
     adjust_lr: muon's factor on the rate of a matrix, "original" or "match_rms_adamw", see `ztk.optim.muon.scale_of`; None: original.
     adam_lr: the rate of muon's AdamW; None: `lr`. adam_names: a regular expression; AdamW updates matrices whose name contains a match, and
         the weights of nn.Embedding. None means `ADAM_NAMES`.
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
-    bias_correction: adam and adamw only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
+    bias_correction: adam, adamw and lamb only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
         https://arxiv.org/abs/1810.04805).
     clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
     skip_unused: a parameter that got no gradient on any rank in a step is left alone by it, with its states, as torch's optimizers do; False:
-        it counts as one with the gradient zero, which momentum and decay move. For sgd, lion and torch: torch's AdamW counts the steps of
-        every parameter, ztk's those of the run.
+        it counts as one with the gradient zero, which momentum and decay move.
     states: "fp32", or smaller for adamw: "bf16", or "8bit", moments of 8 bits with a scale per 32 elements. See `ztk.policies.compact`.
     rounding_seed: of the bits that round smaller states; a run's seed.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
@@ -91,6 +99,8 @@ class OptimizerPolicy:
     adjust_lr: str | None = None
     adam_lr: float | None = None
     adam_names: str | None = None
+    min_coeff: float | None = None
+    max_coeff: float | None = None
     clip_grad_norm: float = 0.0
     decay_all: bool = False
     bias_correction: bool = True
@@ -117,6 +127,9 @@ class OptimizerPolicy:
         ):
             if getattr(self, key) is None:
                 object.__setattr__(self, key, muons if is_muon else default)
+        for key, default in (("min_coeff", 0.01), ("max_coeff", 10.0)):
+            if self.name == "lamb" and getattr(self, key) is None:
+                object.__setattr__(self, key, default)
         object.__setattr__(self, "groups", tuple(self.groups))
         refuse(self._faults())
 
@@ -130,11 +143,7 @@ class OptimizerPolicy:
             yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
         yield from states_faults(self.states, name=self.name)
         yield from self._muon_faults()
-        if self.skip_unused and self.name in ("adam", "adamw", "muon"):
-            yield (
-                f"skip_unused=true needs an optimizer that counts the steps of every parameter, and ztk's {self.name} corrects its bias by "
-                "those of the run: pass torch.optim.AdamW(...) as the optimizer, or use sgd or lion"
-            )
+        yield from self._lamb_faults()
         yield from _group_faults(self, name=self.name)
         for group in self.groups:
             yield from _group_faults(group, name=self.name)
@@ -155,6 +164,21 @@ class OptimizerPolicy:
             if (value := getattr(self, key)) not in words:
                 yield f"optimizer.{key}={value}: must be one of {', '.join(words)}"
         yield from pattern_faults(self.adam_names)
+
+    def _lamb_faults(self) -> Iterator[str]:
+        if self.name != "lamb":
+            for key in ("min_coeff", "max_coeff"):
+                if (value := getattr(self, key)) is not None:
+                    yield f"optimizer.{key}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=lamb"
+            return
+        yield from range_faults(self, section="optimizer", ranges=LAMB_RANGES)
+        yield from coefficient_faults(low=self.min_coeff, high=self.max_coeff)
+
+
+def coefficient_faults(*, low: float | None, high: float | None) -> Iterator[str]:
+    """Of lamb's factor."""
+    if low is not None and high is not None and low > high:
+        yield f"optimizer.min_coeff={low}: is above optimizer.max_coeff={high}; use optimizer.min_coeff={high} or less"
 
 
 def pattern_faults(pattern: str | None) -> Iterator[str]:

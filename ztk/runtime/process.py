@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import socket
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from ztk.runtime.comm import Comm, connect, connect_groups
 from ztk.runtime.comm.transport import SingleRankTransport
 from ztk.runtime.mesh import AXES, Mesh, Topology
+from ztk.runtime.rendezvous import open_store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Process:
         chosen = _choose_device(device, local_rank=local_rank)
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
-            _join(rank=rank, world=world, device=chosen, timeout=timeout)
+            _join(rank=rank, world=world, local_world=local_world, device=chosen, timeout=timeout)
         comm = connect(device=chosen, one_node=local_world == world, timeout_seconds=timeout_seconds)
         return Process(
             rank=rank,
@@ -137,7 +137,7 @@ def _choose_device(device: str, *, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.timedelta) -> None:
+def _join(*, rank: int, world: int, local_world: int, device: torch.device, timeout: datetime.timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if path := os.environ.get("ZTK_STORE"):
         store = dist.FileStore(path, world)
@@ -147,39 +147,19 @@ def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.time
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
         )
         store = dist.PrefixStore(f"ztk/start{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
-    elif _is_this_machine(os.environ.get("MASTER_ADDR", "")):
-        store = local_store(int(os.environ["MASTER_PORT"]), rank=rank, world=world, timeout=timeout)
     elif "MASTER_ADDR" in os.environ:
-        store = None
+        if "MASTER_PORT" not in os.environ:
+            raise ValueError("MASTER_ADDR without MASTER_PORT: set it to a free port, the same on every rank")
+        store = open_store(
+            os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            rank=rank,
+            world=world,
+            is_one_machine=local_world == world,
+            timeout=timeout,
+        )
     elif world == 1:
         store = dist.HashStore()
     else:
         raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-
-
-def _is_this_machine(address: str) -> bool:
-    return address == "localhost" or address.startswith("127.")
-
-
-def local_store(port: int, *, rank: int, world: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """The store of ranks on one machine, which rank 0 serves to this machine alone; torch's own listens on every interface."""
-    descriptor = None
-    if rank == 0:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-            listener.listen(4096)
-            descriptor = listener.detach()
-        except OSError:  # this process serves it already, or torch's error says who has the port
-            listener.close()
-    return dist.TCPStore(
-        "127.0.0.1",
-        port,
-        world,
-        is_master=rank == 0,
-        timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=descriptor,
-    )

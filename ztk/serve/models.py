@@ -184,7 +184,8 @@ def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed) -> 
     elif isinstance(module, Packed):
         named = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     else:
-        named = module.generation_config.eos_token_id
+        generation: Any = module.generation_config
+        named = generation.eos_token_id
     ends = [] if named is None else [named] if isinstance(named, int) else list(named)
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)

@@ -12,7 +12,7 @@ Bytes are counted as "muon": a rank's elements of all matrices in each direction
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,26 +25,12 @@ from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
+from ztk.zero.norms import FetchStates
 from ztk.zero.owners import Matrix, Round, plan_rounds
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import PieceStates
 
 MAX_WRITES = 8  # pieces whose momentum may be being written back while later ones are updated
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchedMomentum:
-    """A piece in memory. momentum: float32 [n], which may be changed. gradient: [n]. put: writes the states back."""
-
-    bucket: Bucket
-    piece: Piece
-    momentum: Tensor
-    gradient: Tensor
-    put: Callable[[], Pending]
-
-
-# Pieces in order -> the same, each with its momentum
-FetchMomentum = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedMomentum]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,7 +66,7 @@ class MatrixUpdate:
         """Those with matrices, in the order in which they are fetched first."""
         return list(dict.fromkeys(entry for batch in self._batches for entry in batch.pieces))
 
-    def run(self, control: Tensor, *, fetch: FetchMomentum, skipped: frozenset[str]) -> None:
+    def run(self, control: Tensor, *, fetch: FetchStates, skipped: frozenset[str]) -> None:
         """After it, gradients of matrices are directions to step along. A collective call of the ranks of every bucket; waits.
 
         control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their momentum.
@@ -141,7 +127,7 @@ class MatrixUpdate:
 
     # One round
 
-    def _run_batch(self, batch: _Batch, *, control: Tensor, fetch: FetchMomentum, skipped: frozenset[str]) -> None:
+    def _run_batch(self, batch: _Batch, *, control: Tensor, fetch: FetchStates, skipped: frozenset[str]) -> None:
         rank = batch.comm.rank
         numel = sum(len(matrix.held[rank]) for matrix in batch.round.matrices)
         parts = self.pool.acquire(numel, dtype=self._muon.dtype)
@@ -164,7 +150,7 @@ class MatrixUpdate:
         parts: Tensor,
         places: dict[str, int],
         control: Tensor,
-        fetch: FetchMomentum,
+        fetch: FetchStates,
         skipped: frozenset[str],
     ) -> None:
         """Fills `parts` with the directions of this rank's ranges."""
@@ -173,7 +159,7 @@ class MatrixUpdate:
             for fragment in fetched.piece.fragments:
                 if fragment.name not in places:
                     continue
-                momentum = fetched.momentum[fragment.place]
+                momentum = next(iter(fetched.rows.values()))[fragment.place]  # the first state
                 direction = self._muon.direction(
                     momentum.clone() if fragment.name in skipped else momentum,
                     grad=fetched.gradient[fragment.place],

@@ -132,6 +132,7 @@ class PieceStates:
             piece.of(bucket.full).copy_(parameter)
 
     def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+        """The parameter's values [n] of a piece, in its dtype; a copy where they are stored elsewhere."""
         if piece.parameter is None:
             return piece.of(bucket.full)
         out = torch.empty(piece.numel, dtype=bucket.traits.dtype, device=bucket.comm.device)

@@ -1,10 +1,13 @@
 """A released parameter: it has its own shape, reads as NaN, takes no memory, and refuses to be written.
 
 Its values are on other ranks, in main memory or on a disk, so what a script writes into it would be lost. Its memory therefore refuses
-writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible.
+writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible, but for an entry of
+a state dict: whoever copies it wants to keep the weights. `torch.save` of one writes what no program can load, warns, and lets the next step
+raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the module on rank 0 at every stage, and the full one after it.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +17,28 @@ from torch import Tensor, nn
 
 _REFUSALS = ("data pointer of Tensor", "more than one element of the written-to tensor")
 _REPLACE = {"set_", "swap_", "resize_", "resize_as_"}
+_VALUES = {
+    "numpy",
+    "tolist",
+    "item",
+    "data_ptr",
+    "untyped_storage",
+    "storage",
+    "__array__",
+    "__dlpack__",
+    "copy_",
+    "set_",
+}
+_INSTEAD = (
+    "save by engine.save_16bit_model (with stage3_gather_16bit_weights_on_model_save: true in the configuration), by engine.save_checkpoint, "
+    "or inside deepspeed.zero.GatheredParameters(model.parameters()) on every rank; accelerator.get_state_dict(model) gathers, too"
+)
+_SAVED = (
+    "a state dict was saved in which a parameter of shape {shape} is released: its values are not on this rank (zero stage 3), so the file "
+    f"cannot be loaded; {_INSTEAD}"
+)
+_IN_STATE_DICT = nn.Module._save_to_state_dict.__code__
+_saved: list[tuple[int, ...]] = []  # shapes of what was saved since the script has gathered parameters
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -71,6 +96,8 @@ class _Guard:
             is_view = type(result) is Tensor and any(
                 _share(result, value) for value in args if isinstance(value, _Guard)
             )
+            if is_view and function is Tensor.detach and sys._getframe(1).f_code is _IN_STATE_DICT:
+                return result.as_subclass(_Entry)
             return result.as_subclass(_View) if is_view else result
 
 
@@ -79,16 +106,53 @@ class _View(_Guard, Tensor):
     """A view of a released parameter."""
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """A file has one element of it, and whoever loads it NaN in this shape."""
-        warnings.warn(
-            f"a released parameter of shape {tuple(self.shape)} was saved: its values are not on this rank (zero stage 3), so the file has "
-            "NaN for it. Save inside deepspeed.zero.GatheredParameters, or by engine.save_16bit_model",
-            stacklevel=2,
-        )
+        """For a file that nobody can load, see the module docstring."""
+        if not _saved:
+            warnings.warn(_SAVED.format(shape=tuple(self.shape)), stacklevel=2)
+            _saved.append(tuple(self.shape))
+        return saved_outside_of_gathered_parameters, (tuple(self.shape),)
+
+
+class _Entry(_View):
+    """What a state dict has of a released parameter: it shows shape, dtype and device, and its values to nobody."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            element = torch.full((), value, dtype=self.dtype, device=self.device)
-            return element.expand(self.shape).__reduce_ex__(protocol)
+            entry = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, _Entry)), None)
+            if entry is None:  # in a list: of torch.cat and its kin
+                raise RuntimeError(_kept(None))
+            if function.__name__ in _VALUES:
+                raise RuntimeError(_kept(entry))
+        result = super().__torch_function__(function, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(result, Tensor):
+                if not _share(result, entry):
+                    raise RuntimeError(_kept(entry))
+                return result.as_subclass(_Entry)
+        return result
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """Raises RuntimeError: a copy has no values."""
+        raise RuntimeError(_kept(self))
+
+
+def saved_outside_of_gathered_parameters(shape: tuple[int, ...]) -> Tensor:
+    """What a file has in the place of a released parameter, of any shape. Raises RuntimeError: the file has no values for it."""
+    raise RuntimeError(_SAVED.format(shape=shape))
+
+
+def check_saved() -> None:
+    """Raises RuntimeError if released parameters were saved and no parameter has been gathered by the script since."""
+    if _saved:
+        message = _SAVED.format(shape=_saved[0])
+        forget_saved()
+        raise RuntimeError(message)
+
+
+def forget_saved() -> None:
+    """The script gathers parameters, to save them perhaps."""
+    _saved.clear()
 
 
 class _Released(_Guard):
@@ -128,6 +192,11 @@ def _replaces(function: Any, args: tuple) -> bool:
 def _share(view: Tensor, tensor: Tensor) -> bool:
     is_strided = view.layout is torch.strided and view.device == tensor.device
     return is_strided and view.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def _kept(tensor: Tensor | None) -> str:
+    shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
+    return f"a state dict has a released parameter{shape}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
 
 
 def _message(tensor: Tensor | None) -> str:

@@ -33,7 +33,7 @@ from torch import Tensor
 from ztk.kernels import Control, behind_step
 from ztk.optim import FlatOptimizer, TorchStep
 from ztk.optim.ema import update_average
-from ztk.optim.muon import step_along
+from ztk.optim.states import MASTER
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
@@ -42,9 +42,11 @@ from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.runtime.streams import Copy, has_streams, start_copy
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
-from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
+from ztk.zero.matrices import MatrixUpdate
+from ztk.zero.missed import MissedUpdates
+from ztk.zero.norms import FetchedStates, TrustRatios
 from ztk.zero.piece import Piece
-from ztk.zero.piece_states import MASTER
+from ztk.zero.piece_update import PieceUpdate
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -74,7 +76,10 @@ class _WriteBack:
 
 
 class ShardUpdate:
-    """Runs the optimizer over all pieces that this rank updates. pool: of buffers beside the optimizer's states."""
+    """Runs the optimizer over all pieces that this rank updates.
+
+    pool: of buffers beside the optimizer's states. missed: the updates that parameters have missed.
+    """
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
@@ -97,15 +102,24 @@ class ShardUpdate:
             or context.stores.parameters.tier is not Tier.device
             or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
         )
-        self._scales = [row.muon_scale for row in context.groups.rows]
         self._matrices: MatrixUpdate | None = None
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
             self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, context=context)
+            self._must_know_of_skips = True
+        self._norms: TrustRatios | None = None
+        self._ratios: dict[str, Tensor] = {}
+        if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.lamb is not None:
+            self._norms = TrustRatios([*self._at_once, *self._behind], lamb=context.optimizer.lamb, context=context)
             self._must_know_of_skips = True
         self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
         self._skipped: frozenset[str] = frozenset()
+        self.missed = MissedUpdates(context.groups.rows)
+        self._piece_update: PieceUpdate | None = None
+        if isinstance(context.optimizer, FlatOptimizer):
+            self._piece_update = PieceUpdate(context.optimizer, groups=context.groups, missed=self.missed)
+        self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         # The first that are fetched: a store's memory goes to pieces in that order.
         first = self._pieces_of((*self._at_once, *self._behind)) if self._matrices is None else self._matrices.pieces
@@ -141,15 +155,21 @@ class ShardUpdate:
         self._skipped, self._averages = skipped, averages
         if self._on_host:
             control = on_host(control)
-        if self._must_know_of_skips and is_set(control[0, Control.skip]):
+        # What parameters miss is counted here, too.
+        must_know = self._must_know_of_skips or skipped or self.missed.counts
+        if must_know and is_set(control[0, Control.skip]):
             self.drop_ahead()  # and nothing is read from the medium or written to it
             return
         if isinstance(self._optimizer, TorchStep):
             self._optimizer.begin_step()
+        elif self._corrects_bias:
+            self.missed.note(skipped)
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
         if self._matrices is not None:
-            self._matrices.run(control, fetch=self._fetch_momentum, skipped=skipped)
+            self._matrices.run(control, fetch=self._fetch_states, skipped=skipped)
+        if self._norms is not None:
+            self._ratios = self._norms.run(control, fetch=self._fetch_states, skipped=skipped)
         self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
             return
@@ -281,22 +301,27 @@ class ShardUpdate:
         assert copy is not None, "one of the two is on a GPU"
         return buffer, copy
 
-    def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
-        """Before the update, the states of pieces with matrices. Their gradients stay where they are."""
+    def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
+        """Before the update, the states of pieces. Their gradients stay where they are."""
         for fetched in self._fetch_all(pieces):
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
                 states, gradient = self._wait_for(fetched)
             rows = self._rows(piece, states=states)
-            yield FetchedMomentum(
+            master = rows.pop(MASTER) if MASTER in rows else self._resident_parameter(bucket, piece=piece)
+            assert master is not None, "fp32 parameters on a disk have master weights"
+            yield FetchedStates(
                 bucket=bucket,
                 piece=piece,
-                momentum=rows[self._state_names[0]],
+                master=master,
+                rows=rows,
                 gradient=gradient,
                 put=functools.partial(self._stores.optimizer.put, piece.states, value=states),
             )
             if piece.gradient is not None:
                 self._stores.gradients.release(piece.gradient)
+            if fetched.staged is not None:
+                self.pool.release(gradient)
 
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
         """The stored states and the gradient [n], where the update runs."""
@@ -323,15 +348,19 @@ class ShardUpdate:
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+        assert master is not None, "there while the update runs"
         if isinstance(self._optimizer, TorchStep):
             places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
-            # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
             self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
             if out is not None:
                 out.copy_(master)
         else:
-            # pyrefly: ignore[bad-argument-type]  # the master weights are there while the update runs
-            self._run_kernel(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
+            assert self._piece_update is not None
+            more = {"master": master, "rows": rows, "control": control, "out": out, "skipped": self._skipped}
+            if self._norms is None:
+                self._piece_update.run(piece, gradient=gradient, **more)
+            else:
+                self._piece_update.run_lamb(piece, ratios=self._ratios, **more)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
         if fetched.staged is not None:
@@ -347,44 +376,6 @@ class ShardUpdate:
         assert weights is not None and self._ema is not None
         skip = None if self._must_know_of_skips else control[0, Control.skip]
         update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
-
-    def _run_kernel(
-        self,
-        piece: Piece,
-        *,
-        master: Tensor,
-        gradient: Tensor,
-        rows: dict[str, Tensor],
-        control: Tensor,
-        out: Tensor | None,
-    ) -> None:
-        """The fused update of a piece, one call per parameter group."""
-        skipped = [fragment.place for fragment in piece.fragments if fragment.name in self._skipped]
-        kept = [(row[place], row[place].clone()) for place in skipped for row in (master, *rows.values())]
-        assert isinstance(self._optimizer, FlatOptimizer)
-        for segment in piece.segments:
-            cut = slice(segment.start - piece.start, segment.stop - piece.start)
-            if scale := self._scales[segment.group]:
-                step_along(
-                    master[cut],
-                    direction=gradient[cut],
-                    scale=scale,
-                    control=control[segment.group],
-                    out=None if out is None else out[cut],
-                )
-                continue
-            self._optimizer.step(
-                master[cut],
-                grad=gradient[cut],
-                states=self._format.cut(rows, start=cut.start, stop=cut.stop),
-                control=control[segment.group],
-                out=None if out is None else out[cut],
-                position=segment.position,
-            )
-        for view, value in kept:
-            view.copy_(value)
-        for place in skipped if out is not None else ():
-            out[place].copy_(master[place])
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
         """The parameter's memory, if it can be written in place."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ztk.optim import FlatOptimizer
 from ztk.runtime.planned import place_of
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
@@ -39,9 +38,6 @@ class ParameterWrites:
             for key, parameter in module._parameters.items()
             if parameter in names
         ]
-        # Torch's own optimizers count the steps of every parameter.
-        self._corrects_bias = isinstance(context.optimizer, FlatOptimizer) and "exp_avg_sq" in self._states.names
-        self._missed: set[str] = set()  # trained parameters that were frozen in some step
         self._trained = [
             (parameter, bucket.traits.trainable, placement.name) for bucket, parameter, placement in _places(buckets)
         ]
@@ -102,22 +98,11 @@ class ParameterWrites:
                 )
 
     def frozen_names(self) -> frozenset[str]:
-        """Trained parameters for which requires_grad_(False) was called: a step leaves them and their states alone.
-
-        Raises RuntimeError if one that missed steps is trained again and the optimizer corrects its moments by the number of steps.
-        """
+        """Trained parameters for which requires_grad_(False) was called: a step leaves them and their states alone."""
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = frozenset(
+            return frozenset(
                 name for parameter, is_trained, name in self._trained if is_trained and not parameter.requires_grad
             )
-        again = sorted(self._missed - frozen) if self._corrects_bias else []
-        if again:
-            raise RuntimeError(
-                f"{', '.join(again[:5])}: frozen for some steps and trained again; Adam's bias correction counts the engine's steps, not the "
-                "parameter's, so the next updates would be wrong. Call destroy() and initialize again when you unfreeze, or use SGD or Lion"
-            )
-        self._missed |= frozen
-        return frozen
 
     def _changed(self, bucket: Bucket) -> Iterator:
         assert bucket.full is not None

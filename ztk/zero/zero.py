@@ -21,9 +21,11 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks
+from ztk.zero.missed import MissedUpdates
 from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, give_back
 from ztk.zero.piece_states import PieceStates
 from ztk.zero.reduction import GradientReduction
+from ztk.zero.released import check_saved
 from ztk.zero.residency import ParameterState
 from ztk.zero.state.average import AveragedWeights
 from ztk.zero.state.named import NamedState
@@ -151,9 +153,10 @@ class Zero:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. A collective call.
 
         step: its number, from 1 on, skipped ones included, by which the average of the weights is due.
-        Raises RuntimeError if parameters are pinned, or are an average.
+        Raises RuntimeError if parameters are pinned, or are an average, or were saved without their values.
         """
         self.averaged.check_hidden("a step")
+        check_saved()
         self.gathering.reshard_before_change()  # a forward without a backward may have left old parameters gathered
         skipped = self._writes.frozen_names()
         if self._skip_unused:
@@ -163,6 +166,11 @@ class Zero:
         self._writes.mark_updated()
         self.gathering.parameters_change()
         self.reduction.forget()
+
+    @property
+    def missed_updates(self) -> MissedUpdates:
+        """What each parameter of this rank has missed of the run's updates, of optimizers that count them."""
+        return self._update.missed
 
     def finish_update(self) -> None:
         """Returns when the last update has ended. Raises what went wrong in it."""

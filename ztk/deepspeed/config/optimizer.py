@@ -56,7 +56,18 @@ _SGD = {
     "dampening": fixed(0, 0.0, why="not offered by name; pass torch.optim.SGD(..., dampening=...) to initialize"),
     "maximize": fixed(False, why="not offered by ztk; turn the sign of the loss"),
 }
-TYPES: dict[str, dict[str, Key]] = {"adam": _ADAM, "adamw": _ADAM, "lion": _LION, "sgd": _SGD}
+_LAMB = {
+    **_COMMON,
+    "betas": takes(_betas),
+    "eps": takes(at_least(0)),
+    "bias_correction": takes(boolean),
+    "min_coeff": takes(at_least(0)),
+    "max_coeff": takes(at_least(0)),
+    "eps_inside_sqrt": fixed(False, why="not offered: eps is added to the root; leave it out"),
+    "amsgrad": fixed(False, why="not offered, by DeepSpeed neither; leave it out"),
+    "set_grad_none": hint(boolean, "gradients live in flat buffers", usual=(True,)),
+}
+TYPES: dict[str, dict[str, Key]] = {"adam": _ADAM, "adamw": _ADAM, "lion": _LION, "lamb": _LAMB, "sgd": _SGD}
 # Torch's own classes, whose step runs over the shards; their parameters are the arguments of the class.
 TORCH_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls
@@ -71,7 +82,7 @@ TORCH_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
         torch.optim.Rprop,
     )
 }
-_NOT_OFFERED = ("lamb", "muon", "muadam", "muadamw", "musgd")
+_NOT_OFFERED = ("muon", "muadam", "muadamw", "musgd")
 _REMOVED = ("onebitadam", "onebitlamb", "zerooneadam")
 _ELSEWHERE = {
     "max_grad_norm": "belongs to the top level: write gradient_clipping there",

@@ -46,9 +46,10 @@ BF16 = {
     "check_grad_overflow": fixed(
         True, why="ztk looks at every step's gradients in the same pass that takes their norm; leave it out"
     ),
-    "bf16_master_weights_and_grads": fixed(False, why="not offered: ztk keeps fp32 master weights; leave it out"),
-    "bf16_optimizer_states": fixed(False, why="not offered: ztk keeps fp32 optimizer states; leave it out"),
+    "bf16_master_weights_and_grads": takes(boolean),
+    "bf16_optimizer_states": takes(boolean),
 }
+_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 AUTOCAST = {
     "enabled": takes(boolean),
     "dtype": takes(optional(dtype_word)),
@@ -85,27 +86,44 @@ class Precision:
         self.autocast = _autocast(given.get("torch_autocast", {}), findings=findings)
         types = read_section(given.get("data_types", {}), path="data_types.", keys=DATA_TYPES, findings=findings)
         self.fp16, self.bf16 = bool(fp16.get("enabled")), bool(bf16.get("enabled"))
-        self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self.fp16 else 0.0
+        self._is_scaled = self.fp16 or self.autocast is torch.float16
+        self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self._is_scaled else 0.0
         self.casts_inputs = self.fp16 and fp16.get("auto_cast", True)
         self.grad_accum_dtype = types.get("grad_accum_dtype")
         if self.fp16 and self.bf16:
             findings.faults.append("fp16.enabled and bf16.enabled: a model has one dtype; switch one of them off")
-        if self.fp16 and stage == 0:
+        if self._is_scaled and stage == 0:
             _drop_hysteresis(fp16, findings=findings)
-        if not self.fp16:
+        if self.autocast is torch.float16 and (self.fp16 or self.bf16):
+            findings.faults.append(
+                "torch_autocast.dtype=float16: beside fp16.enabled or bf16.enabled, which cast the model already: switch one of them off"
+            )
+        if not self._is_scaled:
             findings.notes += [f"fp16.{key}: without effect while fp16 is off" for key in fp16 if key != "enabled"]
+        if not self.bf16:
+            findings.notes += [f"bf16.{key}: without effect while bf16 is off" for key in _MASTERS if bf16.get(key)]
         reduce_dtype = _reduce_dtype(types, top=top, findings=findings)
-        self.policy = self._policy(fp16, reduce_dtype=reduce_dtype, findings=findings)
+        self.policy = self._policy(fp16, bf16=bf16, reduce_dtype=reduce_dtype, findings=findings)
 
-    def _policy(self, fp16: dict, *, reduce_dtype: str | None, findings: Findings) -> PrecisionPolicy:
+    def _policy(self, fp16: dict, *, bf16: dict, reduce_dtype: str | None, findings: Findings) -> PrecisionPolicy:
         dtype = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
         try:
-            scale = _loss_scale(fp16, static=self.static_loss_scale) if self.fp16 and not self.bf16 else None
+            scale = _loss_scale(fp16, static=self.static_loss_scale) if self._is_scaled and not self.bf16 else None
             return PrecisionPolicy.named(
-                dtype, reduce_dtype=None if reduce_dtype == dtype else reduce_dtype, loss_scale=scale
+                dtype,
+                reduce_dtype=None if reduce_dtype == dtype else reduce_dtype,
+                autocast=self.autocast if self._is_scaled else None,
+                bf16_master=self.bf16 and bool(bf16.get(_MASTERS[0])),
+                bf16_states=self.bf16 and bool(bf16.get(_MASTERS[1])),
+                loss_scale=scale,
             )
         except ValueError as error:
-            findings.faults.append(f"fp16: {error}")
+            text = (
+                str(error)
+                .replace("precision.bf16_master", f"bf16.{_MASTERS[0]}")
+                .replace("precision.bf16_states", f"bf16.{_MASTERS[1]}")
+            )
+            findings.faults.append(text if text != str(error) else f"fp16: {error}")
             return PrecisionPolicy()
 
 
@@ -119,11 +137,10 @@ def _autocast(given: object, *, findings: Findings) -> torch.dtype | None:
             if key != "enabled"
         ]
         return None
-    if _WORDS[section.get("dtype") or "bf16"] != "bf16":
-        findings.faults.append(
-            f"torch_autocast.dtype={section['dtype']}: not offered, fp16 needs a loss scale: use bfloat16, or the section fp16"
-        )
-    return torch.bfloat16
+    word = _WORDS[section.get("dtype") or "bf16"]
+    if word == "fp32":
+        findings.faults.append(f"torch_autocast.dtype={section['dtype']}: must be bfloat16 or float16")
+    return torch.float16 if word == "fp16" else torch.bfloat16
 
 
 def _drop_hysteresis(fp16: dict, *, findings: Findings) -> None:

@@ -56,6 +56,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.constants": "ztk.deepspeed.checkpoint_constants",
+    "deepspeed.checkpoint.ds_to_universal": "ztk.deepspeed.ds_to_universal",
     "deepspeed.checkpoint.utils": {"ztk.deepspeed.checkpoints": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.comm",
@@ -184,6 +185,7 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
     "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero": "DeepSpeedZeRoOffload"},
+    "deepspeed.runtime.zero.tiling": {"ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias"},
     "deepspeed.runtime.zero.utils": {"ztk.deepspeed.engine_names": "is_zero_param"},
     "deepspeed.runtime.zero.partition_parameters": "ztk.deepspeed.zero.partition_parameters",
     "deepspeed.runtime.zero.stage3": {

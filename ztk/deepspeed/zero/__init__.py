@@ -28,12 +28,15 @@ from ztk.deepspeed.zero.states import (
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from ztk.deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "DeepSpeedTensorOverride",
     "DeepSpeedZeRoOffload",
     "GatheredParameters",
     "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "ZeroParamType",
     "estimate_zero2_model_states_mem_needs_all_cold",

@@ -12,6 +12,7 @@ from ztk.deepspeed.zero.external import register_external_parameter
 from ztk.zero.bucket import Bucket
 from ztk.zero.partitioned import partitioned_of
 from ztk.zero.piece_states import MASTER
+from ztk.zero.released import forget_saved
 
 _modifiers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> open contexts with a modifier_rank
 _accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its version when its values were last taken over
@@ -45,6 +46,7 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
+        forget_saved()
         pin(self._params)
         self._versions = {parameter: parameter._version for parameter in self._params}
         if self._modifier_rank is not None:

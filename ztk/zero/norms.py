@@ -1,0 +1,107 @@
+"""LAMB's norms: of every parameter's weights and of its update, over the shards that hold it.
+
+Before the update over pieces, in the thread that trains, because it communicates: every rank updates the averages of its ranges, in the store,
+and adds up squares; the ranks exchange two numbers per parameter. The update over pieces computes the same direction again, from the averages,
+so that nothing else is kept; it may follow behind the next forward. States on a disk are therefore read and written twice per step.
+
+Squares add up in float64: where pieces are cut shows in the 16th digit, and the norms are rounded to the 7th.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.optim.lamb import Lamb
+from ztk.runtime import Comm
+from ztk.runtime.pending import Pending
+from ztk.zero.bucket import Bucket
+from ztk.zero.context import ZeroContext
+from ztk.zero.layout import Placement
+from ztk.zero.piece import Piece
+
+MAX_WRITES = 8  # pieces whose states may be being written back while later ones are updated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedStates:
+    """A piece in memory. master: float32 [n]; rows: the optimizer's states, float32 [n], which may be changed; gradient: [n]. put: writes
+    the states back."""
+
+    bucket: Bucket
+    piece: Piece
+    master: Tensor
+    rows: dict[str, Tensor]
+    gradient: Tensor
+    put: Callable[[], Pending]
+
+
+# Pieces in order -> the same, each with its states
+FetchStates = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedStates]]
+
+
+class TrustRatios:
+    """Updates LAMB's averages, and says by which factor each parameter steps."""
+
+    def __init__(self, buckets: list[Bucket], *, lamb: Lamb, context: ZeroContext) -> None:
+        """buckets: the trained ones, in the order of the update."""
+        self._lamb, self._clock = lamb, context.clock
+        self._group_of = {placement.name: placement.group for placement in _placements(buckets)}
+        by_comm: dict[int, list[Bucket]] = {}
+        for bucket in buckets:
+            by_comm.setdefault(id(bucket.comm), []).append(bucket)
+        self._by_comm = list(by_comm.values())
+
+    def run(self, control: Tensor, *, fetch: FetchStates, skipped: frozenset[str]) -> dict[str, Tensor]:
+        """Parameter -> its ratio, a scalar [] where `control` is. A collective call of the ranks of every bucket; waits.
+
+        control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their averages.
+        """
+        ratios: dict[str, Tensor] = {}
+        for buckets in self._by_comm:
+            ratios |= self._run(buckets, control=control, fetch=fetch, skipped=skipped)
+        return ratios
+
+    def _run(
+        self, buckets: list[Bucket], *, control: Tensor, fetch: FetchStates, skipped: frozenset[str]
+    ) -> dict[str, Tensor]:
+        numbers = {placement.name: index for index, placement in enumerate(_placements(buckets))}
+        squares = torch.zeros(len(numbers), 2, dtype=torch.float64, device=control.device)
+        writes: deque[Pending] = deque()
+        for fetched in fetch((bucket, piece) for bucket in buckets for piece in bucket.pieces):
+            own = fetched.piece in fetched.bucket.own_pieces
+            for fragment in fetched.piece.fragments:
+                if fragment.name not in skipped:
+                    found = self._visit(fetched, place=fragment.place, control=control[self._group_of[fragment.name]])
+                    if own:  # at stage 0 every rank updates everything, and counts its shard
+                        squares[numbers[fragment.name]] += found
+            writes.append(fetched.put())
+            if len(writes) > MAX_WRITES:
+                writes.popleft().wait()
+        for write in writes:
+            write.wait()
+        ratios = self._lamb.ratio(self._sum_over_ranks(squares, comm=buckets[0].comm))
+        return {name: ratios[index] for name, index in numbers.items()}
+
+    def _visit(self, fetched: FetchedStates, *, place: slice, control: Tensor) -> Tensor:
+        """Updates the averages of a range. Returns the squared norms of its weights and of its update, float64 [2]."""
+        master = fetched.master[place]
+        averages = {name: fetched.rows[name][place] for name in ("exp_avg", "exp_avg_sq")}
+        self._lamb.average(grad=fetched.gradient[place], control=control, **averages)
+        update = self._lamb.direction(master, control=control, **averages)
+        norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for values in (master, update)]
+        return torch.stack(norms).square_()
+
+    def _sum_over_ranks(self, squares: Tensor, *, comm: Comm) -> Tensor:
+        with self._clock.phase("communication"):
+            of_ranks = comm.gather_scalars(squares.to(comm.device), label="norms of parameters and updates")
+        total = of_ranks[0].clone()
+        for rank in range(1, comm.size):  # in one order
+            total += of_ranks[rank]
+        return total.to(squares.device)
+
+
+def _placements(buckets: list[Bucket]) -> list[Placement]:
+    return [placement for bucket in buckets for placement in bucket.layout.placements]

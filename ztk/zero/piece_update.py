@@ -1,0 +1,137 @@
+"""The update of one piece by ztk's own optimizers, in memory."""
+
+from torch import Tensor
+
+from ztk.optim import FlatOptimizer, GroupTable
+from ztk.optim.muon import step_along
+from ztk.zero.layout import Fragment
+from ztk.zero.missed import MissedUpdates
+from ztk.zero.piece import Piece
+
+
+class PieceUpdate:
+    """Runs the fused update over pieces, one call per parameter group."""
+
+    def __init__(self, optimizer: FlatOptimizer, *, groups: GroupTable, missed: MissedUpdates) -> None:
+        """missed: the updates that parameters have missed."""
+        self._optimizer, self._missed, self._group_of = optimizer, missed, groups.row_of
+        self._scales = [row.muon_scale for row in groups.rows]
+
+    def run(
+        self,
+        piece: Piece,
+        *,
+        master: Tensor,
+        gradient: Tensor,
+        rows: dict[str, Tensor],
+        control: Tensor,
+        out: Tensor | None,
+        skipped: frozenset[str],
+    ) -> None:
+        """Updates `master` and `rows` in place.
+
+        master: [n]; gradient: scaled and summed, [n]; rows: state -> its row, of the optimizer's format; control: [groups, 16]; out: 16-bit
+        [n] that receives the cast master. skipped: names of parameters that stay as they are.
+        """
+        apart = self._apart(piece, skipped=skipped, master=master, gradient=gradient, rows=rows, control=control)
+        for segment in piece.segments:
+            cut = slice(segment.start - piece.start, segment.stop - piece.start)
+            if scale := self._scales[segment.group]:
+                step_along(
+                    master[cut],
+                    direction=gradient[cut],
+                    scale=scale,
+                    control=control[segment.group],
+                    out=None if out is None else out[cut],
+                )
+                continue
+            self._optimizer.step(
+                master[cut],
+                grad=gradient[cut],
+                states=self._cut(rows, place=cut),
+                control=control[segment.group],
+                out=None if out is None else out[cut],
+                position=segment.position,
+            )
+        for place, values in apart.values():
+            for row, value in zip((master[place], *self._cut(rows, place=place)), values, strict=True):
+                row.copy_(value)
+            if out is not None:
+                out[place].copy_(master[place])
+
+    def _cut(self, rows: dict[str, Tensor], *, place: slice) -> tuple[Tensor, ...]:
+        """The rows of the elements of `place`, which begins and ends where groups of the format do, or at the padding behind a parameter."""
+        return self._optimizer.format.cut(rows, start=place.start, stop=place.stop)
+
+    def _apart(
+        self,
+        piece: Piece,
+        *,
+        skipped: frozenset[str],
+        master: Tensor,
+        gradient: Tensor,
+        rows: dict[str, Tensor],
+        control: Tensor,
+    ) -> dict[str, tuple[slice, list[Tensor]]]:
+        """By name, place, master and states to be, of parameters that this step leaves alone, and of those that have missed updates.
+
+        The latter are updated on a copy of their segment: where a buffer is cut decides how a kernel rounds (multiples of 16 elements).
+        """
+        found: dict[str, tuple[slice, list[Tensor]]] = {}
+        for fragment in piece.fragments:
+            if fragment.name in skipped:
+                place = fragment.place
+                found[fragment.name] = place, [row.clone() for row in (master[place], *self._cut(rows, place=place))]
+        for segment in piece.segments:
+            cut = slice(segment.start - piece.start, segment.stop - piece.start)
+            late: dict[int, list[Fragment]] = {}
+            for fragment in piece.fragments:
+                count = self._missed.counts.get(fragment.name, 0)
+                if count and fragment.name not in found and cut.start <= fragment.place.start < cut.stop:
+                    late.setdefault(count, []).append(fragment)
+            for fragments in late.values() if not self._scales[segment.group] else ():
+                copied = master[cut].clone()
+                states = {
+                    row.name: value.clone()
+                    for row, value in zip(self._optimizer.format.rows, self._cut(rows, place=cut), strict=True)
+                }
+                own = self._missed.control_of(fragments[0].name, control=control, group=segment.group)
+                self._optimizer.step(
+                    copied, grad=gradient[cut], states=tuple(states.values()), control=own, position=segment.position
+                )
+                for fragment in fragments:
+                    place = slice(fragment.place.start - cut.start, fragment.place.stop - cut.start)
+                    found[fragment.name] = fragment.place, [copied[place], *self._cut(states, place=place)]
+        return found
+
+    def run_lamb(
+        self,
+        piece: Piece,
+        *,
+        master: Tensor,
+        rows: dict[str, Tensor],
+        control: Tensor,
+        out: Tensor | None,
+        skipped: frozenset[str],
+        ratios: dict[str, Tensor],
+    ) -> None:
+        """Updates `master` in place, parameter by parameter; the averages in `rows` are updated already. ratios: of `TrustRatios`; the rest as
+        of `run`, [n] and [groups, 16].
+        """
+        lamb = self._optimizer.lamb
+        assert lamb is not None
+        if out is not None:
+            out.copy_(master)  # of what is skipped, and of padding
+        for fragment in piece.fragments:
+            if fragment.name not in skipped:
+                place = fragment.place
+                lamb.step(
+                    master[place],
+                    exp_avg=rows["exp_avg"][place],
+                    exp_avg_sq=rows["exp_avg_sq"][place],
+                    ratio=ratios[fragment.name],
+                    control=self._missed.control_of(
+                        fragment.name, control=control, group=self._group_of[fragment.name]
+                    ),
+                    out=None if out is None else out[place],
+                )
