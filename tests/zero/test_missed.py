@@ -7,6 +7,7 @@ from tests.zero.models import Layout, batches, build, make_engine
 from ztk.checkpoint import load, save
 from ztk.deepspeed.own_optimizers import FusedLamb
 from ztk.optim import OptimizerPolicy
+from ztk.precision import PrecisionPolicy
 from ztk.runtime import Process
 
 COMMON = {"lr": 1e-2, "weight_decay": 0.1, "decay_all": True, "betas": (0.9, 0.999), "skip_unused": True}
@@ -65,3 +66,45 @@ def test_they_go_on_as_under_torch(ranks, tmp_path, name):
         for parameter, value in expected.items():
             torch.testing.assert_close(weights[parameter], value, rtol=1e-5, atol=2e-6)
             assert torch.equal(weights[parameter], found[0][parameter])
+
+
+def left_alone(process: Process, *, layout: Layout, choice: tuple[str, str | None]) -> dict:
+    """The weights of a run with smaller states. Asserts that a step leaves what it skips alone, its states too, and changes the rest."""
+    states, master = choice
+    policy = OptimizerPolicy(**COMMON, states=states, rounding_seed=5)
+    precision = PrecisionPolicy(dtype=torch.bfloat16, master=master)
+    engine = make_engine(process, layout=layout, optimizer=policy, precision=precision)
+    buckets = {part.name: bucket for bucket in engine.zero.buckets for part in bucket.layout.placements}
+
+    def kept() -> dict:
+        return {
+            (name, kind): engine.zero.named_state.read(buckets[name], name=name, kind=kind).clone()
+            for name in (FROZEN, "blocks.1.up.weight", "sometimes.0.up.weight")
+            for kind in ("master", "exp_avg", "exp_avg_sq")
+        }
+
+    before = {}
+    for step in range(STEPS):
+        tokens, use_all = list(batches(STEPS, rank=0, world=1))[step], step != 2
+        dict(engine.module.named_parameters())[FROZEN].requires_grad_(step != 2)
+        engine.backward(engine(tokens, use_all=use_all))
+        engine.step()
+        after = kept()
+        for (name, kind), value in after.items() if before else ():
+            skipped = step == 2 and name != "blocks.1.up.weight"
+            assert torch.equal(value, before[name, kind]) == skipped, (step, name, kind)
+        before = after
+    weights = {name: value.clone() for name, value in engine.zero.full_parameters()}
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("choice", [("bf16", "fp32"), ("bf16", "stochastic"), ("8bit", None)], ids=str)
+def test_smaller_states_are_left_alone_and_go_on(ranks, choice):
+    """Rows with a value per 32 elements, too. The late parameter is updated by bits of its own position: everywhere the same."""
+    first, *others = (
+        ranks(2).run(left_alone, layout=layout, choice=choice)[0]
+        for layout in (Layout(), Layout(stage=2, offload="cpu"), Layout(stage=3, offload="nvme"))
+    )
+    for weights in others:
+        assert all(torch.equal(weights[name], value) for name, value in first.items())

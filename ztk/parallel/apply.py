@@ -167,8 +167,8 @@ def _step_of(
         return made.rounded(states=precision.states_dtype) if precision.bf16_master else made
     if precision.bf16_master:
         raise ValueError(
-            "precision.bf16_master=true has no update with a torch optimizer, which steps float32 weights: use ztk's adamw, adam, lion or "
-            "sgd, or leave bf16_master out"
+            "precision.bf16_master=true (bf16.bf16_master_weights_and_grads of a ds_config) has no update with a torch optimizer, which "
+            "steps float32 weights: use ztk's adamw, adam, lion or sgd, or leave it out"
         )
     if lr_table is not None:
         raise ValueError(
