@@ -24,7 +24,7 @@ ROW_KEYS = {
     *(f"memory.{tier}_bytes" for tier in ("device", "host", "nvme")),
     *(
         f"comm.{kind}_bytes"
-        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "tied", "muon")
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "send", "tied", "muon")
     ),
     *("io.read_bytes", "io.write_bytes"),
 }
