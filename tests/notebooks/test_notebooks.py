@@ -1,4 +1,4 @@
-"""The notebooks: what each must have, and two of them executed in their quick form by the command that builds all."""
+"""The notebooks: what each must have, and one of them executed in its quick form by the command that builds all."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]_*.py"))
-EXECUTED = ("1", "6")  # one with ranks and a plan, one that counts bytes in its own kernel
+EXECUTED = ("1",)  # ranks and a plan; the others take half a minute to a minute each
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -36,7 +36,7 @@ def test_the_command_builds_notebooks_pages_and_charts(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     charts = sorted((tmp_path / "charts").glob("*.csv"))
-    assert [path.stem for path in charts] == ["recomputation", "zero_stages"]
+    assert [path.stem for path in charts] == ["zero_stages"]
     for path in charts:
         source, *lines = path.read_text().splitlines()
         assert all(word in source for word in ("n = ", "machine: ", "commit: "))
