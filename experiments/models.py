@@ -56,7 +56,7 @@ def build(
         offload=policies.offload_policy(config),
         recompute=policies.recompute_policy(config),
         accumulation_steps=accumulation_steps or config.train.accumulation_steps,
-        initial_values=first_values if values is None else _replaced(first_values, values=values),
+        initial_values=first_values if values is None else _replaced(first_values, values=values, is_critic=is_critic),
     )
 
 
@@ -72,7 +72,10 @@ def _critic(config: Config) -> tuple[nn.Module, InitialValues]:
     return model, partial(initial_values, model, seed=config.train.seed)
 
 
-def _replaced(first_values: InitialValues, *, values: Values) -> InitialValues:
+def _replaced(first_values: InitialValues, *, values: Values, is_critic: bool) -> InitialValues:
+    """is_critic: the values are a policy's, whose output layer is another."""
+    values = {name: value for name, value in values.items() if not (is_critic and name.startswith("head."))}
+
     def value(*, name: str, start: int, stop: int) -> Tensor:
         if name not in values:
             return first_values(name=name, start=start, stop=stop)

@@ -182,8 +182,9 @@ class Savers:
 
 
 def others_of(run: Run) -> dict[str, Engine]:
-    """The models beside the policy that a checkpoint has to have. Below adapters the reference is `model.path`."""
-    others = {"critic": run.critic, "reference": None if run.config.lora.rank else run.reference}
+    """The models beside the policy that a checkpoint has to have. Below new adapters the reference is `model.path`."""
+    is_base = run.config.lora.rank > 0 and run.config.warm_start.path is None
+    others = {"critic": run.critic, "reference": None if is_base else run.reference}
     return {name: engine for name, engine in others.items() if isinstance(engine, Engine)}
 
 

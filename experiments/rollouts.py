@@ -1,5 +1,6 @@
 """The parts of `task=grpo` and `task=ppo` that are the same: drawing, scoring, measuring, the policy's update."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.alignment import start_from
+from experiments.learned_reward import learned_rewards, open_reward_model
 from experiments.models import Values, build
-from experiments.prompts import PAD, Prompts
+from experiments.prompts import PAD, Prompt, Prompts
 from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.engine import Engine
@@ -26,6 +29,7 @@ from ztk.rollout import (
     generate,
     share_of_rank,
     token_logprobs,
+    use_cached_attention,
 )
 from ztk.rollout.objective import PolicyLoss, divergence, equal_groups, policy_loss, token_weights
 from ztk.runtime import Process
@@ -40,8 +44,9 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 class Run:
     """What a run goes on with.
 
-    cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the
-    first step.
+    reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before:
+    the mean reward before the first step. function_rewards: what the function gives this rank's newest samples beside a reward model, float64
+    [S], NaN for None.
     """
 
     config: Config
@@ -52,14 +57,16 @@ class Run:
     prompts: Prompts
     buffer: Buffer
     guards: Guards
+    reward_model: Engine | None = None
     cached: CachedRollouts | None = None
+    function_rewards: Tensor | None = None
     rollouts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     reward_before: float | None = None
 
     def close(self) -> None:
         """Ends all engines."""
-        for engine in (self.actor, self.reference, self.critic):
+        for engine in (self.actor, self.reference, self.critic, self.reward_model):
             if isinstance(engine, Engine):
                 engine.close()
 
@@ -84,17 +91,27 @@ class Run:
 def open_run(
     config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor
 ) -> Run:
-    """The models, with the same first weights, and an empty buffer."""
+    """The models, with the same first weights, and an empty buffer. Raises CheckpointError for warm_start.path and reward.path."""
     common = {"process": process, "values": first_values}
     has_critic = config.advantage.baseline == "critic"
     samples = config.rollout.prompts * config.rollout.group_size
     actor = build(config, lr_table=lr_table, **common)
+    start_from(config, engine=actor)
+    critic = build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None
+    if critic is not None:
+        start_from(config, engine=critic, body_only=True)
+    reference = open_reference(config, actor=actor, first_values=first_values)
+    if config.rollout.engine == "generator" and config.rollout.identity == "exact":
+        for engine in (actor, reference):
+            if isinstance(engine, Engine):
+                use_cached_attention(engine.module)
     return Run(
         config=config,
         process=process,
         actor=actor,
-        reference=open_reference(config, actor=actor, first_values=first_values),
-        critic=build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None,
+        reference=reference,
+        critic=critic,
+        reward_model=open_reward_model(config, process=process),
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         cached=CachedRollouts(actor) if config.rollout.engine == "generator" else None,
@@ -103,9 +120,12 @@ def open_run(
 
 
 def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:
-    """What `kl.reference` names. New adapters add nothing, so the reference is the base alone."""
+    """What `kl.reference` names. New adapters add nothing, so the reference is the base alone; those of `warm_start.path` are part of it."""
     if config.kl.reference == "frozen":
-        return build(config, process=actor.process, values=first_values, is_trained=False, has_adapters=False)
+        options = {"is_trained": False, "has_adapters": config.warm_start.path is not None}
+        reference = build(config, process=actor.process, values=first_values, **options)
+        start_from(config, engine=reference)
+        return reference
     return BaseModel(actor) if config.kl.reference == "lora_off" else None
 
 
@@ -128,7 +148,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     prompt_numbers = first + numbers // rollout.group_size
     prompts = [run.prompts[int(number)] for number in prompt_numbers]
     requests = Requests(
-        prompts=[run.prompts.tokens_of(prompt) for prompt in prompts],
+        prompts=[prompt.tokens for prompt in prompts],
         numbers=numbers,
         prompt_numbers=prompt_numbers,
         copies=numbers % rollout.group_size,
@@ -145,10 +165,25 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
     samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
-    for row, prompt in enumerate(prompts):
-        reward = run.prompts.score(prompt, answer=run.prompts.answer_of(samples, row=row))
-        samples.rewards[row], samples.included[row] = reward or 0.0, reward is not None
+    reward(run, samples=samples, prompts=prompts)
     return samples
+
+
+def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
+    """Writes the rewards of the function, or of the reward model, beside which the function's are shown. Raises RewardError."""
+    found = [None] * len(samples)
+    if run.prompts.has_function:
+        found = [
+            run.prompts.score(prompt, answer=run.prompts.answer_of(samples, row=row))
+            for row, prompt in enumerate(prompts)
+        ]
+    rewards = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
+    if run.reward_model is None:
+        samples.rewards, samples.included = rewards.nan_to_num(), ~rewards.isnan()
+        return
+    size = run.config.train.micro_batch_size
+    samples.rewards = learned_rewards(run.reward_model, samples=samples, micro_batch=size)
+    run.function_rewards = rewards if run.prompts.has_function else None
 
 
 def evaluate(run: Run) -> float:
@@ -257,6 +292,7 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
     kl = {} if scored.kl is None else {"kl": table["kl"].mean().item()}
     return {
         "reward": table["reward"][included].mean().item() if included.any() else 0.0,
+        **true_reward(run),
         **kl,
         "length": lengths.mean().item(),
         "truncated": 1 - table["finished"].mean().item(),
@@ -264,6 +300,16 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
         "excluded": 1 - included.double().mean().item(),
         "equal_groups": scored.equal_groups.double().mean().item(),
     }
+
+
+def true_reward(run: Run) -> dict[str, float]:
+    """Beside a reward model: the mean of the function's rewards of the newest samples, over all ranks. A collective call."""
+    if run.function_rewards is None:
+        return {}
+    known = run.function_rewards[~run.function_rewards.isnan()]
+    own = torch.tensor([known.sum().item(), float(len(known))], dtype=torch.float64, device=run.process.device)
+    total, count = run.process.comm.gather_scalars(own, label="true rewards").sum(0).tolist()
+    return {"true_reward": total / count} if count else {}
 
 
 def counted(run: Run, *, scored: Scored) -> Tensor:

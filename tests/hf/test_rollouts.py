@@ -257,6 +257,17 @@ def test_a_resumed_run_with_adapters_equals_one_that_was_not_interrupted(ranks, 
     assert (tmp_path / "full" / "tokenizer" / "tokenizer.json").is_file()
 
 
+def test_adapters_of_another_run_are_part_of_the_reference(ranks, folder, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    saves = ("checkpoint=periodic", "checkpoint.every=1")
+    ranks(1).run(play, config=config_of("grpo", *ADAPTERS, *saves, folder=folder, to=first, ranks=1))
+    start = (f"warm_start.path={first}", "train.steps=3", *saves)
+    config = config_of("grpo", *ADAPTERS, *start, folder=folder, to=second, ranks=1)
+    ranks(1).run(play, config=config)
+    assert rows_of(first)[-1]["kl"] != 0 == rows_of(second)[0]["kl"]
+    assert (second / "reference").is_dir()  # a run that goes on needs those adapters
+
+
 # Refusals
 
 

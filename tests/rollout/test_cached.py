@@ -9,7 +9,16 @@ from tests.hf.test_rollouts import ADAPTERS, folder  # noqa: F401 - a fixture
 from tests.hf.test_rollouts import config_of as config_of_hf
 from tests.rollout.runs import config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose
-from ztk.rollout import CachedRollouts, Requests, RolloutPolicy, Samples, token_logprobs
+from ztk.nn.attention import CausalAttention
+from ztk.rollout import (
+    CachedAttention,
+    CachedRollouts,
+    Requests,
+    RolloutPolicy,
+    Samples,
+    token_logprobs,
+    use_cached_attention,
+)
 from ztk.runtime import Process
 
 GENERATOR = ("rollout.engine=generator", "rollout.identity=corrected")
@@ -72,13 +81,63 @@ def test_a_run_corrects_for_the_difference(ranks, tmp_path):
     assert found[1] == found[2]
 
 
+@pytest.mark.parametrize(("task", "world_size", "stage"), [("grpo", 2, 3), ("ppo", 1, 0)])
+def test_a_run_has_the_trainers_bits(ranks, tmp_path, task, world_size, stage):
+    config = config_of(task, "rollout.engine=generator", folder=tmp_path, ranks=world_size, zero__stage=stage)
+    ranks(world_size).run(play, config=config)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 4 and all(row["rollout_differing"] == 0 for row in rows)
+    assert rows[0]["kl"] == 0 != rows[-1]["kl"]
+
+
+def long_answers(process: Process, *, config) -> list[list[int]]:
+    """Of answers over more than two blocks of keys: tokens that differ from the trainer's, with torch's attention and with the engine's."""
+    engine, found = build(config, process=process.arrange(policies.topology(config))), []
+    requests = Requests(
+        prompts=[[5 + row] * (1 + 9 * row) for row in range(4)],
+        numbers=torch.arange(4),
+        prompt_numbers=torch.arange(4),
+        copies=torch.zeros(4, dtype=torch.int64),
+    )
+    policy = RolloutPolicy(length=170, micro_batch=4, max_tokens=140, stop=300, pad=0, temperature=0.8)
+    samples = CachedRollouts(engine).generate(policy=policy, requests=requests, step=0)
+    for own in (False, True):
+        if own:
+            use_cached_attention(engine.module)
+        with engine.evaluating():
+            trainer = token_logprobs(engine(samples.tokens), tokens=samples.tokens, temperature=0.8)
+        found.append(((trainer != samples.logprobs) & samples.answer_mask).sum(1).tolist())
+    engine.close()
+    return found
+
+
+def test_long_answers_have_the_trainers_bits(ranks, tmp_path):
+    config = config_of("grpo", "rollout.engine=generator", folder=tmp_path, data__seq_len=170)
+    ((by_torch, own),) = ranks(1).run(long_answers, config=config)
+    assert min(by_torch) > 50 and own == [0, 0, 0, 0]
+
+
+def test_the_engines_attention_has_the_gradient_of_torchs():
+    draw = torch.Generator().manual_seed(2)
+    shapes = ((2, 70, 4, 8), (2, 70, 2, 8), (2, 70, 2, 8))
+    query, key, value = (torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes)
+    d_out, found = torch.randn(shapes[0], generator=draw), []
+    for attention in (CachedAttention(), CausalAttention()):
+        out = attention(query, key=key, value=value)
+        found.append((out, torch.autograd.grad(out, (query, key, value), d_out)))
+    (own, gradients), (by_torch, expected) = found
+    assert torch.allclose(own, by_torch, atol=1e-6)  # 70 products per value, below 1 each
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (
-            ("rollout.engine=generator",),
-            "rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
+            ("rollout.engine=generator", "precision=bf16"),
+            "rounds the trainer's products, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
         ),
+        (("rollout.engine=generator", "lora=adapter", "warm_start.steps=0"), "with adapters merged into the weights"),
         ((*GENERATOR, "model=tiny_moe"), "without experts, and model.experts=.*; use rollout.engine=trainer"),
         ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
     ],

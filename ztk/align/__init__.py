@@ -3,6 +3,7 @@
 from ztk.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.align.logprobs import token_logprobs
 from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
+from ztk.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples
 from ztk.align.sequences import Sequences, segment_sums
 from ztk.align.templates import ChatTemplate, ChatTemplateError
@@ -17,15 +18,20 @@ __all__ = [
     "PairLogprobs",
     "PairwiseLosses",
     "PairwisePolicy",
+    "PromptRecord",
     "RecordFormat",
     "Sequences",
     "Text",
+    "Truncation",
+    "answer_end",
     "chat_prompt",
     "dpo_loss",
     "dpo_losses",
+    "fitted",
     "last_values",
     "pairwise_losses",
     "read_examples",
+    "read_prompts",
     "segment_sums",
     "token_logprobs",
 ]

@@ -45,7 +45,7 @@ def _rollout_effects() -> Iterator[Effect]:
     for section, names in required.items():
         yield Effect(keys=keys_of(section, *names.split()), when=_draws, only=only)
     yield Effect(keys=("warm_start.steps",), when=_warms, only="task=grpo, task=ppo or task=dpo")
-    optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function")
+    optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function", "reward.path")
     yield Effect(keys=optional, when=_draws, only=only, required=False)
     yield Effect(
         keys=("rollout.weights",),
@@ -95,8 +95,8 @@ def _alignment_effects() -> Iterator[Effect]:
     )
     yield Effect(
         keys=("warm_start.path",),
-        when=_task("sft", "reward", "dpo"),
-        only="task=sft, task=reward or task=dpo",
+        when=_task("sft", "reward", "dpo", "grpo", "ppo"),
+        only="task=sft, task=reward, task=dpo, task=grpo or task=ppo",
         required=False,
     )
     yield Effect(
@@ -106,8 +106,14 @@ def _alignment_effects() -> Iterator[Effect]:
     )
     yield Effect(
         keys=("data.chat_template",),
-        when=lambda c, m: reads_records(c) and has_tokenizer(c) and c.data.path is not None,
-        only="data=chat or data=preferences with data.path and data.tokenizer=FOLDER",
+        when=lambda c, m: reads_lines(c) and has_tokenizer(c) and c.data.path is not None,
+        only="data=chat, data=preferences or data=prompts with data.path and data.tokenizer=FOLDER",
+    )
+    yield Effect(
+        keys=("data.truncate_prompts",),
+        when=lambda c, m: _draws(c, m) and c.data.name is DataName.prompts and c.data.path is not None,
+        only="task=grpo or task=ppo with data=prompts and data.path",
+        required=False,
     )
 
 

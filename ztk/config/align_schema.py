@@ -37,6 +37,13 @@ class ChatTemplateName(StrEnum):
     roles = "roles"
 
 
+class TruncationName(StrEnum):
+    """data.truncate_prompts: what goes of a prompt that is too long."""
+
+    left = "left"
+    right = "right"
+
+
 @dataclass(kw_only=True)
 class SftConfig:
     """Supervised fine-tuning."""

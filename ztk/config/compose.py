@@ -255,6 +255,8 @@ def _settle_paths(config: Config) -> None:
         config.reward.function = f"{_absolute(path)}:{function}"
     if config.model.path is not None:
         config.model.path = _absolute(config.model.path)
+    if config.reward.path is not None:
+        config.reward.path = _absolute(config.reward.path)
     if config.warm_start.path is not None:
         config.warm_start.path = _absolute(config.warm_start.path)
     if config.checkpoint.resume not in (None, AUTO):

@@ -78,10 +78,7 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if config.rollout.identity is RolloutIdentity.exact:
-        yield (
-            "rollout.engine=generator: attention over a cache adds in another order than the trainer's forward, so rollout.identity=exact "
-            "cannot be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
-        )
+        yield from _exact_generator_faults(config)
     if device_of(config, machine=machine) != "cpu":
         yield "rollout.engine=generator: the inference engine computes on the CPU, and this run on GPUs; use rollout.engine=trainer"
     if config.model.experts is not None and not is_hugging_face(config.model):
@@ -98,6 +95,26 @@ def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
                 f"rollout.engine=generator: the inference engine does not compute models of the kind {kind}, of model.path="
                 f"{config.model.path}; use rollout.engine=trainer"
             )
+
+
+def _exact_generator_faults(config: Config) -> Iterator[str]:
+    """The engine has the bits of the native decoder in fp32, with its own attention in the trainer's forward."""
+    fix = "cannot be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
+    if is_hugging_face(config.model):
+        yield (
+            "rollout.engine=generator: attention over a cache adds in another order than the modules of transformers, so "
+            f"rollout.identity=exact {fix}"
+        )
+    if config.lora.rank:
+        yield (
+            "rollout.engine=generator: it computes with adapters merged into the weights, and the trainer beside them, so "
+            f"rollout.identity=exact {fix}"
+        )
+    if config.precision.dtype != "fp32":
+        yield (
+            f"rollout.engine=generator: it computes in fp32, and precision.dtype={config.precision.dtype} rounds the trainer's products, so "
+            f"rollout.identity=exact {fix}"
+        )
 
 
 def _dropout_faults(config: Config) -> Iterator[str]:
@@ -127,16 +144,13 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
     if rollout.task is not None and data.path is not None:
         yield f"data.path has no effect beside rollout.task={rollout.task.value}: use rollout.task=null, or leave out data.path"
-    if rollout.task is None and config.reward.function is None:
-        yield "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score"
-    yield from _reward_faults(config.reward.function)
-    if rollout.task is None and config.warm_start.steps:
-        yield "warm_start.steps: answers to learn from are made for rollout.task=sorting alone; use warm_start.steps=0"
-    if config.lora.rank and config.warm_start.steps:
+    if rollout.task is None and config.reward.function is None and config.reward.path is None:
         yield (
-            f"warm_start.steps={config.warm_start.steps}: would train the adapters, and their reference is the frozen model; use "
-            "warm_start.steps=0"
+            "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score, or reward.path=RUN, "
+            "the folder of a run of task=reward"
         )
+    yield from _reward_faults(config.reward.function)
+    yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:
         prompt, answer = TASK_LENGTHS[rollout.task]
         if rollout.max_tokens < answer:
@@ -149,6 +163,27 @@ def _data_faults(config: Config) -> Iterator[str]:
                 f"data.seq_len={data.seq_len}: a prompt of {prompt} and rollout.max_tokens={rollout.max_tokens} do not fit: use "
                 f"data.seq_len={prompt + rollout.max_tokens}"
             )
+
+
+def _first_weights_faults(config: Config) -> Iterator[str]:
+    warm = config.warm_start
+    if config.rollout.task is None and warm.steps:
+        yield (
+            "warm_start.steps: answers to learn from are made for rollout.task=sorting alone; use warm_start.steps=0, and warm_start.path=RUN "
+            "for a model that task=sft has trained"
+        )
+    elif warm.path is not None and warm.steps:
+        yield "warm_start.path has no effect beside warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
+    if config.lora.rank and warm.steps:
+        yield (
+            f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
+            "warm_start.path=RUN for adapters that task=sft has trained"
+        )
+    if warm.path is not None and config.kl.reference is ReferenceName.lora_off:
+        yield (
+            f"kl.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
+            "kl.reference=frozen"
+        )
 
 
 def _reward_faults(name: str | None) -> Iterator[str]:

@@ -217,6 +217,11 @@ class RewardConfig:
         "FILE.py:FUNCTION, called as FUNCTION(prompt=, answer=, record=); a number, or None to leave the answer out; null: the task's own",
         default=None,
     )
+    path: str | None = key(
+        "run folder or checkpoint of task=reward, of the policy's shape, whose value at the last token is the reward; the function's is shown "
+        "beside it as true_reward; null: the function's reward trains",
+        default=None,
+    )
     timeout_seconds: float | None = key("longest time of one call", default=None)
     loss: RewardLossName | None = key(
         "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values behind the common "

@@ -292,6 +292,12 @@ def _matches(pattern: str) -> bool:
     return next(glob.iglob(os.path.expanduser(pattern), recursive=True), None) is not None
 
 
+def _runs_to_start_from(config: Config) -> Iterator[str]:
+    for key, path in (("warm_start.path", config.warm_start.path), ("reward.path", config.reward.path)):
+        if path is not None and not os.path.exists(os.path.expanduser(path)):
+            yield f"{key}={path}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or leave it out"
+
+
 def _training(config: Config, machine: Machine) -> Iterator[str]:
     train, checkpoint = config.train, config.checkpoint
     holds_out = config.data.name in (DataName.stdlib, DataName.files) or config.data.path is not None
@@ -338,9 +344,7 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with "
             "checkpoints, or checkpoint.resume=auto for the run's own, or leave it out"
         )
-    start = config.warm_start.path
-    if start is not None and not os.path.exists(os.path.expanduser(start)):
-        yield f"warm_start.path={start}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or leave it out"
+    yield from _runs_to_start_from(config)
     logger = config.logger
     if (
         logger.mode is not LoggerMode.disabled

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ztk.config.align_schema import ChatTemplateName, DpoConfig, SftConfig
+from ztk.config.align_schema import ChatTemplateName, DpoConfig, SftConfig, TruncationName
 from ztk.config.ema_schema import EmaConfig, Evaluated
 from ztk.config.eval_schema import EvalConfig
 from ztk.config.hardware_schema import HardwareConfig
@@ -272,8 +272,9 @@ class DataConfig:
 
     name: DataName = key(
         "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
-        'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...}; chat: made on the spot, or data.path\'s lines {"messages": '
-        '...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": ..., "rejected": ...}'
+        'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...} or {"messages": ...}; chat: made on the spot, or '
+        'data.path\'s lines {"messages": ...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": '
+        '..., "rejected": ...}'
     )
     path: Any = key("a file, a folder, a glob, or a list of them", default=None)
     tokenizer: str | None = key(
@@ -298,6 +299,11 @@ class DataConfig:
     chat_template: ChatTemplateName | None = key(
         "how messages become tokens of data.tokenizer. tokenizer: by the chat template of its folder, as transformers renders it; roles: lines "
         "<|role|>, and the end token behind an answer",
+        default=None,
+    )
+    truncate_prompts: TruncationName | None = key(
+        "what goes of a prompt that leaves no room for rollout.max_tokens in data.seq_len: left: its beginning; right: its end; null: it is "
+        "refused",
         default=None,
     )
     stop: int | None = key("byte that ends an answer of data=chat and data=preferences; 10: a line end", default=None)

@@ -69,7 +69,8 @@ def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
                 shares_of(data.mixture)
             except ValueError as error:
                 yield str(error)
-    for key, path in (("warm_start.path", config.warm_start.path), ("checkpoint.resume", config.checkpoint.resume)):
+    sources = {"warm_start.path": config.warm_start.path, "reward.path": config.reward.path}
+    for key, path in (sources | {"checkpoint.resume": config.checkpoint.resume}).items():
         other = None if path in (None, AUTO) else tokenizer_of_run(path)
         if other is not None and not has_tokenizer(config):
             can_follow = data.name in TEXT or _reads_records(config)

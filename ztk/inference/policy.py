@@ -61,9 +61,11 @@ class SamplingParams:
     seed, draw_key: a draw is a function of (seed, draw_key, number of the answer, position) and of the probabilities, of nothing else.
     logprobs: how many of the likeliest tokens to return per position. prompt_logprobs: return those of the prompt, too.
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
+    fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, the bits that a trainer computes, instead of double
+    precision rounded once; goes with no step but the temperature.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or fp32_logprobs with a step that a trainer does not make.
     """
 
     max_tokens: int = 16
@@ -82,9 +84,28 @@ class SamplingParams:
     logprobs: int = 0
     prompt_logprobs: bool = False
     token_mask: Callable[[list[int]], Tensor] | None = None
+    fp32_logprobs: bool = False
 
     def __post_init__(self) -> None:
         refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES))
+        if not self.fp32_logprobs:
+            return
+        plain = SamplingParams()
+        others = (
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "token_mask",
+        )
+        changed = [name for name in others if getattr(self, name) != getattr(plain, name)]
+        changed += ["logit_bias"] * bool(self.logit_bias) + ["temperature"] * (self.temperature == 0)
+        if changed:
+            raise ValueError(
+                f"fp32_logprobs=True goes with a temperature above 0 alone: leave out {', '.join(changed)}"
+            )
 
 
 @dataclass(kw_only=True)

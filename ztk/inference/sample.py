@@ -44,8 +44,16 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
         place = uniform(sampling.seed, sampling.draw_key, sample, len(prompt) + len(answer)) * float(sums[-1])
         token = int(torch.searchsorted(sums, place, right=True).clamp(max=len(sums) - 1))
         processed = float(kept[token] - math.log(float(sums[-1])))
+    if sampling.fp32_logprobs:
+        processed = float(fp32_logprobs(logits, temperature=sampling.temperature)[token])
     top = likeliest(raw, count=sampling.logprobs) if sampling.logprobs else None
     return Drawn(token=token, logprob=float(raw[token]), processed_logprob=processed, top=top)
+
+
+def fp32_logprobs(logits: Tensor, *, temperature: float) -> Tensor:
+    """log softmax(logits / temperature), as a trainer computes it: [..., V] -> float32 [..., V]."""
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    return torch.log_softmax(scaled, dim=-1)
 
 
 def likeliest(logprobs: Tensor, *, count: int) -> dict[int, float]:

@@ -85,6 +85,11 @@ def draw_reward(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
     axes.set(title="reward", xlabel=label, ylabel="mean over sampled answers")
     axes.grid(alpha=0.25)
     places = [row["kl" if measured else "step"] for row in rows]
+    if all(row.get("true_reward") is not None for row in rows):
+        axes.scatter(
+            places, [row["true_reward"] for row in rows], color="#ee6677", s=8, marker="x", label="true reward"
+        )
+        axes.legend(frameon=False, loc="lower right")
     dots = axes.scatter(places, [row["reward"] for row in rows], c=[row["step"] for row in rows], s=12, cmap="viridis")
     axes.figure.colorbar(dots, ax=axes, label="step")
 

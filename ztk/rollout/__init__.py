@@ -1,5 +1,6 @@
 """Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
 
+from ztk.rollout.attention import CachedAttention, use_cached_attention
 from ztk.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rollout.cached import CachedRollouts
 from ztk.rollout.draws import choose, sample_keys, uniforms
@@ -11,6 +12,7 @@ from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 __all__ = [
     "Buffer",
+    "CachedAttention",
     "CachedRollouts",
     "Difference",
     "GuardPolicy",
@@ -33,4 +35,5 @@ __all__ = [
     "share_of_rank",
     "token_logprobs",
     "uniforms",
+    "use_cached_attention",
 ]

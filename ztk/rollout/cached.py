@@ -1,7 +1,7 @@
 """Samples by the inference engine, with a cache of keys and values: an answer of n tokens takes n steps of one row instead of n full forwards.
 
-Its attention adds over the keys in another order than the trainer's forward, so log-probabilities differ in their last bits: the loss has to
-be corrected for it (`rollout.identity=corrected`), or may not care.
+Torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the trainer
+computes by `rollout.attention`: the loss has to be corrected for it (`rollout.identity=corrected`), or may not care.
 """
 
 from collections.abc import Iterator
@@ -46,6 +46,7 @@ class CachedRollouts:
                 stop_token_ids=(policy.stop,),
                 seed=policy.seed,
                 draw_key=("rollout", step, prompt, copy),
+                fp32_logprobs=True,
             )
             for prompt, copy in pairs
         ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.buffer import Samples
 
 
@@ -27,15 +28,9 @@ class Difference:
     first: str = ""
 
 
-def all_logprobs(logits: Tensor, *, temperature: float) -> Tensor:
-    """log softmax(logits / temperature), float32 [..., V]."""
-    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
-    return torch.log_softmax(scaled, dim=-1)
-
-
 def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
     """logits [S, T, V] of tokens [S, T] -> log-probability of each token given those before it, float32 [S, T]; 0 for the first."""
-    logprobs = all_logprobs(logits[:, :-1], temperature=temperature)
+    logprobs = fp32_logprobs(logits[:, :-1], temperature=temperature)
     chosen = logprobs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
     return torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ztk.engine import Engine
+from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
-from ztk.rollout.equality import all_logprobs
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
@@ -117,7 +117,7 @@ def _answer(
     for index in range(policy.max_tokens):
         positions = lengths + index  # of the tokens that are drawn now
         logits = engine(tokens.to(device))[rows.to(device), (positions - 1).to(device)]
-        distribution = all_logprobs(logits, temperature=policy.temperature).cpu()
+        distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
         drawn = choose(distribution, uniforms=uniforms(keys, positions=positions))
         where = rows[active], positions[active]
         tokens[where], logprobs[where] = drawn[active], distribution[rows, drawn][active]

@@ -1,0 +1,34 @@
+"""The reward of `reward.path`: the values of a model that `task=reward` has trained, an engine of its own that never steps."""
+
+import torch
+from torch import Tensor
+
+from experiments.models import build
+from ztk import checkpoint
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.rollout import Samples
+from ztk.runtime import Process
+
+
+def open_reward_model(config: Config, *, process: Process) -> Engine | None:
+    """The model of `reward.path` under the run's strategy; None: rewards are a function's. A collective call.
+
+    Raises CheckpointError for a checkpoint of another model, such as one without an output layer of one value.
+    """
+    if config.reward.path is None:
+        return None
+    engine = build(config, process=process, is_trained=False, is_critic=True)
+    checkpoint.load(engine, path=config.reward.path, weights_only=True)
+    return engine
+
+
+def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Tensor:
+    """The value at the last token of every answer, as in Bradley-Terry's loss: float64 [S]. A collective call."""
+    last, parts = samples.prompt_lengths + samples.answer_lengths - 1, []
+    with engine.evaluating():
+        for first in range(0, len(samples), micro_batch):
+            rows = slice(first, first + micro_batch)
+            values = engine(samples.tokens[rows].to(engine.process.device)).squeeze(-1).cpu()
+            parts.append(values[torch.arange(len(values)), last[rows]])
+    return torch.cat(parts).double()

@@ -1,0 +1,306 @@
+"""Losses of task=grpo beside TRL's GRPOTrainer, which replays ztk's answers and rewards: one model, one order, fp32, one process.
+
+    pip install trl
+    python scripts/compare_trl_rollouts.py              every case, 6 optimizer steps
+    python scripts/compare_trl_rollouts.py --speed      instead tokens per second of training and generation, of the larger shape in `SPEED`
+
+Prints the largest difference of a step's loss per case, and that of the gradients' norm in units of it: the loss of a first step depends on the
+answers alone, the gradient does not. Exit code 1 if a loss differs by more than 1e-5, or a norm by more than 1e-4 of it.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import datasets
+import transformers
+import trl
+from trl.trainer import grpo_trainer
+
+from experiments import grpo, rollout_loop, rollouts
+from experiments.models import build, full_values, warm_start
+from scripts.compare_trl import TOLERANCE, byte_tokenizer, llama_of
+from ztk.config import Config, Machine, compose
+from ztk.report import plot
+from ztk.rollout import Samples
+from ztk.runtime import Process
+
+NORM_TOLERANCE = 1e-4  # of a gradient's norm, relative: products of two programs round differently
+CPU = Machine(gpus=0, cores=2)
+COMMON = (
+    *("task=grpo", "logger=disabled", "launch.ranks=1", "launch.device=cpu", "scheduler=constant", "scheduler.warmup_steps=0"),
+    *("rollout.show_every=0", "optimizer.lr=1e-3", "optimizer.weight_decay=0"),
+)  # fmt: skip
+SMALL = (
+    *("model.dim=32", "model.heads=2", "model.kv_heads=2", "model.hidden_dim=64", "rollout.prompts=8", "rollout.group_size=4"),
+    *("data.seq_len=14", "warm_start.steps=60", "warm_start.lr=1e-2", "warm_start.batch_size=32"),
+    *("train.global_batch_size=16", "train.micro_batch_size=16"),  # two steps per rollout: the second's ratios are not 1
+)  # fmt: skip
+# Answers of an untrained model: a line feed ends one after 100 tokens or so.
+SPEED = (
+    *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "warm_start.steps=0"),
+    *("data.seq_len=128", "rollout.max_tokens=120", "rollout.prompts=8", "rollout.group_size=8", "kl.reference=none"),
+    *("train.global_batch_size=64", "train.micro_batch_size=64", "train.steps=3"),
+)  # fmt: skip
+ONE_STEP = ("rollout.prompts=4",)  # per rollout
+# Case -> ztk's choices, TRL's.
+CASES = {
+    "grpo": ((), {"loss_type": "bnpo", "beta": 0.0}),
+    "grpo, mean over answers": (("policy.average=sequence",), {"loss_type": "grpo", "beta": 0.0}),
+    "grpo, weighted k3": (("kl.coef=0.3",), {"loss_type": "bnpo", "beta": 0.3}),
+    "grpo, k3": (
+        ("kl.coef=0.3", "kl.estimator=k3"),
+        {"loss_type": "bnpo", "beta": 0.3, "use_bias_correction_kl": False},
+    ),
+    "dr_grpo": (("algorithm=dr_grpo",), {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}),
+    "dapo": (
+        ("algorithm=dapo", "rollout.drop_equal_groups=false", *ONE_STEP),  # TRL counts the tokens of equal groups
+        {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": 0.0},
+    ),
+    "gspo": (
+        ("algorithm=gspo",),
+        {
+            **{"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0},
+            **{"epsilon": 0.0003, "epsilon_high": 0.0004},
+        },
+    ),
+    "cispo": (("algorithm=cispo", *ONE_STEP), {"loss_type": "cispo", "epsilon_high": 1.28, "beta": 0.0}),
+}
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a trainer did, a number per optimizer step. seconds: of training, of generation per rollout; answers: tokens of a rollout."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    training: list[float] = field(default_factory=list)
+    generation: list[float] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--speed", action="store_true")
+    options = parser.parse_args()
+    plot.plot_run, rollouts.EVALUATED = (lambda folder: None), 1
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # the order of ztk's samples
+    process = Process.start(device="cpu")
+    print(
+        f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, {options.steps} steps"
+    )
+    if options.speed:
+        compare_speed(process)
+        return 0
+    return int(not compare_losses(process, steps=options.steps))
+
+
+def compare_losses(process: Process, *, steps: int) -> bool:
+    """Prints a line per case; returns whether all are within the tolerances."""
+    print("case                        loss        gradient's norm   first and last loss")
+    is_equal = True
+    for name, (overrides, theirs) in CASES.items():
+        ours, replayed = run_both((*SMALL, f"train.steps={steps}", *overrides), process=process, options=theirs)
+        loss = max(abs(own - their) for own, their in zip(ours.losses, replayed.losses, strict=True))
+        norm = max(abs(own - their) / their for own, their in zip(ours.norms, replayed.norms, strict=True))
+        is_equal &= loss <= TOLERANCE and norm <= NORM_TOLERANCE
+        print(f"{name:25} {loss:9.1e}   {norm:12.1e}      {ours.losses[0]:9.6f} {ours.losses[-1]:9.6f}", flush=True)
+    return is_equal
+
+
+def compare_speed(process: Process) -> None:
+    """Prints tokens per second, medians over rollouts but the first. Of training: of prompts and answers, without padding."""
+    print("tokens per second         training   generation")
+    records, prompts = {}, 64 * 6
+    for engine in ("trainer", "generator"):
+        identity = "exact" if engine == "trainer" else "corrected"
+        choices = (*SPEED, f"rollout.engine={engine}", f"rollout.identity={identity}")
+        ours, theirs = run_both(
+            choices, process=process, options={"loss_type": "bnpo", "beta": 0.0}, generates=engine == "generator"
+        )
+        records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
+    for name, record in records.items():
+        training = rate([answers + prompts for answers in ours.answers], seconds=record.training)  # the same samples
+        print(f"{name:25} {training:8.0f}   {rate(record.answers, seconds=record.generation):10.0f}")
+
+
+def rate(tokens: list[int], *, seconds: list[float]) -> float:
+    """The median of tokens per second, without the first, which warms up."""
+    return statistics.median(count / taken for count, taken in zip(tokens[1:], seconds[1:], strict=True))
+
+
+def run_both(
+    choices: tuple[str, ...], *, process: Process, options: dict, generates: bool = False
+) -> tuple[Record, Record]:
+    """ztk's run and TRL's replay of it. generates: TRL draws answers, too, which are dropped."""
+    with tempfile.TemporaryDirectory() as folder:
+        reward = Path(folder, "mine.py")
+        reward.write_text("def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n")
+        overrides = (*COMMON, *choices, f"reward.function={reward}:score")
+        config = compose(*overrides, output_dir=folder, machine=CPU)
+        values = warm_start(config, process=process)
+        rollout_loop.warm_start = lambda config, *, process: values
+        first = first_values(config, process=process, values=values)
+        with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
+            ours, recorded = run_ztk(config, process=process)
+            model = llama_of(first.values, shape=first.shape, is_reward=False)
+            model.save_pretrained(Path(folder, "model"))
+            theirs = replay(config, folder=folder, recorded=recorded, options=options, generates=generates)
+    return ours, theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """The policy before its first step. shape: the decoder's configuration."""
+
+    values: dict[str, torch.Tensor]
+    shape: object
+
+
+def first_values(config: Config, *, process: Process, values: dict[str, torch.Tensor] | None) -> First:
+    """All parameters, of `train.seed` or after the supervised steps."""
+    engine = build(config, process=process, values=values, is_trained=False)
+    found = First(values=full_values(engine), shape=engine.module.config)
+    engine.close()
+    return found
+
+
+def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]:
+    """The run that `config` describes, and the samples of its rollouts."""
+    record, recorded = Record(), []
+    draw = rollouts.draw
+
+    def timed_draw(run: rollouts.Run) -> Samples:
+        started = time.perf_counter()
+        samples = draw(run)
+        record.generation.append(time.perf_counter() - started)
+        return samples
+
+    def fill(run: rollouts.Run, scored: rollouts.Scored) -> None:
+        grpo.fill(run, scored)
+        recorded.append(scored.samples)
+        record.answers.append(int(scored.samples.answer_lengths.sum()))
+
+    def update(run: rollouts.Run) -> rollouts.Update:
+        started = time.perf_counter()
+        updated = rollouts.update_policy(run)
+        record.training.append(time.perf_counter() - started)
+        return updated
+
+    rollout_loop.draw = timed_draw
+    try:
+        rollout_loop.run_task(config, process=process, fill=fill, update=update)
+    finally:
+        rollout_loop.draw = draw
+    written = [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
+    record.losses, record.norms = [row["loss"] for row in written], [row["grad_norm"] for row in written]
+    return record, recorded
+
+
+def replay(config: Config, *, folder: str, recorded: list[Samples], options: dict, generates: bool) -> Record:
+    """TRL's trainer from the model in `folder`, on the answers and rewards that ztk has recorded."""
+    record, left, rewards = Record(), iter(recorded), []
+    samples = config.rollout.prompts * config.rollout.group_size
+    updates = samples // config.train.global_batch_size
+
+    def recall(prompts: list[str], trainer: trl.GRPOTrainer) -> dict:
+        drawn = next(left)
+        texts = [row[:length].tolist() for row, length in zip(drawn.tokens, drawn.prompt_lengths.tolist(), strict=True)]
+        answers = [
+            row[start : start + length].tolist()
+            for row, start, length in zip(
+                drawn.tokens, drawn.prompt_lengths.tolist(), drawn.answer_lengths.tolist(), strict=True
+            )
+        ]
+        rewards[:] = drawn.rewards.tolist()
+        if generates:
+            started = time.perf_counter()
+            found, _ = trainer._generate_single_turn(texts, None, {}, config.rollout.group_size)
+            record.generation.append(time.perf_counter() - started)
+            record.answers.append(sum(len(answer) for answer in found))
+        return {"prompt_ids": texts, "completion_ids": answers, "logprobs": None}
+
+    def reward(**columns: list) -> list[float]:
+        return rewards
+
+    class Recording(trl.GRPOTrainer):
+        started = 0.0
+
+        def _prepare_inputs(self, batch):
+            prepared = super()._prepare_inputs(batch)
+            self.started = time.perf_counter()
+            return prepared
+
+        def compute_loss(self, *args, **kwargs):
+            found = super().compute_loss(*args, **kwargs)
+            record.losses.append(found.item())
+            return found
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            record.training.append(time.perf_counter() - trainer.started)
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            if "grad_norm" in logs:
+                record.norms.append(float(logs["grad_norm"]))
+
+    optimizer, policy, rollout = config.optimizer, config.policy, config.rollout
+    arguments = trl.GRPOConfig(
+        **{
+            "output_dir": folder,
+            "max_steps": config.train.steps,
+            "per_device_train_batch_size": config.train.global_batch_size,
+            "steps_per_generation": updates,
+            "num_generations": rollout.group_size,
+            "max_completion_length": rollout.max_tokens,
+            "temperature": rollout.temperature,
+            "shuffle_dataset": False,
+            "learning_rate": optimizer.lr,
+            "lr_scheduler_type": "constant",
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_epsilon": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "max_grad_norm": optimizer.clip_grad_norm,
+            "epsilon": policy.clip_low,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_strategy": "steps",
+            "logging_steps": 1,
+            "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+        }
+        | options,
+    )
+    trainer = Recording(
+        model=str(Path(folder, "model")),
+        reward_funcs=[reward],
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * (samples * config.train.steps)),
+        processing_class=byte_tokenizer(),
+        rollout_func=recall,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main())
