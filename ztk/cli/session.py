@@ -45,9 +45,10 @@ _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", 
 
 
 class Session:
-    """One command line, which is one job or a sweep of jobs."""
+    """One command line, which is one job or a sweep of jobs. is_refused: the line itself is, before any job."""
 
     def __init__(self) -> None:
+        self.is_refused = False
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
@@ -254,6 +255,7 @@ class Session:
         leave(Outcome.failed)
 
     def _refuse(self, error: ConfigError) -> int:
+        self.is_refused = True
         self._say(str(error))
         return Outcome.refused
 
