@@ -25,34 +25,32 @@ class Cost:
     chosen: float
 
 
-def open_answering(config: Config) -> Opened:
-    """The model of `inference.model`; with offload=nvme its packed weights, which are written first where there are none.
+def open_answering(config: Config) -> tuple[Opened, Generator]:
+    """The model of `inference.model`, and the engine over it. With offload=nvme its packed weights, which are written first where there are
+    none; prints the plan. Without a folder of the user's they have no name afterwards: they end with the process.
 
     Raises:
-        ValueError: as `open_model` and `pack_model`.
+        ValueError: as `open_model`, `pack_model` and `Generator`.
     """
     path, ema = config.inference.model, bool(config.inference.ema)
     if config.offload.optimizer is Tier.none:
-        return open_model(path, ema=ema)
+        opened = open_model(path, ema=ema)
+        return opened, Generator(opened.module, policy=_policy(config))
     to = _packed_folder(config)
-    return open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
+    try:
+        opened = open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
+        generator = Generator(opened.module, policy=_policy(config))
+    finally:
+        if config.offload.nvme_path is None:
+            shutil.rmtree(to, ignore_errors=True)
+    print(generator.plan, flush=True)
+    return opened, generator
 
 
 def _say_packed(packed: Packed) -> None:
     layers = packed.description.layers
     gib = layers * packed.layer_bytes / 2**30
     print(f"packed with weights={packed.weights} into {packed.path}: {layers} layers, {gib:.2f} GiB", flush=True)
-
-
-def build_generator(config: Config, *, opened: Opened) -> Generator:
-    """The engine over an opened model; prints its plan. Packed weights without a folder of the user's lose their name here: they end with
-    the process."""
-    generator = Generator(opened.module, policy=_policy(config))
-    if generator.plan is not None:
-        print(generator.plan, flush=True)
-        if config.offload.nvme_path is None:
-            shutil.rmtree(_packed_folder(config), ignore_errors=True)
-    return generator
 
 
 def _packed_folder(config: Config) -> str:

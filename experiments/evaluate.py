@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.answering import build_generator, open_answering, release_module
+from experiments.answering import open_answering, release_module
 from experiments.evaluation_files import Question, read_questions, read_texts
 from ztk import kernels
 from ztk.config import Config
@@ -45,8 +45,7 @@ def main(config: Config) -> None:
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
-    opened = open_answering(config)
-    generator = build_generator(config, opened=opened)
+    opened, generator = open_answering(config)
     release_module(opened)
     subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))
     started = time.perf_counter()

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
+from experiments.answering import open_answering
 from tests.experiments.test_faults import CHECKOUT, folder_of, run
 from tests.inference.models import VOCABULARY, save_llama
+from ztk.config import compose
 from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
 from ztk.serve.models import open_model
 
@@ -102,6 +104,11 @@ def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):
         assert line["answers"][0]["tokens"] == answer.tokens
     summary = json.loads((out / "summary.json").read_text())
     assert summary["planned_tokens_per_second"] > 0 and not (out / "nvme").exists()
+
+    config = compose(*options[:5], "inference.memory_bytes=1000", output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="inference.memory_bytes=1000: 1 sequence"):  # known when the model is packed
+        open_answering(config)
+    assert not (tmp_path / "nvme").exists()
 
 
 @pytest.mark.parametrize(

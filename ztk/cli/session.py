@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -206,7 +207,10 @@ class Session:
             write_failed_summary(folder, error=INTERRUPTED)
             raise
         finally:
-            _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
+            if config.offload.nvme_path is None:
+                shutil.rmtree(folder / "nvme", ignore_errors=True)  # packed weights of a rank that was killed
+            else:
+                _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
         return Status.done
 
     def _starter(self, config: Config) -> Start:
