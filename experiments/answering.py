@@ -15,6 +15,7 @@ from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed
 
 _HELD_OUT_TOKENS = 2048
+_USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ def _policy(config: Config) -> InferencePolicy:
     return InferencePolicy(
         max_sequences=chosen.max_sequences,
         max_step_tokens=chosen.max_step_tokens,
-        max_model_len=chosen.max_model_len,
+        max_model_len=config.eval.seq_len or _USUAL_WINDOW if config.task.name == "eval" else chosen.max_model_len,
         lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
         weights=_format(config),
         offload=_offload(config),

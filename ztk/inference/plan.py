@@ -225,7 +225,7 @@ def _does_not_fit(sizes: Sizes, *, budget: int, positions: int, sequences: int |
     fewer = "lower inference.max_sequences or " if count > 1 else ""
     return ValueError(
         f"inference.memory_bytes={budget}: {count} sequence{'s' * (count > 1)} of {positions} tokens need {needed} bytes with one layer of "
-        f"{sizes.layer} bytes in memory; allow more, {fewer}lower inference.max_model_len, or use weights=int4"
+        f"{sizes.layer} bytes in memory; allow more, {fewer}lower inference.max_model_len (task=eval: eval.seq_len), or use weights=int4"
     )
 
 
