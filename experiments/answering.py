@@ -11,6 +11,7 @@ from ztk.config import Config
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.offload import OffloadPolicy
 from ztk.policies.tier import Tier
+from ztk.report.folder import PACKED
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed
 
@@ -55,7 +56,7 @@ def _say_packed(packed: Packed) -> None:
 
 
 def _packed_folder(config: Config) -> str:
-    return config.offload.nvme_path or os.path.join(config.output_dir, "nvme")
+    return config.offload.nvme_path or os.path.join(config.output_dir, PACKED)
 
 
 def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> Cost | None:

@@ -13,6 +13,7 @@ from experiments.evaluation_files import read_questions, read_texts
 from tests.inference.models import VOCABULARY, build
 from tests.inference.test_scoring import PER_TOKEN
 from ztk.config import Machine, compose
+from ztk.report.folder import PACKED
 from ztk.serve.models import _first_of, open_model
 
 QUESTIONS = [
@@ -186,4 +187,4 @@ def test_streamed_layers_score_the_same_with_a_cache_for_one_window(folder, tmp_
     streamed, _ = evaluate(folder, tmp_path / "disk", *words, "offload=nvme")
     assert found == streamed
     assert "sequences of up to 64 tokens" in capsys.readouterr().out
-    assert not (tmp_path / "disk/nvme").exists()
+    assert not (tmp_path / "disk" / PACKED).exists()

@@ -35,7 +35,7 @@ from ztk.launch import (
     read_failure,
     start_process,
 )
-from ztk.report.folder import OPTIONS, write_failed_summary, write_json
+from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import Status
 from ztk.report.sweep import SweepRecord
@@ -207,10 +207,8 @@ class Session:
             write_failed_summary(folder, error=INTERRUPTED)
             raise
         finally:
-            if config.offload.nvme_path is None:
-                shutil.rmtree(folder / "nvme", ignore_errors=True)  # packed weights of a rank that was killed
-            else:
-                _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
+            _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
+            shutil.rmtree(folder / PACKED, ignore_errors=True)
         return Status.done
 
     def _starter(self, config: Config) -> Start:
