@@ -98,7 +98,10 @@ class Frontier:
 def main(arguments: Sequence[str] | None = None) -> list[Point]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--work", type=Path, required=True, help="a folder; runs of the same words that are done there are not made again"
+        "--work",
+        type=Path,
+        required=True,
+        help="a folder; runs of the same words that are done there are not made again",
     )
     parser.add_argument("--methods", nargs="+", default=list(DEFAULT), choices=list(METHODS))
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")

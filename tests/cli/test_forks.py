@@ -60,5 +60,7 @@ print("goes on")
 
 def test_a_rank_whose_interpreter_ended_before_it_began_ends():
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    done = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], env=environment, stdout=subprocess.PIPE, text=True, timeout=60
+    )
     assert not done.stdout  # which the orphan has closed: it has ended

@@ -81,9 +81,13 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
         word = _WORD_OF[settings.autocast]
         out.notes.append(f"torch_autocast: run.py computes in one dtype; choose precision={word}")
     if settings.precision.bf16_master:
-        out.notes.append("bf16.bf16_master_weights_and_grads: run.py rounds bf16 masters stochastically; choose precision.master")
+        out.notes.append(
+            "bf16.bf16_master_weights_and_grads: run.py rounds bf16 masters stochastically; choose precision.master"
+        )
     if settings.precision.bf16_states:
-        out.notes.append("bf16.bf16_optimizer_states: run.py rounds AdamW's second moment stochastically; choose optimizer.states=bf16")
+        out.notes.append(
+            "bf16.bf16_optimizer_states: run.py rounds AdamW's second moment stochastically; choose optimizer.states=bf16"
+        )
     if not settings.managed_accumulation:
         out.notes.append("managed_gradient_accumulation: run.py counts micro-batches by train.accumulation_steps")
     if settings.optimizer is not None and not settings.optimizer.bias_correction:
