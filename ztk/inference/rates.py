@@ -52,7 +52,7 @@ def _pass_seconds(model: InferenceModel, *, rows: int, at: int) -> float:
     cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
     cache.reserve(at + 1)
     spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
-    tokens, x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, of.dim)
+    tokens, x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, columns=of.dim)
 
     def block() -> None:
         model.block(x, layer=next(held), number=0, step=step, cache=cache)
@@ -63,7 +63,7 @@ def _pass_seconds(model: InferenceModel, *, rows: int, at: int) -> float:
 
 
 def _draw(model: InferenceModel) -> None:
-    line = random_rows(1, model.description.vocab_size)[0]
+    line = random_rows(1, columns=model.description.vocab_size)[0]
     for _ in range(_DRAWS):
         draw(line, sampling=SamplingParams(), prompt=[0], answer=[], sample=0)
 
