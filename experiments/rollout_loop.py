@@ -92,7 +92,9 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
     run.metrics = entropy | measure(run, scored=scored)
     if config.rollout.show_every and (step == 1 or step % config.rollout.show_every == 0):
-        reporter.say(texts.show(run, step=step, samples=scored.samples, kl=scored.kl))
+        records = texts.write(run, step=step, samples=scored.samples, kl=scored.kl)
+        reporter.say(shown(records, step=step))
+        reporter.texts(records, step=step)
     fault = run.guards.fault(run.metrics, step=step, max_tokens=config.rollout.max_tokens)
     if fault is not None:
         savers.save(extra=reporter.past())  # from before this rollout: a resumed run draws it again
@@ -112,9 +114,9 @@ class Texts:
             kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
             self._path.write_text("".join(f"{line}\n" for line in kept))
 
-    def show(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> str:
-        """Writes one text of each of the rollout's first prompts; returns them for the screen."""
-        lines = []
+    def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
+        """Writes one text of each of the rollout's first prompts, and returns them."""
+        records = []
         for row in range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]:
             record = {
                 "step": step,
@@ -125,14 +127,22 @@ class Texts:
                 "kl": None if kl is None else float(kl[row]),
                 "finished": bool(samples.finished[row]),
             }
-            near = "" if kl is None else f"  kl {record['kl']:.3f}"
-            lines.append(
-                f"  reward {record['reward']}  length {record['length']}{near}  {record['prompt']!r} -> {record['answer']!r}"
-            )
+            records.append(record)
             if self._writes:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
-        return f"step {step}: texts\n" + "\n".join(lines)
+        return records
+
+
+def shown(records: list[dict[str, Any]], *, step: int) -> str:
+    """The texts for the screen."""
+    lines = [f"step {step}: texts"]
+    for record in records:
+        near = "" if record["kl"] is None else f"  kl {record['kl']:.3f}"
+        lines.append(
+            f"  reward {record['reward']}  length {record['length']}{near}  {record['prompt']!r} -> {record['answer']!r}"
+        )
+    return "\n".join(lines)
 
 
 class Savers:

@@ -19,6 +19,8 @@ policy = TrackerPolicy(mode=sys.argv[1], group="g", name="n", job_type="pretrain
 tracker = WandbTracker(policy, directory=sys.argv[2])
 print("notice:", tracker.notice)
 for step in range(1, 4):
+    if step == 2:
+        tracker.texts([{"answer": "abc", "reward": 1.0}, {"answer": "", "reward": None}], step=step)
     tracker.row({"step": step, "loss": 1.0 / step})
 tracker.finish({"status": "done"}, failed=False)
 print("notice:", tracker.notice)
@@ -45,6 +47,8 @@ def test_offline_writes_files_below_the_run_folder(tmp_path):
     assert child.returncode == 0 and out == "notice: None\nnotice: None\n", out
     (file,) = offline_runs(tmp_path)
     assert file.stat().st_size > 100
+    (table,) = file.parent.glob("files/media/table/samples_*.table.json")
+    assert json.loads(table.read_text()) == {"columns": ["answer", "reward"], "data": [["abc", 1.0], ["", None]]}
 
 
 def test_online_without_login_goes_offline_without_a_prompt_even_at_a_terminal(tmp_path):

@@ -112,7 +112,8 @@ def long_answers(process: Process, *, config) -> list[list[int]]:
 
 
 def test_long_answers_have_the_trainers_bits(ranks, tmp_path):
-    config = config_of("grpo", "rollout.engine=generator", folder=tmp_path, data__seq_len=170)
+    options = ("rollout.engine=generator", "model.max_seq_len=256", "data.seq_len=170")
+    config = config_of("grpo", *options, folder=tmp_path)
     ((by_torch, own),) = ranks(1).run(long_answers, config=config)
     assert min(by_torch) > 50 and own == [0, 0, 0, 0]
 

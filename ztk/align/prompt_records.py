@@ -59,7 +59,10 @@ def read_prompts(paths: Sequence[str], *, tokenizer: Tokenizer, by_template: boo
 
 
 def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_template: bool = False) -> int:
-    """The token at which an answer ends: of chats the one that the template writes behind an answer, if it writes one."""
+    """The token at which an answer ends: of chats the one that the template writes behind an answer, if it writes one.
+
+    Raises ValueError for texts beside chats, and ChatTemplateError.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         return ANSWER_END
     chats = [record for record in records if record.is_chat] if by_template else []

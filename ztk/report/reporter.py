@@ -1,7 +1,7 @@
 """Records a run while it goes on: every rank has a reporter, rank 0's writes and draws."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -226,6 +226,12 @@ class Reporter:
             yield self._progress
         if self._tracker is not None and (step % self._policy.tracker_every == 0 or step == self._policy.total_steps):
             yield self._tracker
+
+    def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Sends records with equal keys to wandb, as the table `samples` of this step."""
+        if self._tracker is not None and records:
+            self._tracker.texts(records, step=step)
+            self._say_tracker_notice()
 
     def _say_tracker_notice(self) -> None:
         if self._tracker is not None and self._tracker.notice:

@@ -1,7 +1,7 @@
 """wandb beside the run folder: offline by default, without prompts; its errors never stop a run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,18 @@ class WandbTracker:
 
     def row(self, row: Mapping[str, Any]) -> None:
         self._attempt(lambda run: run.log(dict(row), step=row["step"]))
+
+    def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """A table `samples` of records with equal keys, beside the row of `step`."""
+
+        def send(run) -> None:
+            import wandb
+
+            columns = list(records[0])
+            rows = [[record[name] for name in columns] for record in records]
+            run.log({"samples": wandb.Table(columns=columns, data=rows)}, step=step)
+
+        self._attempt(send)
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
         def end(run) -> None:
