@@ -115,7 +115,7 @@ def test_long_answers_have_the_trainers_bits(ranks, tmp_path):
     options = ("rollout.engine=generator", "model.max_seq_len=256", "data.seq_len=170")
     config = config_of("grpo", *options, folder=tmp_path)
     ((by_torch, own),) = ranks(1).run(long_answers, config=config)
-    assert min(by_torch) > 50 and own == [0, 0, 0, 0]
+    assert min(by_torch) > 20 and own == [0, 0, 0, 0]
 
 
 def test_the_engines_attention_has_the_gradient_of_torchs():

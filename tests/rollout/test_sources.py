@@ -50,15 +50,22 @@ def test_policy_and_reference_start_from_another_run(ranks, tmp_path, task):
         "checkpoint.every=30",
     )
     ranks(2).run(play_pairs, configs=[config_of_pairs("sft", *SHAPE, SAVES[0], *learns, folder=first)])
-    options = {"folder": second, "ranks": 2, "train__steps": 3, "zero__stage": 3, "checkpoint__every": 2}
-    config = config_of(task, "warm_start.steps=0", "data.seq_len=16", warm_start__path=str(first), **options)
+    options = {
+        "folder": second,
+        "ranks": 2,
+        "train__steps": 3,
+        "zero__stage": 3,
+        "checkpoint__every": 2,
+        "warm_start__steps": 0,
+    }
+    config = config_of(task, "data.seq_len=16", warm_start__path=str(first), **options)
     results = ranks(2).run(play, config=config)
     saved = ranks(2).run(digest_saved, config=config, path=str(first))[0]
     fresh = ranks(2).run(digest_of_seed, config=config)[0]
     assert results[0]["references"][0] == saved != fresh
     rows = rows_of(second)
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] != 0 and all(row["rollout_differing"] == 0 for row in rows)
-    third = config_of(task, "warm_start.steps=0", "data.seq_len=16", **options | {"folder": tmp_path / "third"})
+    third = config_of(task, "data.seq_len=16", **options | {"folder": tmp_path / "third"})
     third.warm_start.path, third.checkpoint.resume = str(first), str(second / "checkpoints" / "step-000002")
     ranks(2).run(play, config=third)
     assert rows_of(tmp_path / "third") == rows[2:]

@@ -68,7 +68,10 @@ KEYS = {
     "zero_hpz_partition_size": takes(whole_number(1)),
     "zero_quantized_weights": takes(boolean),
     "zero_quantized_gradients": takes(boolean),
-    "zero_quantized_nontrainable_weights": fixed(False, why=_NOT_YET),
+    "zero_quantized_nontrainable_weights": fixed(
+        False,
+        why="shards keep frozen parameters in the model's dtype: leave it out; zero_quantized_weights sends all parameters as int8",
+    ),
 }
 _REMOVED = "was removed from DeepSpeed in 0.19.8; leave it out"
 _ELSEWHERE = {
