@@ -299,7 +299,8 @@ class ShardUpdate:
         return buffer, copy
 
     def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
-        """Before the update, the states of pieces. Their gradients stay where they are."""
+        """Before the update, the states of pieces, which are written back behind their turn. Their gradients stay where they are."""
+        writes: deque[Pending] = deque()
         for fetched in self._fetch_all(pieces):
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
@@ -307,18 +308,16 @@ class ShardUpdate:
             rows = self._rows(piece, states=states)
             master = rows.pop(MASTER) if MASTER in rows else self._resident_parameter(bucket, piece=piece)
             assert master is not None, "fp32 parameters on a disk have master weights"
-            yield FetchedStates(
-                bucket=bucket,
-                piece=piece,
-                master=master,
-                rows=rows,
-                gradient=gradient,
-                put=functools.partial(self._stores.optimizer.put, piece.states, value=states),
-            )
+            yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
+            writes.append(self._stores.optimizer.put(piece.states, value=states))
+            if len(writes) > MAX_WRITES:
+                writes.popleft().wait()
             if piece.gradient is not None:
                 self._stores.gradients.release(piece.gradient)
             if fetched.staged is not None:
                 self.pool.release(gradient)
+        for write in writes:
+            write.wait()
 
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
         """The stored states and the gradient [n], where the update runs."""
