@@ -86,6 +86,7 @@ def run(tmp_path_factory) -> dict:
         ("topology", {"pipeline": 2}, "PipelineModule"),
         ("topology", {"sequence": 2}, "topology.sequence=1"),
         ("topology", {"context": 2}, "topology.context=1"),
+        ("ema", {"decay": 0.99}, "ema.decay=0"),
         ("optimizer", {"states": "8bit"}, "use optimizer.states=fp32"),
         ("precision", {"master": "stochastic"}, "use precision.master=fp32"),
         ("scheduler", {"name": "wsd"}, "use scheduler=linear"),

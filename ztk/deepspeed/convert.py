@@ -255,6 +255,10 @@ def to_ds_config(config: Mapping) -> dict:
     zero, train, optimizer = config["zero"], config["train"], config["optimizer"]
     if zero["engine"] != "ztk":
         raise ValueError(f"zero={zero['engine']}: a peer has no ds_config; choose zero=stage0 to stage3")
+    if config.get("ema", {}).get("decay"):
+        raise ValueError(
+            f"ema.decay={config['ema']['decay']}: a ds_config has no moving average; keep it in the script, and use ema.decay=0"
+        )
     _refuse_ragged_batch(train, replicas=config["topology"]["data"])
     made = {
         "train_micro_batch_size_per_gpu": train["micro_batch_size"],
