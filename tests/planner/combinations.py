@@ -16,6 +16,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp4": {"ranks": 8, "tensor": 2},
     "tp2 sequence-parallel": {"ranks": 2, "tensor": 2, "sequence_parallel": True},
     "sp2 dp2": {"ranks": 4, "sequence": 2},
+    "cp2": {"ranks": 2, "context": 2},
     "sp2 tp2": {"ranks": 4, "sequence": 2, "tensor": 2},
     "pp2": {"ranks": 2, "pipeline": 2, "accumulation": 2},
     "pp2 tp2 zero-bubble": {"ranks": 4, "pipeline": 2, "tensor": 2, "accumulation": 3, "schedule": "zero_bubble"},
@@ -35,8 +36,9 @@ Row = tuple[Any, ...]  # a value of each of VALUES
 
 
 def every() -> list[Row]:
-    """All combinations."""
-    return [*itertools.product(*VALUES.values())]
+    """All combinations that a run accepts: attention around a ring is not recomputed selectively."""
+    rows = itertools.product(*VALUES.values())
+    return [row for row in rows if "context" not in LAYOUTS[row[0]] or row[-1] != "selective"]
 
 
 def pairs() -> list[Row]:

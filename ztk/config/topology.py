@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ztk.config.effects import ANSWERING, device_of
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, Packing, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
 from ztk.policies.layout import context_faults, hpz_faults, recompute_faults
 from ztk.policies.pipeline import interleaved_faults, partition_faults
 
@@ -143,11 +143,6 @@ def _context_faults(config: Config) -> Iterator[str]:
         yield (
             f"topology.context={topology.context}: task={config.task.name} reads answers of several lengths, which are not padded for a ring; "
             "use topology.context=1 and topology.sequence"
-        )
-    if config.data.packing is Packing.documents:
-        yield (
-            f"data.packing=documents: attention that goes around a ring (topology.context={topology.context}) sees across documents; use "
-            "topology.sequence instead, or data.packing=concatenate"
         )
     unit = 2 * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
     if config.model.experts is not None and length % unit:
