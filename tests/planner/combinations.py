@@ -36,9 +36,8 @@ Row = tuple[Any, ...]  # a value of each of VALUES
 
 
 def every() -> list[Row]:
-    """All combinations that a run accepts: attention around a ring is not recomputed selectively."""
-    rows = itertools.product(*VALUES.values())
-    return [row for row in rows if "context" not in LAYOUTS[row[0]] or row[-1] != "selective"]
+    """All combinations."""
+    return [*itertools.product(*VALUES.values())]
 
 
 def pairs() -> list[Row]:

@@ -17,14 +17,12 @@ def test_every_pair_of_choices_runs(tmp_path):
 
 def test_pairs_are_complete_and_few():
     """All combinations are run by `scripts/check_combinations.py`."""
-    chosen, names, rows = pairs(), list(VALUES), every()
-    assert len(chosen) < 60 < 1476 == len(rows)
+    chosen, names = pairs(), list(VALUES)
+    assert len(chosen) < 60 < 1512 == len(every())
     for i, first in enumerate(names):
         for j, second in enumerate(names[:i]):
             found = {(row[i], row[j]) for row in chosen}
-            assert found == {(row[i], row[j]) for row in rows}
-            refused = 1 if {first, second} == {"layout", "recompute"} else 0  # attention around a ring, selectively
-            assert len(found) == len(VALUES[first]) * len(VALUES[second]) - refused
+            assert len(found) == len(VALUES[first]) * len(VALUES[second])
 
 
 def test_states_on_another_tier_are_noticed(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ztk.config.effects import ANSWERING, device_of
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
-from ztk.policies.layout import context_faults, hpz_faults, recompute_faults
+from ztk.policies.layout import hpz_faults, recompute_faults
 from ztk.policies.pipeline import interleaved_faults, partition_faults
 
 RANKS_WITHOUT_GPU = 2
@@ -98,7 +98,6 @@ def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     cut = topology.pipeline * topology.tensor
     data = settled_ranks(config, machine=machine) // cut
     yield from hpz_faults(group, data_ranks=data, model_ranks=cut)
-    yield from context_faults(topology.context, recompute=config.recompute.mode)
     yield from recompute_faults(
         partition_inputs=config.recompute.partition_inputs, sequence_parallel=topology.sequence_parallel
     )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ztk.kernels import PackedPair, Pair, attention_block, attention_block_backward
 from ztk.nn import Documents
 from ztk.runtime import Comm
+from ztk.runtime.dispatch_modes import without_dispatch_modes
 from ztk.sequence.pairs import Chunks
 
 CHUNKS = 2  # of a rank, see [Note: Zigzag]
@@ -91,6 +92,7 @@ class _Ring(torch.autograd.Function):
     """Inside, tensors are [2, B c, heads, D]: a rank's two chunks of c tokens, each of all B sequences, dense."""
 
     @staticmethod
+    @without_dispatch_modes  # selective recomputation would keep the result of every block, N times a layer's output
     def forward(ctx, query, key, value, comm, label, chunks, scale):  # noqa: PLR0917 - as torch calls it
         B = query.shape[0]
         q, own = _chunks(query), torch.stack([_chunks(key), _chunks(value)])
