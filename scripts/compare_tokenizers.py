@@ -90,7 +90,7 @@ def row(name: str, *, summary: dict[str, Any], plan: dict[str, Any], steps: int)
         "bytes_per_token": nats / math.log(2) / bits,
         "loss": nats,
         "bits_per_byte": bits,
-        "seconds": summary["seconds"],
+        "seconds": steps * summary["step_seconds_median"],
     }
 
 
