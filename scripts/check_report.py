@@ -33,6 +33,7 @@ from ztk.report.html.page import write_report
 from ztk.report.sweep import SweepJob, SweepRecord
 
 LARGEST = 6_000_000  # bytes of the page
+AGAIN = 4.0  # seconds after which a live page loads itself again: longer than a brush takes
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
 PANELS = ("losses", "pareto", "parallel", "failures", "differences", "predictions")
 DRAWN = {
@@ -164,7 +165,7 @@ def check_live(tab: "Browser", *, folder: Path) -> Iterator[str]:
     """One run of the sweep is taken away, so that it is pending, and comes back while the page is open."""
     last = folder / "job3"
     last.rename(folder.with_name("kept"))
-    writer = threading.Thread(target=follow, args=(folder,), kwargs={"seconds": 1.0})
+    writer = threading.Thread(target=follow, args=(folder,), kwargs={"seconds": AGAIN})
     writer.start()
     page, evaluate = folder / "report.html", tab.evaluate
     _until(page.exists)
@@ -172,9 +173,10 @@ def check_live(tab: "Browser", *, folder: Path) -> Iterator[str]:
     loaded = evaluate("performance.timeOrigin")
     if not _until(lambda: evaluate("performance.timeOrigin") != loaded):
         yield "the page does not load itself again"
+    evaluate(LOADED)
     tab.drag("#panel-parallel .handle[data-key='tokens_per_second']", start=0.02, end=0.4)
     loaded = evaluate("performance.timeOrigin")
-    time.sleep(3)
+    time.sleep(2 * AGAIN)
     if evaluate("performance.timeOrigin") != loaded:
         yield "the page loads itself again while an axis is brushed"
     evaluate("document.getElementById('clear').click()")
@@ -186,9 +188,10 @@ def check_live(tab: "Browser", *, folder: Path) -> Iterator[str]:
         evaluate(code)
     before = evaluate(DRAWN["runs"])
     folder.with_name("kept").rename(last)
-    if not _until(lambda: evaluate("report.live === undefined")):
+    if not _until(lambda: evaluate("typeof report === 'object' && report.live === undefined")):
         yield "the page does not show that the last run is done"
     writer.join(timeout=30)
+    evaluate(LOADED)
     choices = evaluate(
         "[words.value, state.words, state.baseline, document.querySelector('#controls select').value, state.sort]"
     )
@@ -197,7 +200,7 @@ def check_live(tab: "Browser", *, folder: Path) -> Iterator[str]:
     if evaluate(DRAWN["runs"]) != before or evaluate("cell(3, 'status')") != "done":
         yield "the table of the last page is not that of the runs"
     loaded = evaluate("performance.timeOrigin")
-    time.sleep(3)
+    time.sleep(2 * AGAIN)
     if evaluate("performance.timeOrigin") != loaded or writer.is_alive():
         yield "it goes on after the last run"
     yield from tab.complaints

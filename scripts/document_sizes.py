@@ -1,7 +1,7 @@
 """Writes docs/document_sizes.md: what the documents say about sizes and speed, row by row, beside plans.
 
-python scripts/document_sizes.py            plans every row (about three minutes) and writes the page
-python scripts/document_sizes.py --print    prints it instead
+python scripts/document_sizes.py                   plans every row (about three minutes) and writes the page
+python scripts/document_sizes.py memory offload    plans these parts of it again; the others stay: sizes, speeds, stages
 
 Every number of the page's right half is one of `ztk.plan_run`, so a change of the planner or of ZeRO changes the page.
 """
@@ -9,10 +9,9 @@ Every number of the page's right half is one of `ztk.plan_run`, so a change of t
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,8 +33,8 @@ RUN = (
 # name in the documents -> the shape that is planned
 MODELS = {
     "7B": ("model=7b",),
-    "10B": ("model=7b", "model.layers=48"),
-    "14B": ("model=7b", "model.layers=68"),
+    "10B": ("model=70b", "model.layers=11"),
+    "14B": ("model=70b", "model.layers=16"),
     "35B": ("model=70b", "model.layers=40"),
     "50B": ("model=70b", "model.layers=58"),
     "70B": ("model=70b",),
@@ -100,6 +99,10 @@ def held(plan: Plan, *, tier: str = "device") -> dict[str, int]:
     return {name: booked[name] for name in STATE if name in booked}
 
 
+def written(booked: dict[str, int]) -> str:
+    return ", ".join(f"{name} {nbytes:,}" for name, nbytes in booked.items())
+
+
 def per_parameter(plan: Plan, *, tier: str = "device") -> float:
     """Bytes of state per parameter of the full model, on one rank."""
     return sum(held(plan, tier=tier).values()) / plan.parameters
@@ -112,12 +115,12 @@ def judged(found: float, *, said: float) -> str:
 
 def memory_rows(plans: Plans) -> Iterator[Row]:
     """Sections 1 and 2: bytes of state by ZeRO stage."""
-    gpt = held(plans(*MODELS["175B"], "zero=stage0", ranks=8))
+    gpt = {name: 8 * nbytes for name, nbytes in held(plans(*MODELS["175B"], "zero=stage3", ranks=8)).items()}
     total = sum(gpt.values())
     yield Row(
         place="1.1",
         says="175B in fp16: ~350 GB",
-        plan=f"parameters {gpt['parameters']:,} bytes",
+        plan=f"parameters {gpt['parameters']:,} bytes on 8 ranks together",
         result=judged(gpt["parameters"], said=350e9),
     )
     yield Row(
@@ -163,16 +166,16 @@ def offload_rows(plans: Plans) -> Iterator[Row]:
     yield Row(
         place="3.1",
         says="ZeRO-Offload: optimizer states and gradients in main memory; fp16 parameters on the GPU",
-        plan=f"7B at stage 2 on 8 ranks: device {device}, main memory {host} bytes per rank".replace("'", ""),
+        plan=f"7B at stage 2 on 8 ranks, bytes per rank: {written(device)} on the device, {written(host)} in main memory",
         result="confirmed"
         if set(device) == {"parameters"} and set(host) == {"gradients", "optimizer"}
         else "contradicted",
     )
-    layers, single = largest(plans, words=("model=7b", "zero=stage2", "offload=cpu"), ranks=1)
+    layers, single = largest(plans, words=("model=70b", "zero=stage2", "offload=cpu"), ranks=1)
     yield Row(
         place="3.1",
         says="multi-billion parameter models on a single GPU",
-        plan=f"{single.parameters:,} parameters ({layers} layers of the width of 7B) fit on one A100 80 GB,"
+        plan=f"{single.parameters:,} parameters ({layers} layers of the width of 70B) fit on one A100 80 GB,"
         f" with {sum(held(single, tier='host').values()):,} bytes in main memory",
         result="confirmed" if single.parameters > 2e9 else "contradicted",
     )
@@ -255,7 +258,7 @@ def size_rows(plans: Plans) -> Iterator[Row]:
                 f"{'confirmed' if node <= room else 'contradicted'}, at most {most / 1e9:,.0f}B"
             )
         else:
-            shape = "model=7b" if one.largest in ("7B", "14B") else "model=70b"
+            shape = "model=7b" if one.largest == "7B" else "model=70b"
             _, fitting = largest(plans, words=(shape, *one.words), ranks=8)
             result = f"{'confirmed' if plan.fits else 'contradicted'}: at most {fitting.parameters / 1e9:.1f}B fit"
         yield Row(place="12.2", says=f"{one.name}: ~{one.largest}", plan=text, result=result)
@@ -286,7 +289,7 @@ def operations_per_token(plan: Plan) -> float:
 
 def table_rows(plans: Plans) -> Iterator[Row]:
     """The table of document 003: which stage is for which size."""
-    cases = ((1, "10B", (8,)), (2, "50B", (8, 64, 1024)), (3, "50B", (8, 16, 64)))
+    cases = ((1, "10B", (8,)), (2, "50B", (8, 1024)), (3, "50B", (8, 16)))
     texts = {
         1: "stage 1: models within 10B",
         2: "stage 2: 10B to 50B",
@@ -315,47 +318,77 @@ What the four documents that ztk was written for say about memory and speed, row
 otherwise.
 
 Planned are decoders in fp16 with AdamW, one sequence of {SEQUENCE:,} tokens per rank and step, full recomputation, on the A100 80 GB of
-`conf/hardware/a100_80.yaml`. Sizes that are no shipped model have the shape of one with other widths and numbers of layers:
-{{models}}. A number is *confirmed* within {NEAR:.0%}, for the documents give about two digits. Seconds of a plan are lower bounds, so
-tokens per second are upper ones. No run on eight A100s was made: a plan can contradict a measurement that is not possible, and cannot
-confirm one that is.
+`conf/hardware/a100_80.yaml`. A number is *confirmed* within {NEAR:.0%}, for the documents give about two digits. Seconds of a plan are
+lower bounds, so tokens per second are upper ones. No run on eight A100s was made: a plan can contradict a measurement that is not
+possible, and cannot confirm one that is.
+
+7B is the shipped model of that name. The others:
+
+{{models}}
 """
-SECTIONS = (
-    ("Memory by stage (002, sections 1 and 2)", memory_rows, ""),
-    ("Offload (002, section 3)", offload_rows, ""),
-    ("Largest models (002, section 12.2)", size_rows, "On 8 x A100 80 GB."),
-    (
-        "Throughput (002, section 12.2)",
-        speed_rows,
-        "The table names neither the model nor the batch. If the speeds are those of the largest models, the operations of a forward and a"
-        " backward at the data sheet's 312 TFLOPS are a limit that no batch and no software passes. If all are of one 7B model, the plan's"
-        " seconds are the limit.",
-    ),
-    ("Which stage for which size (003)", table_rows, "On devices of 80 GB, without offload."),
-)
 
 
-def page(plans: Plans) -> str:
-    """The page as Markdown."""
-    models = ", ".join(f"{name} is `{' '.join(words)}`" for name, words in MODELS.items() if len(words) > 1)
-    parts = [INTRO.format(models=models)]
-    for title, rows, note in SECTIONS:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A table of the page. note: above the table."""
+
+    title: str
+    rows: Callable[[Plans], Iterator[Row]]
+    note: str = ""
+
+    def text(self, plans: Plans) -> str:
+        """As Markdown."""
         head = "| section | the document | the plan | result |\n| --- | --- | --- | --- |"
-        lines = [f"| {row.place} | {row.says} | {row.plan} | {row.result} |" for row in rows(plans)]
-        parts.append("\n".join([f"## {title}\n", *([note, ""] if note else []), head, *lines, ""]))
-    return "\n".join(parts)
+        lines = [f"| {row.place} | {row.says} | {row.plan} | {row.result} |" for row in self.rows(plans)]
+        return "\n".join([f"## {self.title}\n", *([self.note, ""] if self.note else []), head, *lines, ""])
+
+
+SECTIONS = {
+    "memory": Section(title="Memory by stage (002, sections 1 and 2)", rows=memory_rows),
+    "offload": Section(title="Offload (002, section 3)", rows=offload_rows),
+    "sizes": Section(title="Largest models (002, section 12.2)", rows=size_rows, note="On 8 x A100 80 GB."),
+    "speeds": Section(
+        title="Throughput (002, section 12.2)",
+        rows=speed_rows,
+        note="""The table names neither the model nor the batch. If the speeds are those of the largest models, the operations of a forward and
+a backward at the data sheet's 312 TFLOPS are a limit that no batch and no software passes. If all are of one 7B model, the plan's seconds
+are the limit.""",
+    ),
+    "stages": Section(
+        title="Which stage for which size (003)", rows=table_rows, note="On devices of 80 GB, without offload."
+    ),
+}
+
+
+def introduction() -> str:
+    """What stands above the tables."""
+    models = "\n".join(f"- {name}: `{' '.join(words)}`" for name, words in MODELS.items() if len(words) > 1)
+    return INTRO.format(models=models)
+
+
+def written_before() -> dict[str, str]:
+    """The sections of the page as it is."""
+    old = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []
+    return {
+        name: f"## {part.rstrip()}\n"
+        for name, section in SECTIONS.items()
+        for part in old
+        if part.startswith(f"{section.title}\n")
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--print", action="store_true", help="to the terminal instead of the page")
-    given: Any = parser.parse_args(arguments)
-    text = page(Plans())
-    if given.print:
-        print(text)
-    else:
-        PAGE.write_text(text, encoding="utf-8")
-        print(PAGE)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    chosen = parser.parse_args(arguments).sections or list(SECTIONS)
+    if unknown := set(chosen) - set(SECTIONS):
+        parser.error(f"{', '.join(sorted(unknown))}: no such section; there are {', '.join(SECTIONS)}")
+    plans, texts = Plans(), written_before()
+    for name in chosen:
+        texts[name] = SECTIONS[name].text(plans)
+        page = [introduction(), *(texts[other] for other in SECTIONS if other in texts)]
+        PAGE.write_text("\n".join(page), encoding="utf-8")
+    print(PAGE)
     return 0
 
 
