@@ -20,7 +20,7 @@ from ztk.planner import Plan
 from ztk.planner.result import size
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "document_sizes.md"
-SEQUENCE = 2048
+SEQUENCE, BATCH = 2048, 4  # tokens; sequences per rank of the throughput of 7B
 RUN = (
     "precision=fp16",
     "recompute=full",
@@ -35,12 +35,12 @@ MODELS = {
     "7B": ("model=7b",),
     "10B": ("model=70b", "model.layers=11"),
     "14B": ("model=70b", "model.layers=16"),
-    "35B": ("model=70b", "model.layers=40"),
+    "35B": ("model=175b", "model.layers=20"),
     "50B": ("model=70b", "model.layers=58"),
     "70B": ("model=70b",),
     "175B": ("model=175b", "model.layers=103"),
-    "350B": ("model=175b", "model.dim=16384", "model.heads=128", "model.hidden_dim=49152", "model.layers=117"),
-    "1T": ("model=175b", "model.dim=25600", "model.heads=160", "model.hidden_dim=76800", "model.layers=137"),
+    "350B": ("model=175b", "model.dim=25600", "model.heads=160", "model.hidden_dim=76800", "model.layers=48"),
+    "1T": ("model=175b", "model.dim=51200", "model.heads=320", "model.hidden_dim=153600", "model.layers=34"),
 }
 STATE = ("parameters", "gradients", "optimizer")
 NODE_MEMORY, NODE_DISK = 2e12, 8 * 3.84e12  # bytes of a DGX A100 640 GB: main memory, and its eight drives
@@ -225,10 +225,10 @@ def largest(plans: Plans, *, words: tuple[str, ...], ranks: int) -> tuple[int, P
     def made(layers: int) -> Plan:
         return plans(*words, f"model.layers={layers}", ranks=ranks)
 
-    few, more = made(8), made(16)
-    per_layer = (more.peak_bytes["device"] - few.peak_bytes["device"]) / 8
+    few, more = made(4), made(8)
+    per_layer = (more.peak_bytes["device"] - few.peak_bytes["device"]) / 4
     assert few.margin_bytes is not None, "RUN has hardware"
-    layers = max(1, 8 + int(few.margin_bytes / per_layer))
+    layers = max(1, 4 + int(few.margin_bytes / per_layer))
     while not made(layers).fits:
         layers -= 1
     while made(layers + 1).fits:
@@ -259,7 +259,7 @@ def size_rows(plans: Plans) -> Iterator[Row]:
                 f"{'confirmed' if node <= room else 'contradicted'}, at most {most / 1e9:,.0f}B"
             )
         else:
-            shape = "model=7b" if one.largest == "7B" else "model=70b"
+            shape = {"7B": "model=7b", "14B": "model=70b"}.get(one.largest, "model=175b")
             _, fitting = largest(plans, words=(shape, *one.words), ranks=8)
             result = f"{'confirmed' if plan.fits else 'contradicted'}: at most {fitting.parameters / 1e9:.1f}B fit"
         yield Row(place="12.2", says=f"{one.name}: ~{one.largest}", plan=text, result=result)
@@ -268,18 +268,18 @@ def size_rows(plans: Plans) -> Iterator[Row]:
 def speed_rows(plans: Plans) -> Iterator[Row]:
     """The second half: tokens per second of 8 devices. The document names neither model nor batch, so both readings are judged."""
     for one in BENCHMARKS:
-        big, seven = (plans(*MODELS[name], *one.words, ranks=8) for name in (one.largest, "7B"))
+        big = plans(*MODELS[one.largest], *one.words, ranks=8)
+        seven = plans(*MODELS["7B"], *one.words, f"train.micro_batch_size={BATCH}", ranks=8)
         roof = 8 * PEAK_RATE / operations_per_token(big)
-        batch = plans(*MODELS["7B"], *one.words, "train.micro_batch_size=4", ranks=8)
-        planned = [8 * many * SEQUENCE / step_seconds(plan) for many, plan in ((1, seven), (4, batch))]
+        planned = 8 * BATCH * SEQUENCE / step_seconds(seven)
         reading = "contradicted" if one.speed > roof else "not contradicted"
         yield Row(
             place="12.2",
             says=f"{one.name}: {one.speed:,} tokens/s",
             plan=f"{one.largest}: {operations_per_token(big):.4g} operations per token, at most {roof:,.0f} tokens/s;"
-            f" 7B: at most {planned[0]:,.0f} with micro-batch 1, {planned[1]:,.0f} with 4",
+            f" 7B: at most {planned:,.0f} with micro-batch {BATCH}",
             result=f"of {one.largest}: {reading} ({one.speed / roof:.0%} of the processors' peak);"
-            f" of 7B: {'below the plan, possible' if one.speed < planned[1] else 'above the plan'}",
+            f" of 7B: {'below the plan, possible' if one.speed < planned else 'above the plan'}",
         )
 
 
