@@ -40,7 +40,7 @@ MODELS = {
     "70B": ("model=70b",),
     "175B": ("model=175b", "model.layers=103"),
     "350B": ("model=175b", "model.dim=25600", "model.heads=160", "model.hidden_dim=76800", "model.layers=48"),
-    "1T": ("model=175b", "model.dim=51200", "model.heads=320", "model.hidden_dim=153600", "model.layers=34"),
+    "1T": ("model=175b", "model.dim=25600", "model.heads=160", "model.hidden_dim=76800", "model.layers=137"),
 }
 STATE = ("parameters", "gradients", "optimizer")
 NODE_MEMORY, NODE_DISK = 2e12, 8 * 3.84e12  # bytes of a DGX A100 640 GB: main memory, and its eight drives
