@@ -37,6 +37,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or triton's bindings count what is left when the interpreter ends
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)` is a pool of n connected processes."""

@@ -32,7 +32,8 @@ def main() -> None:
     else:
         if failure is not None:
             leave(1)
-        gc.freeze()  # the interpreter's last collections would look through all that torch is made of: 0.6 seconds
+        if "triton" not in sys.modules:  # whose bindings print what is left when the interpreter ends
+            gc.freeze()  # its last collections would look through all that torch is made of: 0.6 seconds
 
 
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
