@@ -187,11 +187,14 @@ def _dissect(binary, *, arch: str) -> Anatomy:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "-res-usage", "-sass", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage, sass = (_cuobjdump(flag, file.name) for flag in ("-res-usage", "-sass"))
     # pyrefly: ignore[missing-attribute]  # the pattern always matches
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", printed).groups())
-    return dissect_sass(printed, arch=arch, registers=registers, stack_bytes=stack, shared_bytes=binary.metadata.shared)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return dissect_sass(sass, arch=arch, registers=registers, stack_bytes=stack, shared_bytes=binary.metadata.shared)
+
+
+def _cuobjdump(flag: str, path: str) -> str:
+    return subprocess.run([CUOBJDUMP, flag, path], capture_output=True, text=True, check=True).stdout
 
 
 def _compile_index(job: tuple[int, int, str]) -> AotRow:
