@@ -128,11 +128,10 @@ class ChatTemplate:
         return self._applied(messages, tokenize=False, add_generation_prompt=asks)
 
     def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
-        from jinja2 import TemplateError
-
+        errors = (importlib.import_module("jinja2").TemplateError, *_OF_EXPRESSIONS)
         try:
             return self.inner.apply_chat_template(list(messages), **options)
-        except (TemplateError, *_OF_EXPRESSIONS) as error:
+        except errors as error:
             raise ValueError(f"the chat template of {self.folder} refuses the messages: {error}") from None
 
     def _tokens(self, text: str) -> list[int]:
