@@ -8,9 +8,10 @@ from ztk.runtime import Comm
 from ztk.sequence.exchange import to_heads, to_sequence
 
 
-class CutAttention(nn.Module):
-    """Wraps `core(query, key=, value=)` on [B, T, H, D] for sequences cut over the n ranks of `comm`. name: the label of its messages.
+class UlyssesAttention(nn.Module):
+    """Wraps `core(query, key=, value=)` on [B, T, H, D]; its inputs and output are parts [B, T / n, H, D] of the sequence.
 
+    The number of query heads must be a multiple of the number of ranks. Key and value heads are repeated as often as the ranks need.
     `active` False: only the core runs, for sequences that are not cut.
     """
 
@@ -20,19 +21,9 @@ class CutAttention(nn.Module):
         self._comm, self._name = comm, name
 
     def forward(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        """Inputs and output: a rank's parts [B, T / n, H, D] of the sequence. options: of the core."""
-        attend = self._attend if self.active else self.core
-        return attend(query, key=key, value=value, **options)
-
-    def _attend(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        raise NotImplementedError
-
-
-class UlyssesAttention(CutAttention):
-    """The number of query heads must be a multiple of the number of ranks. Key and value heads are repeated as often as the ranks need."""
-
-    def _attend(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        """options: for the full sequence."""
+        """options: of the core, for the full sequence."""
+        if not self.active:
+            return self.core(query, key=key, value=value, **options)
         repeats = key_repeats(heads=query.shape[2], key_heads=key.shape[2], ranks=self._comm.size)
         query = to_heads(query, comm=self._comm, label=f"{self._name} query")
         key, value = (

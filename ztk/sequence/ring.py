@@ -21,20 +21,29 @@ from collections.abc import Iterator
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from ztk.kernels import Pair, attention_block, attention_block_backward
 from ztk.runtime import Comm
-from ztk.sequence.attention import CutAttention
 
 CHUNKS = 2  # of a rank, see [Note: Zigzag]
 
 
-class RingAttention(CutAttention):
-    """A rank's part of a sequence is its chunks, see [Note: Zigzag]."""
+class RingAttention(nn.Module):
+    """Wraps `core(query, key=, value=)` on [B, T, H, D]; its inputs and output are a rank's chunks [B, T / N, H, D], see [Note: Zigzag].
 
-    def _attend(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        """options: None."""
+    `active` False: only the core runs, for sequences that are not cut.
+    """
+
+    def __init__(self, core: nn.Module, *, comm: Comm, name: str) -> None:
+        super().__init__()
+        self.core, self.active = core, False
+        self._comm, self._name = comm, name
+
+    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        """options: of the core, None where sequences are cut."""
+        if not self.active:
+            return self.core(query, key=key, value=value, **options)
         assert not any(value is not None for value in options.values()), "refused before"
         return ring_attention(query, key=key, value=value, comm=self._comm, label=self._name)
 
