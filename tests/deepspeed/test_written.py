@@ -154,6 +154,13 @@ def _held(model: nn.Module) -> None:
         value.mul_(0.7)
 
 
+def _exchanged(model: nn.Module) -> None:
+    """Other weights for some steps, and the first ones again, of which the script has kept the tensors, not copies."""
+    kept, model.kept = getattr(model, "kept", None), [parameter.data for parameter in model.parameters()]
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = model.kept[number] * 0.5 if kept is None else kept[number]
+
+
 def _halved(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
@@ -177,7 +184,19 @@ def _frozen(model: nn.Module) -> None:
     model.fc1.requires_grad_(False)
 
 
-CHANGES = [_clamp, _clamp_in_place, _zeroed, _swap, _held, _halved, _from_vector, _loaded, _converted, _frozen]
+CHANGES = [
+    _clamp,
+    _clamp_in_place,
+    _zeroed,
+    _swap,
+    _held,
+    _exchanged,
+    _halved,
+    _from_vector,
+    _loaded,
+    _converted,
+    _frozen,
+]
 
 
 def _loop(model: nn.Module, *, change, step, process, dtype) -> None:

@@ -77,9 +77,11 @@ def take_changes(engine: Engine) -> None:
         return
     for bucket in engine.zero.buckets:
         changed = False
-        for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+        for index, (parameter, placement) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             if parameter in _shown and bucket.gradient.full is not None:
                 value, before = _shown.pop(parameter)
+                if value is None:  # for `skip_unused`
+                    bucket.gradient.used.discard(index)
                 place = bucket.gradient.full[placement.offset : placement.stop].view(placement.shape)
                 value = torch.zeros_like(before) if value is None else value.detach().to(before)
                 is_same = (value == before) | (value.isnan() & before.isnan())

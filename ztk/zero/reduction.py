@@ -129,7 +129,8 @@ class GradientReduction:
         if any(bucket.gradient.is_final for bucket in self._plan):
             raise RuntimeError(
                 "a second backward after this step's gradients were reduced: call engine.step() first, or run all but "
-                "the last backward of the step under engine.no_sync()"
+                "the last backward of the step under engine.no_sync(); to drop the gradients call engine.discard_gradients() "
+                "(engine.zero_grad() of a DeepSpeed engine)"
             )
         self._current, self._num_launched = backward, 0
         for bucket in self._plan:

@@ -63,6 +63,18 @@ def take_data_mark(parameter: nn.Parameter) -> bool:
     return was_read
 
 
+def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
+    """What `.data` returned and a script still has keeps its values when `memory` [n], which it shows, gets others: as where `p.data = x` gives
+    a parameter other memory and leaves the old one alone. False if there are views of it, which cannot follow."""
+    for reference in _alive(parameter):
+        kept = reference()
+        if kept is not None and kept.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+            if kept._use_count() > 1:
+                return False
+            kept.data = kept.clone()
+    return True
+
+
 def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
     """The references of `parameter` whose tensors exist. A view keeps its base, so that of `p.data.view(-1)` is among them."""
     return [reference for reference in _in_hand.get(parameter, ()) if reference() is not None]
