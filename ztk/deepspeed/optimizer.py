@@ -267,7 +267,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _states_of(owner: Owner, *, names: Iterable[str]) -> dict[str, Tensor]:
         named = owner.engine.zero.named_state
-        return {key: named.read(owner.bucket, name=owner.name, kind=key).cpu() for key in names}
+        found = {key: named.read(owner.bucket, name=owner.name, kind=key) for key in names}
+        return {key: value.cpu() for key, value in found.items() if value is not None}
 
     @staticmethod
     def _write_states(owner: Owner, *, values: dict[str, Tensor]) -> None:

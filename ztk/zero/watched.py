@@ -59,7 +59,7 @@ def take_data_mark(parameter: nn.Parameter) -> bool:
     """Whether `.data` was read since the last call, or a script still has what it returned, or a view of that: it may have written there."""
     was_read = parameter.__dict__.pop("_data_was_read", False)
     if was_read and _alive(parameter):
-        parameter._data_was_read = True
+        parameter.__dict__["_data_was_read"] = True
     return was_read
 
 
