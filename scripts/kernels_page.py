@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import triton
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.kernel_callers import HOT_PATHS, callers
@@ -20,7 +22,7 @@ from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-AOT_FILE = RESULTS / "aot" / "kernels.json"
+AOT_FOLDER = RESULTS / "aot"  # a file per version of Triton
 PAGE = ROOT / "docs" / "kernels.md"
 COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, for floors in milliseconds
 ITEMSIZE = 2
@@ -49,24 +51,35 @@ GOALS = {
 
 
 def refresh_aot() -> None:
-    """Compile every kernel for every target and keep the metrics."""
+    """Compile every kernel for every target with the Triton at hand, and keep the metrics."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "ztk.kernels.aot", "--json"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if not done.stdout.strip():
         raise RuntimeError(f"the ahead-of-time report failed:\n{done.stderr[-2000:]}")
-    AOT_FILE.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(done.stdout)
-    AOT_FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    record_aot()
+    AOT_FOLDER.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (AOT_FOLDER / f"triton-{triton.__version__}.json").write_text(f"[\n{lines}\n]\n")
+    record_aot(rows)
 
 
-def record_aot() -> None:
+def record_aot(rows: list[dict]) -> None:
     """A wandb run and a picture of the metrics of `PICTURED`."""
-    rows = [row for row in json.loads(AOT_FILE.read_text()) if row["arch"] == PICTURED]
+    pictured = [row for row in rows if row["arch"] == PICTURED]
     record = Record(title=f"instructions per element, {PICTURED}", column="instructions_per_element")
-    labels = [f"{row['op']} {row['kernel']}" for row in rows]
-    record.write(rows, folder=AOT_FILE.parent, name=f"kernels-{PICTURED}", labels=labels)
+    labels = [f"{row['op']} {row['kernel']}" for row in pictured]
+    record.write(pictured, folder=AOT_FOLDER, name=f"kernels-{PICTURED}", labels=labels)
+
+
+def compiled() -> dict[str, dict[tuple[str, str], dict]]:
+    """Version of Triton -> (kernel, target) -> metrics, oldest version first."""
+    files = {file.stem.removeprefix("triton-"): file for file in AOT_FOLDER.glob("triton-*.json")}
+    versions = sorted(files, key=lambda version: tuple(map(int, version.split("."))))
+    return {
+        version: {(row["kernel"], row["arch"]): row for row in json.loads(files[version].read_text())}
+        for version in versions
+    }
 
 
 def newest_measurements() -> dict[str, dict]:
@@ -163,25 +176,56 @@ def measured() -> str:
 
 
 def ahead_of_time() -> str:
-    if not AOT_FILE.exists():
+    found = compiled()
+    if not found:
         return "No metrics yet: run `python scripts/kernels_page.py --aot`."
-    rows = json.loads(AOT_FILE.read_text())
-    lines = [
-        [
-            row["op"], f"`{row['kernel']}`", row["arch"], str(row["registers"]), str(row["stack_bytes"]),
-            str(row["shared_bytes"]), f"{row['widest_load']} / {row['widest_store']}", str(row["barriers"]),
-            str(row["matrix_instructions"]),
-            "-" if row["instructions_per_element"] is None else f"{row['instructions_per_element']:.1f}",
-            "kept" if row["ok"] and not row["reason"] else f"{'kept' if row['ok'] else '**broken**'}: {row['reason']}",
-        ]
-        for row in rows
-    ]  # fmt: skip
+    newest = list(found.values())[-1]
+    lines = []
+    for place, row in newest.items():
+        rows = [rows[place] for rows in found.values() if place in rows]
+        resident = [f"{r['programs']}, {r['programs_per_processor'] or '-'}" for r in rows]
+        access = [f"{r['widest_load']}, {r['widest_store']}" for r in rows]
+        counts = (each(r[name] for r in rows) for name in ("registers", "stack_bytes", "shared_bytes"))
+        work = (
+            each(r[name] for r in rows)
+            for name in ("matrix_instructions", "instructions_per_element", "loop_instructions")
+        )
+        lines.append(
+            [
+                row["op"],
+                f"`{row['kernel']}`",
+                row["arch"],
+                *counts,
+                each(resident),
+                each(access),
+                *work,
+                each(map(budget, rows)),
+            ]
+        )
     header = [
-        "op", "kernel", "target", "registers", "stack bytes", "shared bytes", "widest load / store", "barriers",
-        "matrix instructions", "instructions per element", "budget",
+        "op", "kernel", "target", "registers", "stack bytes", "shared bytes", "programs, fit", "widest load, store",
+        "matrix instructions", "instructions per element", "in loops", "budget",
     ]  # fmt: skip
-    kept = sum(row["ok"] for row in rows)
-    return f"{kept} of {len(rows)} compilations keep their budget.\n\n" + table(header, lines)
+    kept = (
+        f"Triton {version}: {sum(r['ok'] for r in rows.values())} of {len(rows)}" for version, rows in found.items()
+    )
+    versions = " / ".join(found)
+    return (
+        f"Compilations that keep their budget: {', '.join(kept)}. Two values in a cell are those of Triton {versions}, where they differ. "
+        "Programs: launched in all, and how many a processor holds at once (not counted for gfx942).\n\n"
+        + table(header, lines)
+    )
+
+
+def budget(row: dict) -> str:
+    state = "kept" if row["ok"] else "**broken**"
+    return f"{state}: {row['reason']}" if row["reason"] else state
+
+
+def each(values: Iterable[object]) -> str:
+    """The values with " / " between them, or the one that they all are."""
+    texts = ["-" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def write() -> None:
@@ -218,7 +262,8 @@ of what is gathered. So there is no kernel that flattens or unflattens a list of
 
 The compilers' results for every kernel, on any machine: `python -m ztk.kernels.aot`. A budget is registers, stack (zero
 unless the spec gives a reason), the widest global load and store, barriers, the target's matrix instructions and
-instructions per element. gfx942 reports vector registers.
+instructions per element. gfx942 reports vector registers. `python scripts/kernels_page.py --aot` compiles with the Triton at hand
+and keeps the rows of the others.
 
 {ahead_of_time()}
 """)

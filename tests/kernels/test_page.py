@@ -22,7 +22,7 @@ def page(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels_page", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "RESULTS", tmp_path)
-    monkeypatch.setattr(module, "AOT_FILE", tmp_path / "aot" / "kernels.json")
+    monkeypatch.setattr(module, "AOT_FOLDER", tmp_path / "aot")
     monkeypatch.setattr(module, "PAGE", tmp_path / "kernels.md")
     return module
 
@@ -55,6 +55,24 @@ def test_newest_rows_stand_beside_their_goals(page, tmp_path):
     assert "Speed is unmeasured" not in text
     assert "| adamw | 16 | forward | 7 | 7 | 7 | 3900 GB/s | 91% | 90 % | torch 2.00x |" in text
     assert "Not measured in that run" in text and "| 9 |" not in text
+
+
+def test_compilations_of_two_versions_stand_in_one_row(page):
+    def row(**changed):
+        same = dict.fromkeys(("stack_bytes", "shared_bytes", "matrix_instructions", "widest_load", "widest_store"), 16)
+        counts = {"registers": 80, "programs": 396, "programs_per_processor": 3, "instructions_per_element": 9.5}
+        names = {"op": "rms_norm", "kernel": "_rms_norm_bwd", "arch": "sm_90", "loop_instructions": None}
+        return {**same, **counts, **names, "ok": True, "reason": "", **changed}
+
+    page.AOT_FOLDER.mkdir()
+    broken = row(registers=98, programs_per_processor=2, ok=False, reason="396 programs")
+    for version, rows in (("3.10.0", [row()]), ("3.6.0", [broken])):
+        (page.AOT_FOLDER / f"triton-{version}.json").write_text(json.dumps(rows))
+    page.write()
+    text = page.PAGE.read_text()
+    assert "Triton 3.6.0: 0 of 1, Triton 3.10.0: 1 of 1" in text
+    cells = "98 / 80 | 16 | 16 | 396, 2 / 396, 3 | 16, 16 | 16 | 9.5 | - | **broken**: 396 programs / kept |"
+    assert f"| rms_norm | `_rms_norm_bwd` | sm_90 | {cells}" in text
 
 
 def test_every_op_has_a_caller(page):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.topology.runs import CONFIG, Outcome, Strategy, arranged, make_engine, train, train_alone, train_step
 from ztk.checkpoint import load, save
-from ztk.runtime import Topology
+from ztk.runtime import Tier, Topology
 from ztk.tensor import TensorPolicy
 
 # A sum split over ranks is rounded in another order: each of 20 steps may move a loss by a few fp32 units of 6e-8, which training
@@ -60,6 +60,23 @@ def test_8_bit_states_follow_the_same_rule(ranks):
         assert outcomes[0].losses[-1] < outcomes[0].losses[0]
         digests.append([outcome.digest for outcome in outcomes])
     assert digests[0] == digests[1] == digests[2]
+
+
+def device_peak(process, *, strategy: Strategy) -> int:
+    """Bytes on this rank's device at most in two steps."""
+    engine = make_engine(arranged(process, topology=strategy.topology), strategy=strategy)
+    for step in range(2):
+        train_step(engine, step=step)
+    peak = engine.memory.peak(Tier.device)
+    engine.close()
+    return peak
+
+
+@pytest.mark.parametrize("topology", [Topology(sequence=2), Topology(context=2)], ids=["sp2", "cp2"])
+def test_ranks_that_share_a_sequence_gather_no_more_than_replicas(ranks, topology):
+    narrow = {"prefetch_bucket_size": 0}  # one unit at a time: what is gathered before its use shows
+    replicas = ranks(2).run(device_peak, strategy=Strategy(stage=3, zero=narrow))
+    assert ranks(2).run(device_peak, strategy=Strategy(topology=topology, stage=3, zero=narrow)) == replicas
 
 
 def embeddings(process, *, strategy: Strategy, steps: int) -> bytes:

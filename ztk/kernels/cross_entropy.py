@@ -455,7 +455,7 @@ SPEC = OpSpec(
         ),
         _aot_case(
             _cross_entropy_fwd, V=131072, variant="in place, smoothing", inputs={"inplace": True, "label_smoothing": 0.1},
-            loop_bytes=2, max_loop_instructions=17,
+            loop_bytes=2, max_loop_instructions=17.5,  # Triton 3.9: 16.2, 3.6: 17.4
         ),
         _aot_case(
             _cross_entropy_fwd, V=32768, variant="out of place", min_programs=2, loop_bytes=2, max_loop_instructions=8,

@@ -27,7 +27,7 @@ from torch import Tensor
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._rows import programs_for_rows
+from ztk.kernels._rows import programs_for_rows, register_limit
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
 from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
@@ -196,12 +196,13 @@ def _launch_bwd(
     config = LaunchConfig.for_features(N, warp_size=machine(s.device).warp_size)
     tiles = triton.cdiv(M, config.block_m)
     registers = 64 if config.prefetch or config.block_n > 8192 else 80
-    programs = programs_for_rows(tiles, device=s.device, num_warps=config.num_warps, registers=registers)
+    placed = {"num_warps": config.num_warps, "device": s.device}
+    programs = programs_for_rows(tiles, registers=registers, **placed)
     partials = torch.empty(2, programs, N, dtype=torch.float32, device=s.device)
     _layer_norm_bwd[(programs,)](
         d_out, d_summed, s, weight, mean, rstd, d_s, partials[0], partials[1], M, N,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PREFETCH=config.prefetch, num_warps=config.num_warps,
-        enable_fp_fusion=True,
+        enable_fp_fusion=True, **register_limit(registers, **placed),
     )  # fmt: skip
     _reduce_partials[(triton.cdiv(N, REDUCE_COLUMNS),)](
         partials[0], partials[1], d_weight, d_bias, programs, N,

@@ -21,7 +21,7 @@ from torch import Tensor
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
-from ztk.kernels._rows import column_sums, programs_for_rows, row_launch
+from ztk.kernels._rows import column_sums, programs_for_rows, register_limit, row_launch
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
 from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
@@ -124,12 +124,15 @@ def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rs
     launch = row_launch(N, device=x.device, max_threads=BACKWARD_THREADS)
     num_tiles = triton.cdiv(M, launch.block_m)
     registers = 64 if launch.block_n >= LONG_ROW and d_sum is None else 80
-    programs = programs_for_rows(num_tiles, device=x.device, num_warps=launch.num_warps, registers=registers)
+    placed = {"num_warps": launch.num_warps, "device": x.device}
+    programs = programs_for_rows(num_tiles, registers=registers, **placed)
+    # With d_sum the kernel takes 72 at most by itself; under a limit of 80 the assembler of Triton 3.9 takes them all and spills.
+    limit = register_limit(registers, **placed) if d_sum is None else {}
     partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
     _rms_norm_bwd[(programs,)](
         d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial, M, N, num_tiles,
         HAS_D_SUM=d_sum is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        num_warps=launch.num_warps, enable_fp_fusion=True,
+        num_warps=launch.num_warps, enable_fp_fusion=True, **limit,
     )  # fmt: skip
     return d_x, column_sums(partial, dtype=weight.dtype)
 

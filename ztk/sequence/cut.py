@@ -55,7 +55,7 @@ def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = Fal
         has_experts=bool(model.config.experts),
         last_position=model.config.max_seq_len - 1,
     )
-    own = _Layers(layers=[layer for _, layer in layers], cores=cores, parts=parts)
+    own = _Layers(model, layers=[layer for _, layer in layers], cores=cores, parts=parts)
     model.forward = _cut_stages(model, own=own) if hasattr(model.forward, "num_stages") else _cut_model(model, own=own)
 
 
@@ -117,9 +117,9 @@ class Parts:
 class _Layers:
     """The attention layers of a model, and where this rank's part of the sequences lies."""
 
-    def __init__(self, *, layers: list[Attention], cores: list[nn.Module], parts: Parts) -> None:
+    def __init__(self, model: Decoder, *, layers: list[Attention], cores: list[nn.Module], parts: Parts) -> None:
         self.parts = parts
-        self._layers, self._cores = layers, cores
+        self._model, self._layers, self._cores = model, layers, cores
         self._positions: dict[tuple[int, torch.device], Tensor | slice] = {}
 
     def begin(self, *, length: int, is_cut: bool, documents: Documents | None) -> None:
@@ -131,8 +131,10 @@ class _Layers:
             )
         for core in self._cores:
             core.active = is_cut
+        # The device of a buffer: to ask a parameter for its device would gather it at stage 3.
+        positions = self._at(length, device=self._model.rope_cos.device) if is_cut else None
         for layer in self._layers:
-            layer.positions = self._at(length, device=layer.out.weight.device) if is_cut else None
+            layer.positions = positions
 
     def _at(self, length: int, *, device: torch.device) -> Tensor | slice:
         key = length, device
