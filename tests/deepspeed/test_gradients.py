@@ -133,6 +133,31 @@ def test_hooks_of_a_script_run_before_the_engine_takes_a_gradient(stage):
     run.destroy()
 
 
+def test_a_gradient_that_is_set_to_none_leaves_its_parameter_alone_with_skip_unused():
+    """Neither momentum nor decay move it in that step, as in torch."""
+    models, x = [], torch.ones(2, 4)
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        run, step = model, optimizer.step
+        if not is_plain:
+            config = {"train_batch_size": 2, "gradient_clipping": 0.0, "skip_unused": True}
+            run, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            step = run.step
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = run(x).square().mean()
+            loss.backward() if is_plain else run.backward(loss)
+            if number in (1, 2):
+                model.weight.grad = None
+            step()
+        models.append(scripts.weights(run) if not is_plain else dict(model.named_parameters()))
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value.detach())
+    run.destroy()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_above_stage_0_a_gradient_that_is_set_is_an_error(stage):
     """The step would not use it, and autograd would add the next one to it."""
