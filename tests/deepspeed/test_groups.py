@@ -105,6 +105,22 @@ def test_a_parameter_group_that_comes_later_is_refused(of_client):
     engine.destroy()
 
 
+def test_states_are_asked_of_the_optimizer_that_initialize_returned():
+    """The client's has none while the engine lives, and what is loaded into it would be lost."""
+    model = nn.Linear(2, 2)
+    client = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=CONFIG)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with pytest.raises(RuntimeError, match="the optimizer that initialize returned"):
+        client.state_dict()
+    with pytest.raises(RuntimeError, match="the optimizer that initialize returned"):
+        client.load_state_dict(optimizer.state_dict())
+    assert "momentum_buffer" in optimizer.state_dict()["state"][0]
+    engine.destroy()
+    assert client.state_dict()["state"] == {}
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_what_comes_into_the_model_later_is_refused_unless_it_is_frozen(stage):
     """A new head, a wrapped layer, a further parameter; what leaves the model, or moves in it, is no fault."""

@@ -383,6 +383,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             return
         self._closed = True
         self._watcher.close()
+        if self.optimizer is not None:
+            self.optimizer.leave_client()
         is_full = self.engine.process.mesh.topology == Topology()  # ranks of one parameter are all ranks
         if self.settings.zero.shards_parameters and is_full and sys.exception() is None:
             self._builder.end(self.engine)

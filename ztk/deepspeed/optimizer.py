@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ztk.checkpoint.full import is_cut
 from ztk.deepspeed.gradients import forget_gradients
@@ -24,6 +25,10 @@ from ztk.zero.state.offload import StateKind
 _NEW_GROUP = (
     "a parameter group was added after initialize: the engine's buffers are laid out for the groups it was built of. Give all groups to "
     "initialize, and freeze what trains later by requires_grad_(False) after it; or destroy() the engine and initialize again"
+)
+_NOT_HERE = (
+    "{call} of the optimizer that was passed to initialize: its states are the engine's. Call it, on every rank, of the optimizer that "
+    "initialize returned (engine.optimizer), or use engine.save_checkpoint and load_checkpoint"
 )
 
 
@@ -49,6 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if trained.client is not None:
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
+        self._refusals = [] if trained.client is None else _refuse_states(trained.client)
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # what the device has
@@ -90,6 +96,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_built:
             raise ValueError(_NEW_GROUP)
         super().add_param_group(param_group)
+
+    def leave_client(self) -> None:
+        """The engine ends: the client's optimizer is its own again."""
+        while self._refusals:
+            self._refusals.pop().remove()
 
     def _mark_stepped(self) -> None:
         if self.optimizer is not self:
@@ -306,6 +317,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
         table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)
+
+
+def _refuse_states(client: torch.optim.Optimizer) -> list[RemovableHandle]:
+    """From now on `state_dict()` and `load_state_dict()` of `client` raise RuntimeError: it has no states, and nobody reads what is loaded."""
+
+    def saving(_: torch.optim.Optimizer) -> None:
+        raise RuntimeError(_NOT_HERE.format(call="state_dict()"))
+
+    def loading(_: torch.optim.Optimizer, __: dict) -> None:
+        raise RuntimeError(_NOT_HERE.format(call="load_state_dict()"))
+
+    return [client.register_state_dict_pre_hook(saving), client.register_load_state_dict_pre_hook(loading)]
 
 
 @contextmanager
