@@ -9,15 +9,20 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 SHOWN = 5
+_ABOUT_DTYPES = ("dtype", "scalar type", "Float")  # as torch's messages say it
 
 
-def cast_buffers(model: nn.Module, *, dtype: torch.dtype | None) -> None:
-    """Floating-point buffers of any shape become `dtype`; None: they stay."""
-    for module in model.modules() if dtype is not None else ():
-        for name, buffer in _floating(module).items():
-            module._buffers[name] = buffer.to(dtype)
+def cast_buffers(model: nn.Module, *, dtype: torch.dtype | None, of_parameters: torch.dtype) -> None:
+    """Floating-point buffers of any shape become `dtype`; None: they stay, but for the running statistics of norms with weights, which torch
+    computes in the dtype of those, `of_parameters`, alone."""
+    for module in model.modules():
+        is_norm = isinstance(module, _NormBase) and module.affine
+        wanted = of_parameters if dtype is None and is_norm else dtype
+        for name, buffer in _floating(module).items() if wanted is not None else ():
+            module._buffers[name] = buffer.to(wanted)
 
 
 @contextmanager
@@ -26,7 +31,7 @@ def naming_buffers(model: nn.Module, *, dtype: torch.dtype) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "dtype" in str(error) and (note := _note(model, dtype=dtype)):
+        if any(word in str(error) for word in _ABOUT_DTYPES) and (note := _note(model, dtype=dtype)):
             error.add_note(note)
         raise
 

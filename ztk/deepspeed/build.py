@@ -56,7 +56,7 @@ class Builder:
             logger.info("not in the optimizer, so held frozen: %s", shown)
         settings = self.settings
         settle_units(self.model, leaves=settings.leaves)
-        cast_buffers(self.model, dtype=settings.buffer_dtype)
+        cast_buffers(self.model, dtype=settings.buffer_dtype, of_parameters=settings.precision.dtype)
         engine = parallelize(
             self.model,
             process=self._arranged(),
