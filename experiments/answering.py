@@ -11,10 +11,12 @@ from ztk.config import Config
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.offload import OffloadPolicy
 from ztk.policies.tier import Tier
+from ztk.report.folder import PACKED
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed
 
 _HELD_OUT_TOKENS = 2048
+_USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +27,26 @@ class Cost:
     chosen: float
 
 
-def open_answering(config: Config) -> Opened:
-    """The model of `inference.model`; with offload=nvme its packed weights, which are written first where there are none.
+def open_answering(config: Config) -> tuple[Opened, Generator]:
+    """The model of `inference.model`, and the engine over it. With offload=nvme its packed weights, which are written first where there are
+    none; prints the plan. Without a folder of the user's they have no name afterwards: they end with the process.
 
     Raises:
-        ValueError: as `open_model` and `pack_model`.
+        ValueError: as `open_model`, `pack_model` and `Generator`.
     """
     path, ema = config.inference.model, bool(config.inference.ema)
     if config.offload.optimizer is Tier.none:
-        return open_model(path, ema=ema)
+        opened = open_model(path, ema=ema)
+        return opened, Generator(opened.module, policy=_policy(config))
     to = _packed_folder(config)
-    return open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
+    try:
+        opened = open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
+        generator = Generator(opened.module, policy=_policy(config))
+    finally:
+        if config.offload.nvme_path is None:
+            shutil.rmtree(to, ignore_errors=True)
+    print(generator.plan, flush=True)
+    return opened, generator
 
 
 def _say_packed(packed: Packed) -> None:
@@ -44,19 +55,8 @@ def _say_packed(packed: Packed) -> None:
     print(f"packed with weights={packed.weights} into {packed.path}: {layers} layers, {gib:.2f} GiB", flush=True)
 
 
-def build_generator(config: Config, *, opened: Opened) -> Generator:
-    """The engine over an opened model; prints its plan. Packed weights without a folder of the user's lose their name here: they end with
-    the process."""
-    generator = Generator(opened.module, policy=_policy(config))
-    if generator.plan is not None:
-        print(generator.plan, flush=True)
-        if config.offload.nvme_path is None:
-            shutil.rmtree(_packed_folder(config), ignore_errors=True)
-    return generator
-
-
 def _packed_folder(config: Config) -> str:
-    return config.offload.nvme_path or os.path.join(config.output_dir, "nvme")
+    return config.offload.nvme_path or os.path.join(config.output_dir, PACKED)
 
 
 def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> Cost | None:
@@ -102,7 +102,7 @@ def _policy(config: Config) -> InferencePolicy:
     return InferencePolicy(
         max_sequences=chosen.max_sequences,
         max_step_tokens=chosen.max_step_tokens,
-        max_model_len=chosen.max_model_len,
+        max_model_len=config.eval.seq_len or _USUAL_WINDOW if config.task.name == "eval" else chosen.max_model_len,
         lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
         weights=_format(config),
         offload=_offload(config),

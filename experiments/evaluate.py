@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.answering import build_generator, open_answering, release_module
+from experiments.answering import open_answering, release_module
 from experiments.evaluation_files import Question, read_questions, read_texts
 from ztk import kernels
 from ztk.config import Config
@@ -20,7 +20,6 @@ from ztk.report import RunFolder
 from ztk.report.folder import write_json
 from ztk.serve.models import Opened
 
-USUAL_SEQ_LEN = 2048
 _QUESTIONS_AT_ONCE = 16
 _SECONDS_BETWEEN = 10.0  # lines of progress
 
@@ -45,8 +44,7 @@ def main(config: Config) -> None:
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
-    opened = open_answering(config)
-    generator = build_generator(config, opened=opened)
+    opened, generator = open_answering(config)
     release_module(opened)
     subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))
     started = time.perf_counter()
@@ -69,12 +67,12 @@ def main(config: Config) -> None:
 
 
 def settled_seq_len(given: int | None, *, generator: Generator) -> int:
-    """Tokens of a window. Raises ValueError for more than the model takes."""
+    """Tokens of a window: all that the generator was opened for. Raises ValueError for more than the model takes."""
     if given is not None and given > generator.max_len:
         raise ValueError(
             f"eval.seq_len={given}: the model takes {generator.max_len} tokens; use eval.seq_len={generator.max_len}"
         )
-    return given or min(USUAL_SEQ_LEN, generator.max_len)
+    return given or generator.max_len
 
 
 def settled_stride(given: int | None, *, seq_len: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.answering import build_generator, cost_of_weights, open_answering, release_module, usual_sampling
+from experiments.answering import cost_of_weights, open_answering, release_module, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.inference import Completion, Generator, SamplingParams
@@ -44,8 +44,7 @@ def main(config: Config) -> None:
         FloatingPointError: logits that are not finite.
     """
     kernels.set_backend(config.kernels.backend)
-    opened = open_answering(config)
-    generator = build_generator(config, opened=opened)
+    opened, generator = open_answering(config)
     cost = cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)
     usual = replace(usual_sampling(config), stop_token_ids=opened.ends)

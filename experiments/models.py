@@ -41,7 +41,7 @@ def build(
 
     lr: None: optimizer.lr. is_critic: the output layer gives one number per token, a value. has_adapters: False: without those of `lora`.
     """
-    model, first_values = _critic(config) if is_critic else build_model(config, has_adapters=has_adapters)
+    model, first_values = open_critic(config) if is_critic else build_model(config, has_adapters=has_adapters)
     if not is_trained:
         model.requires_grad_(False)
     optimizer = policies.optimizer_policy(config)
@@ -56,11 +56,12 @@ def build(
         offload=policies.offload_policy(config),
         recompute=policies.recompute_policy(config),
         accumulation_steps=accumulation_steps or config.train.accumulation_steps,
-        initial_values=first_values if values is None else _replaced(first_values, values=values),
+        initial_values=first_values if values is None else replaced(first_values, values=values, model=model),
     )
 
 
-def _critic(config: Config) -> tuple[nn.Module, InitialValues]:
+def open_critic(config: Config) -> tuple[nn.Module, InitialValues]:
+    """A model of values, and its first ones by name and range; parameters on the meta device."""
     given = config.model
     if given.path is not None and given.init is not None:
         options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
@@ -72,9 +73,12 @@ def _critic(config: Config) -> tuple[nn.Module, InitialValues]:
     return model, partial(initial_values, model, seed=config.train.seed)
 
 
-def _replaced(first_values: InitialValues, *, values: Values) -> InitialValues:
+def replaced(first_values: InitialValues, *, values: Values, model: nn.Module) -> InitialValues:
+    """`values` where they are those of `model`: the output layer of a critic is no policy's, though it may have its name."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
     def value(*, name: str, start: int, stop: int) -> Tensor:
-        if name not in values:
+        if name not in values or values[name].shape != shapes[name]:
             return first_values(name=name, start=start, stop=stop)
         return values[name].flatten()[start:stop].clone()
 

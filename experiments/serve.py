@@ -7,7 +7,7 @@ import sys
 
 import uvicorn
 
-from experiments.answering import build_generator, cost_of_weights, open_answering, release_module, usual_sampling
+from experiments.answering import cost_of_weights, open_answering, release_module, usual_sampling
 from ztk import kernels
 from ztk.config import Config
 from ztk.serve.app import ServePolicy, Server
@@ -23,8 +23,7 @@ def main(config: Config) -> None:
     """
     kernels.set_backend(config.kernels.backend)
     chosen = config.serve
-    opened = open_answering(config)
-    generator = build_generator(config, opened=opened)
+    opened, generator = open_answering(config)
     cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)
     server = Server(

@@ -35,6 +35,7 @@ from experiments.prompts import PAD, STOP, sorting
 from experiments.ranks import started
 from ztk.config import Config, Machine, compose
 from ztk.report.folder import read_rows
+from ztk.report.status import read_summary
 from ztk.rollout import token_logprobs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +98,10 @@ class Frontier:
 def main(arguments: Sequence[str] | None = None) -> list[Point]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--work", type=Path, required=True, help="a folder; runs that are complete there are not made again"
+        "--work",
+        type=Path,
+        required=True,
+        help="a folder; runs of the same words that are done there are not made again",
     )
     parser.add_argument("--methods", nargs="+", default=list(DEFAULT), choices=list(METHODS))
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
@@ -152,21 +156,23 @@ def probabilities(config: Config) -> Tensor:
 def run(method: str, *, given: argparse.Namespace) -> list[tuple[int, float, float]]:
     """(step, kl, reward) of a method's run. Raises RuntimeError, with the end of its output, if it fails."""
     folder = (given.work / method.replace(" ", "_")).resolve()
-    if not (folder / "summary.json").is_file():
-        every = ("train.eval_every=5",) if "task=dpo" in METHODS[method] else ()
-        command = [
-            sys.executable,
-            str(ROOT / "run.py"),
-            *METHODS[method],
-            *every,
-            *common(given),
-            f"hydra.run.dir={folder}",
-        ]
+    every = ("train.eval_every=5",) if "task=dpo" in METHODS[method] else ()
+    words = (*METHODS[method], *every, *common(given))
+    if not is_done(folder, words=words):
+        command = [sys.executable, str(ROOT / "run.py"), *words, f"hydra.run.dir={folder}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{method}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
     return measured(folder)
+
+
+def is_done(folder: Path, *, words: Sequence[str]) -> bool:
+    """The folder has a run of these words, and it did not fail."""
+    recorded = folder / "overrides.json"
+    if read_summary(folder).get("status") != "done" or not recorded.is_file():
+        return False
+    return json.loads(recorded.read_text()) == {key: value for key, _, value in (word.partition("=") for word in words)}
 
 
 def measured(folder: Path) -> list[tuple[int, float, float]]:

@@ -23,6 +23,8 @@ def test_keywords_are_words_of_the_command_line():
     words = command_words(("zero=stage3",), keys={"train.steps": 2, "offload": ["none", "cpu"], "train.quick": True})
     assert words == ["zero=stage3", "train.steps=2", "offload=none,cpu", "train.quick=true"]
     assert command_words((), keys={"precision.reduce_dtype": None}) == ["precision.reduce_dtype=null"]
+    grid = {"optimizer.betas": [[0.9, 0.95], (0.8, 0.99)]}
+    assert command_words((), keys=grid) == ["optimizer.betas=[0.9,0.95],[0.8,0.99]"]
 
 
 @pytest.mark.parametrize("word", ["-m", "hydra.run.dir=here", "sweep.resume=there"])
@@ -63,6 +65,16 @@ def test_a_failure_names_its_cause(tmp_path):
     with pytest.raises(ztk.RunFailed, match="rank 0: .*does not exist|rank 0: ModuleNotFoundError") as caught:
         ztk.run(*SMALL, "task.module=experiments.absent", folder=tmp_path / "failed", quiet=True)
     assert caught.value.folder == tmp_path / "failed"
+    with pytest.raises(ValueError, match="zero=stage9: there is no such option"):  # not the failure that the folder has
+        ztk.run("zero=stage9", folder=tmp_path / "failed", quiet=True)
+
+
+def test_a_refused_sweep_is_not_the_one_that_its_folder_has(tmp_path):
+    options = {"folder": tmp_path, "quiet": True, "check": False, "optimizer.lr": [0.1, 0.2]}
+    found = ztk.sweep(*SMALL, "topology.tensor=3", **options)
+    assert found.runs["status"].tolist() == ["refused", "refused"]
+    with pytest.raises(ValueError, match="zero=stage9: there is no such option"):
+        ztk.sweep(*SMALL, "zero=stage9", **options)
 
 
 def test_a_plan_is_of_the_run_of_the_same_words():

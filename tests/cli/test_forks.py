@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,24 @@ def test_forks_fail_and_end_as_processes_do(forker, tmp_path):
     forker.close()
     assert left.wait() == -signal.SIGKILL
     assert waited(lambda: process_start(left.pid) is None)
+
+
+ORPHAN = """
+import os, sys
+from ztk.cli.rank_server import _become
+server = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == server:
+    pass
+_become({"cores": None, "environment": {}, "log": None, "arguments": []}, server=server)
+print("goes on")
+"""
+
+
+def test_a_rank_whose_interpreter_ended_before_it_began_ends():
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], env=environment, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    assert not done.stdout  # which the orphan has closed: it has ended

@@ -43,6 +43,14 @@ def test_what_cannot_act_is_refused(words, more, message):
     assert any(message in fault for fault in faults(*words, more))
 
 
+def test_a_packed_model_is_read_where_it_is(tmp_path):
+    words = ("task=serve", f"inference.model={tmp_path}", "offload=nvme", f"offload.nvme_path={tmp_path}")
+    assert composed(*words).offload.nvme_path == str(tmp_path)
+    (tmp_path / "packed.json").write_text("{}")
+    assert any("which is packed and read where it is" in fault for fault in faults(*words))
+    assert composed(*words[:-1]).offload.nvme_path is None
+
+
 def test_a_model_is_needed():
     assert any("inference.model must have a value" in fault for fault in faults("task=serve"))
 

@@ -85,6 +85,10 @@ def run(tmp_path_factory) -> dict:
         ("train", {"global_batch_size": 3}, "use 8, or another"),
         ("topology", {"pipeline": 2}, "PipelineModule"),
         ("topology", {"sequence": 2}, "topology.sequence=1"),
+        ("topology", {"context": 2}, "topology.context=1"),
+        ("ema", {"decay": 0.99}, "ema.decay=0"),
+        ("optimizer", {"states": "8bit"}, "use optimizer.states=fp32"),
+        ("precision", {"master": "stochastic"}, "use precision.master=fp32"),
         ("scheduler", {"name": "wsd"}, "use scheduler=linear"),
         ("optimizer", {"name": "muon"}, "use optimizer=adamw"),
     ],
@@ -116,6 +120,17 @@ def test_the_command(tmp_path, capsys):
     path.write_text('{"train_batchsize": 8}')
     assert main([str(path)]) == 2
     assert "did you mean train_batch_size" in capsys.readouterr().err
+
+
+def test_what_is_not_the_same_in_run_py_is_told(tmp_path):
+    kept = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    notes = to_overrides(parse_config({"train_batch_size": 2, "bf16": kept, "optimizer": ADAM}, world_size=1)).notes
+    assert {note.partition(":")[0] for note in notes} == {f"bf16.{key}" for key in kept if key != "enabled"}
+
+    given = {"train_batch_size": 2, "torch_autocast": {"enabled": True, "dtype": "float16"}, "optimizer": ADAM}
+    made = to_overrides(parse_config(given, world_size=1))
+    assert made.notes == ["torch_autocast: run.py computes in one dtype; choose precision=fp16"]
+    assert compose(*made.words, output_dir=tmp_path).precision.dtype == "fp32"
 
 
 def test_every_section_is_said_or_told():

@@ -203,6 +203,8 @@ def refusal(process: Process, *, message: str, kind: str = "ddp", **policies) ->
     [
         ("zero.engine=horovod", {"kind": "horovod"}),
         ("optimizer.name=lion", {"optimizer": OptimizerPolicy(name="lion")}),
+        ("without precision.bf16_master", {"precision": PrecisionPolicy(dtype=torch.bfloat16, bf16_master=True)}),
+        ("bias_correction=false", {"optimizer": OptimizerPolicy(bias_correction=False)}),
         (
             "loss_scale.floor=4",
             {"precision": PrecisionPolicy(dtype=torch.float16, loss_scale=LossScalePolicy(floor=4))},

@@ -13,6 +13,7 @@ from experiments.evaluation_files import read_questions, read_texts
 from tests.inference.models import VOCABULARY, build
 from tests.inference.test_scoring import PER_TOKEN
 from ztk.config import Machine, compose
+from ztk.report.folder import PACKED
 from ztk.serve.models import _first_of, open_model
 
 QUESTIONS = [
@@ -176,3 +177,14 @@ def test_before_a_text_of_bytes_is_what_the_model_has_learnt_there(words, first,
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
     words = [word.format(folder=tmp_path) for word in words]
     assert _first_of(compose(*words, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))) == first
+
+
+def test_streamed_layers_score_the_same_with_a_cache_for_one_window(folder, tmp_path, capsys):
+    text = tmp_path / "t.txt"
+    text.write_text("ABC" * 40)
+    words = (f"eval.path={text}", "eval.seq_len=64")
+    found, _ = evaluate(folder, tmp_path / "memory", *words)
+    streamed, _ = evaluate(folder, tmp_path / "disk", *words, "offload=nvme")
+    assert found == streamed
+    assert "sequences of up to 64 tokens" in capsys.readouterr().out
+    assert not (tmp_path / "disk" / PACKED).exists()

@@ -7,9 +7,12 @@ import sys
 import pytest
 import torch
 
+from experiments.answering import open_answering
 from tests.experiments.test_faults import CHECKOUT, folder_of, run
 from tests.inference.models import VOCABULARY, save_llama
+from ztk.config import compose
 from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
+from ztk.report.folder import PACKED
 from ztk.serve.models import open_model
 
 TRAIN = ("train.steps=2", "launch.ranks=2", "zero=stage3", "checkpoint.every=2")
@@ -101,7 +104,12 @@ def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):
         [[answer]] = generator.generate([list(line["prompt"].encode())], sampling=sampling)
         assert line["answers"][0]["tokens"] == answer.tokens
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["planned_tokens_per_second"] > 0 and not (out / "nvme").exists()
+    assert summary["planned_tokens_per_second"] > 0 and not (out / PACKED).exists()
+
+    config = compose(*options[:5], "inference.memory_bytes=1000", output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="inference.memory_bytes=1000: 1 sequence"):  # known when the model is packed
+        open_answering(config)
+    assert not (tmp_path / PACKED).exists()
 
 
 @pytest.mark.parametrize(

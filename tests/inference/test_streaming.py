@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from tests.inference.models import build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, pack
 from ztk.inference.describe import describe
 from ztk.inference.packed import LAYERS, MANIFEST
-from ztk.inference.plan import BUFFERS, Rates, Sizes, plan_stream
+from ztk.inference.plan import BUFFERS, Rates, Sizes, free_memory, plan_stream
 from ztk.inference.stream import StreamedLayers
 from ztk.offload import DiskError, OffloadPolicy
 
@@ -189,8 +190,11 @@ def test_a_packed_folder_needs_no_model(tmp_path):
 def test_a_module_is_packed_into_a_copy_that_leaves_nothing(tmp_path):
     model = build_decoder(layers=4)
     expected = Generator(model).generate(PROMPTS, sampling=SAMPLING)
+    torch.manual_seed(0)
     generator = Generator(model, policy=InferencePolicy(offload=offload(tmp_path)))
-    assert list(tmp_path.iterdir()) == []
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    assert list(tmp_path.iterdir()) == [] and torch.equal(drawn, torch.rand(4))  # what was measured drew elsewhere
     assert values(generator.generate(PROMPTS, sampling=SAMPLING)) == values(expected)
     with pytest.raises(RuntimeError, match="load: the weights are read from a packed folder"):
         generator.load(generator)
@@ -248,6 +252,16 @@ def test_a_model_that_fits_is_not_streamed():
     plan = planned(50 + 1000 + 5 * 7, sequences=7)
     assert (plan.resident, plan.buffers, plan.pass_bytes, plan.sequences) == (10, 0, 0, 7)
     assert plan.tokens_per_second == pytest.approx(7 / 0.17)
+
+
+def test_the_page_cache_of_a_control_group_is_free_memory(tmp_path, monkeypatch):
+    """A model that was just packed fills the group's limit with pages of its files."""
+    limit, files = 64 << 20, 60 << 20
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{files + (1 << 20)}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {1 << 20}\ninactive_file {files - 4096}\nactive_file 4096\n")
+    monkeypatch.setattr("ztk.inference.plan._GROUP", tmp_path)
+    assert free_memory() == int(0.8 * (63 << 20))
 
 
 def test_more_layers_are_read_than_the_ring_has():

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import _blockwise, _fused, causal_attention
 
 
@@ -42,3 +44,24 @@ def test_forward_and_gradients(way, dtype, length, heads, kv_heads):
     for got, wanted in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         error, size = (got.double() - wanted).pow(2).mean().sqrt(), wanted.double().pow(2).mean().sqrt()
         assert error <= tolerance * max(size, 0.5)
+
+
+class Picks(TorchDispatchMode):
+    """Counts reads of rows by index."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.index.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_of_the_tables_are_picked_once_for_queries_and_keys():
+    """Where a rank has two chunks of a sequence: a row of cosines and one of sines per token and layer."""
+    sizes = {"vocab_size": 11, "dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "hidden_dim": 16, "max_seq_len": 8}
+    model = Decoder(DecoderConfig(**sizes))
+    layer = model.blocks[0].attention
+    layer.positions = torch.tensor([0, 1, 6, 7])
+    with Picks() as picks:
+        layer(torch.randn(1, 4, 16), cos=model.rope_cos, sin=model.rope_sin)
+    assert picks.count == 2

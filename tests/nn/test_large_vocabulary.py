@@ -67,6 +67,12 @@ def test_what_is_large():
         head.weight.requires_grad_(False)
         assert not is_large(head, x=x)
         head.weight.requires_grad_(True)
+    with (
+        everything_is_large(),
+        torch.autocast("cpu", torch.bfloat16),
+    ):  # which casts the head's product, and not the op's
+        assert not is_large(losses.Linear(8, 16), x=torch.empty(2, 4, 8))
+    with torch.device("meta"):
         head.forward = lambda x: x
         assert not is_large(head, x=x)
 

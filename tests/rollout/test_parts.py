@@ -5,6 +5,9 @@ import time
 import pytest
 import torch
 
+from experiments.models import open_critic, replaced
+from experiments.pretrain import build_model
+from tests.rollout.runs import config_of
 from ztk.rollout import (
     Buffer,
     GuardPolicy,
@@ -208,3 +211,15 @@ def test_equal_groups_stop_after_five_steps_in_a_row_also_across_a_resume():
     resumed.load_state_dict(guards.state_dict())
     assert "all answers to each prompt had equal rewards" in resumed.fault(equal, step=4, max_tokens=8)
     assert guards.fault(FINE, step=4, max_tokens=8) is None and guards.fault(equal, step=5, max_tokens=8) is None
+
+
+def test_a_critic_that_begins_as_the_policy_keeps_its_own_output_layer(tmp_path):
+    """That of an untied policy has the same name."""
+    config = config_of("ppo", "model.tie_embeddings=false", folder=tmp_path, ranks=1)
+    policy, _ = build_model(config)
+    critic, drawn = open_critic(config)
+    values = {name: torch.full(parameter.shape, 7.0) for name, parameter in policy.named_parameters()}
+    first = replaced(drawn, values=values, model=critic)
+    heads = [value(name="head.weight", start=0, stop=critic.head.weight.numel()) for value in (first, drawn)]
+    assert policy.head.weight.shape != critic.head.weight.shape and torch.equal(*heads)
+    assert first(name="norm.weight", start=0, stop=4).tolist() == [7.0] * 4

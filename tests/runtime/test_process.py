@@ -48,7 +48,7 @@ def _free_port() -> int:
     "address, found, is_one_machine, listening",
     [
         ("localhost", [], False, {"0100007F"}),
-        ("127.0.0.2", [], False, {"0100007F"}),
+        ("127.0.0.2", [], False, {"0200007F"}),
         ("node", ["127.0.0.3"], True, {"0300007F"}),  # stands for any address of this machine
         ("node", ["127.0.1.1"], False, None),  # Debian's own name of a machine: others do not reach it there
         ("node", ["127.0.0.3", "127.0.0.4"], True, None),

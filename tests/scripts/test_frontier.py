@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from scripts.frontier import WINDOW, Frontier, measured
+from scripts.frontier import WINDOW, Frontier, is_done, measured
 
 
 def divergence(q: torch.Tensor, p: float) -> torch.Tensor:
@@ -40,3 +40,13 @@ def test_rows_of_a_run_become_points(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"steps": WINDOW + 1}))
     mean = sum(range(1, WINDOW + 1)) / WINDOW / 100
     assert measured(tmp_path) == [(WINDOW, 1.0, pytest.approx(mean)), (WINDOW + 1, 1.0, (WINDOW + 1) / 100)]
+
+
+def test_a_run_that_failed_or_had_other_words_is_made_again(tmp_path):
+    words = ("task=grpo", "train.steps=80")
+    assert not is_done(tmp_path, words=words)
+    (tmp_path / "overrides.json").write_text(json.dumps({"task": "grpo", "train.steps": "80"}))
+    for status, wanted in (("failed", False), ("done", True)):
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        assert is_done(tmp_path, words=words) is wanted
+    assert not is_done(tmp_path, words=("task=grpo", "train.steps=20"))

@@ -5,8 +5,10 @@ import torch
 import transformers
 
 from tests.inference.models import build, save_llama
-from ztk.inference import Generator, InferencePolicy, SamplingParams, weights
+from ztk.config import compose, save
+from ztk.inference import Generator, InferencePolicy, SamplingParams, packed, weights
 from ztk.offload import OffloadPolicy
+from ztk.serve import packing
 from ztk.serve.__main__ import main
 from ztk.serve.models import open_model
 from ztk.serve.packing import open_streamed, pack_model
@@ -53,6 +55,52 @@ def test_what_was_packed_is_used_again_until_the_model_changes(tmp_path):
     weights_file.write_bytes(weights_file.read_bytes())
     assert open_streamed(str(tmp_path / "model"), **options).module.path != first
     assert open_streamed(str(first), **options).module.path == first
+
+
+def test_a_folder_has_its_name_when_the_tokenizer_is_in_it(tmp_path, monkeypatch):
+    save_llama(tmp_path / "model")
+    options = {"weights": "int8", "to": str(tmp_path / "cache")}
+
+    def fails(*args):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(packed.shutil, "copyfile", fails)
+        open_streamed(str(tmp_path / "model"), **options)
+    assert not any((tmp_path / "cache").iterdir())
+    assert open_streamed(str(tmp_path / "model"), **options).tokenizer.encode("abc")
+
+
+def test_the_second_of_two_processes_takes_what_the_first_has_packed(tmp_path, monkeypatch):
+    save_llama(tmp_path / "model")
+    options, write, found = {"weights": "int8", "to": str(tmp_path / "cache")}, packed._write, []
+
+    def overtaken(*args, **given):
+        monkeypatch.setattr(packed, "_write", write)
+        found.append(open_streamed(str(tmp_path / "model"), **options).module.path)
+        return write(*args, **given)
+
+    monkeypatch.setattr(packed, "_write", overtaken)
+    found.append(open_streamed(str(tmp_path / "model"), **options).module.path)
+    assert found[0] == found[1] and list((tmp_path / "cache").iterdir()) == found[:1]
+
+
+@pytest.mark.parametrize("changed", ["model/model.safetensors", "run/tokenizer/tokenizer.json", "run/step/1"])
+def test_a_run_over_a_folder_is_packed_again_when_a_file_of_either_changes(changed, tmp_path, monkeypatch):
+    save_llama(tmp_path / "model")
+    step, run = tmp_path / "run/step", tmp_path / "run"
+    for folder in (step, run / "tokenizer"):
+        folder.mkdir(parents=True)
+    (step / "1").write_text("")
+    (run / "tokenizer/tokenizer.json").write_text("")
+    words = ("model=hf", f"model.path={tmp_path / 'model'}", "data=synthetic", "lora=adapter")
+    save(compose(*words, output_dir=str(run)), path=run / "config.yaml")
+    monkeypatch.setattr(packing, "recorded_run", lambda folder: (step, run))
+    before = packing._key(run, weights="int8", ema=False)
+    assert packing._key(run, weights="int8", ema=False) == before
+    file = tmp_path / changed
+    file.write_bytes(file.read_bytes() + b" ")
+    assert packing._key(run, weights="int8", ema=False) != before
 
 
 def test_a_model_that_the_engine_misreads_is_not_packed(tmp_path, monkeypatch):

@@ -203,6 +203,25 @@ def test_a_sequence_may_have_any_length(ranks, length):
         assert found == pytest.approx(expected, rel=RELATIVE)
 
 
+def refusal(process: Process, *, topology: Topology) -> str:
+    """The error of a sequence that is longer than the tables of positions, whose parts are not."""
+    engine = make_engine(arranged(process, topology=topology), strategy=Strategy(topology=topology))
+    tokens = torch.zeros(4, CONFIG.max_seq_len + 2, dtype=torch.int64)
+    try:
+        engine(tokens, tokens)
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("topology", [Topology(context=2), Topology(sequence=2)], ids=["cp2", "sp2"])
+def test_a_sequence_longer_than_the_positions_is_refused(ranks, topology):
+    for message in ranks(2).run(refusal, topology=topology):
+        assert "34 tokens in a sequence, model.max_seq_len=32" in message
+
+
 def saved_bytes(process: Process) -> int:
     """Bytes that a forward keeps for the backward, parameters aside."""
     topology = Topology(context=process.world_size)

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from scripts.compare_states import FORMATS, VOCAB, Format, chain, final, losses
 from tests.zero.models import Layout, batches, make_engine, train
@@ -163,6 +164,61 @@ def test_what_does_not_go_together_is_refused_with_a_fix(ranks, optimizer, preci
 def test_other_optimizers_have_no_smaller_states(name):
     with pytest.raises(ValueError, match="use optimizer=adamw, or optimizer.states=fp32"):
         OptimizerPolicy(name=name, states="bf16")
+
+
+WRITTEN = "blocks.1.down.weight"
+
+
+def halve_in_place(parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+        parameter[:5] = 0
+
+
+def halve_data(parameter) -> None:
+    parameter.data.mul_(0.5)
+    parameter.data[:5] = 0
+
+
+def halve_elsewhere(parameter) -> None:
+    value = parameter.data * 0.5
+    value[:5] = 0
+    parameter.data = value
+
+
+def script_writes(process, *, layout: Layout, write, choice: Choice) -> tuple[list, list, int]:
+    """A script halves a matrix and sets 5 of its rows to 0. Its master weights then, and all weights after two steps more."""
+    engine, masters = make_engine(process, layout=layout, **choice.options), []
+    matrix = dict(engine.module.named_parameters())[WRITTEN]
+    bucket = next(b for b in engine.zero.buckets if any(p.name == WRITTEN for p in b.layout.placements))
+    for step, tokens in enumerate(batches(5, rank=process.rank, world=process.world_size)):
+        if step == 3:
+            write(matrix)
+            masters = [
+                engine.zero.named_state.read(bucket, name=WRITTEN, kind="master").clone(),
+                matrix.detach().clone(),
+            ]
+        engine.backward(engine(tokens))
+        engine.step()
+    weights = [value.clone() for _, value in sorted(engine.zero.full_parameters())]
+    moved = int(matrix[:5].count_nonzero())
+    engine.close()
+    return masters, weights, moved
+
+
+@pytest.mark.parametrize("choice", CHOICES[3:], ids=lambda choice: choice.id)
+@pytest.mark.parametrize("write", [halve_in_place, halve_data, halve_elsewhere])
+def test_what_a_script_writes_counts_at_every_stage_and_tier(ranks, choice, write):
+    """The bits that a master weight has beside the parameter were for the old value: next to 0 they would be NaN."""
+    found = [
+        ranks(2).run(script_writes, layout=layout, write=write, choice=choice)[0]
+        for layout in (Layout(), Layout(stage=1, offload="cpu"), Layout(stage=2, offload="nvme"))
+    ]
+    for (master, parameter), weights, moved in found:
+        assert torch.equal(master.bfloat16().float(), parameter.float())
+        assert write is halve_data or torch.equal(master, parameter.float())
+        assert moved == 5 * parameter.shape[1]
+        assert all(torch.equal(own, first) for own, first in zip(weights, found[0][1], strict=True))
 
 
 def states_leave_for_a_while(process, *, leave: bool) -> list[float]:

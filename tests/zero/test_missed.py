@@ -1,14 +1,19 @@
 """Parameters that miss updates, frozen for a while or without a gradient, go on as under torch's optimizers, which count each one's steps."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from tests.zero.models import Layout, batches, build, make_engine
 from ztk.checkpoint import load, save
 from ztk.deepspeed.own_optimizers import FusedLamb
-from ztk.optim import OptimizerPolicy
+from ztk.kernels import Control
+from ztk.optim import HyperParameters, OptimizerPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import Process
+from ztk.zero import update
+from ztk.zero.missed import MissedUpdates
 
 COMMON = {"lr": 1e-2, "weight_decay": 0.1, "decay_all": True, "betas": (0.9, 0.999), "skip_unused": True}
 STEPS, FROZEN = 5, "blocks.1.down.weight"
@@ -66,6 +71,38 @@ def test_they_go_on_as_under_torch(ranks, tmp_path, name):
         for parameter, value in expected.items():
             torch.testing.assert_close(weights[parameter], value, rtol=1e-5, atol=2e-6)
             assert torch.equal(weights[parameter], found[0][parameter])
+
+
+def host_reads(process: Process, *, name: str) -> int:
+    """How often a step without offloading, which leaves a parameter alone, asks the device whether it is skipped."""
+    engine = make_engine(process, layout=Layout(), optimizer=OptimizerPolicy(name=name, lr=1e-2))
+    dict(engine.module.named_parameters())[FROZEN].requires_grad_(False)
+    tokens = next(batches(1, rank=0, world=1))
+    engine.backward(engine(tokens))
+    with mock.patch.object(update, "is_set", wraps=update.is_set) as asked:
+        engine.step()
+    engine.close()
+    return asked.call_count
+
+
+def test_the_host_waits_only_where_updates_are_counted(ranks):
+    assert ranks(1).run(host_reads, name="sgd") == [0]
+    assert ranks(1).run(host_reads, name="adamw") == [1]
+
+
+def test_a_late_parameter_has_its_own_corrections_without_a_host_read():
+    """A meta tensor has no values that the host could read."""
+    rows = [HyperParameters(lr=1.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, momentum=0.0)]
+    missed = MissedUpdates(rows)
+    missed.restore({"late": 3})
+    control = torch.zeros(1, 16)
+    control[0, Control.step], control[0, Control.beta1], control[0, Control.beta2] = 5, 0.9, 0.999
+    own = missed.control_of("late", control=control, group=0)
+    assert own[Control.step] == 2 and control[0, Control.step] == 5
+    assert float(own[Control.bias_correction1]) == pytest.approx(1 - 0.9**2, rel=1e-6)
+    assert float(own[Control.bias_correction2_sqrt]) == pytest.approx((1 - 0.999**2) ** 0.5, rel=1e-4)
+    assert missed.control_of("late", control=control.to("meta"), group=0).is_meta
+    assert missed.control_of("other", control=control, group=0) is not own
 
 
 def left_alone(process: Process, *, layout: Layout, choice: tuple[str, str | None]) -> dict:

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ztk.cli.child import LINE_REFUSED
 from ztk.launch import ExternalRank, python_path
 from ztk.report.sweep import SWEEP, read_sweep
 
@@ -104,9 +105,9 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
 
 
 def _text(value: Any) -> str:
-    """A value as the command line writes it."""
+    """A value as the command line writes it: a list is a range of the grid, a list in it one value."""
     if isinstance(value, (list, tuple)):
-        return ",".join(map(_text, value))
+        return ",".join(f"[{_text(one)}]" if isinstance(one, (list, tuple)) else _text(one) for one in value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -170,9 +171,9 @@ def _raise_for(code: int, *, folder: Path, tail: list[str], check: bool) -> None
         return
     if code in (_INTERRUPTED, -signal.SIGINT):
         raise KeyboardInterrupt
-    failures = list(_failures(folder))
-    if code == _REFUSED and not failures:
+    if code == LINE_REFUSED or (code == _REFUSED and read_sweep(folder) is None):
         raise ValueError(said or "".join(tail))
+    failures = list(_failures(folder))
     if not failures:
         raise RunFailed(f"the command ended with code {code}:\n{''.join(tail)}", folder=folder)
     if check:

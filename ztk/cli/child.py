@@ -9,7 +9,9 @@ import signal
 import sys
 
 from ztk.cli.command import main
+from ztk.cli.session import Session
 
+LINE_REFUSED = 3  # exit code of a refused command line; jobs that are all refused end with 2, as everywhere
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,4 +27,6 @@ def end_with(parent: int) -> None:
 if __name__ == "__main__":
     end_with(int(sys.argv.pop(1)))
     sys.argv[0] = "ztk"  # in the record: the command that repeats this
-    sys.exit(main())
+    session = Session()
+    code = main(session)
+    sys.exit(LINE_REFUSED if session.is_refused else code)

@@ -7,9 +7,9 @@ from ztk.cli.session import Session
 from ztk.config import conf_dir
 
 
-def main() -> int:
-    """Runs the command line in `sys.argv` and returns its exit code."""
-    session = Session()
+def main(session: Session | None = None) -> int:
+    """Runs the command line in `sys.argv` and returns its exit code. session: a new one, which knows more afterwards."""
+    session = session or Session()
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def compose_and_run(choices: DictConfig) -> float:

@@ -23,6 +23,7 @@ def main() -> list[str]:
     """Answers until the socket closes, and then ends the process. Returns in every forked rank: its `sys.argv`."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import()
+    server = os.getpid()
     waiting, running = b"", set[int]()
     while True:
         readable = select.select([connection], [], [], _POLL_SECONDS if running else None)[0]
@@ -35,7 +36,7 @@ def main() -> list[str]:
                 pid = os.fork()
                 if pid == 0:
                     connection.close()
-                    return _become(json.loads(line))
+                    return _become(json.loads(line), server=server)
                 with suppress(OSError):
                     os.setpgid(pid, pid)  # as the fork does: whoever asked may signal its group at once
                 running.add(pid)
@@ -56,9 +57,9 @@ def _import() -> None:
         raise RuntimeError(f"imports have started the threads {threading.enumerate()}: such a process cannot be forked")
 
 
-def _become(request: dict[str, Any]) -> list[str]:
-    """Makes this fork what `subprocess` would have started. Returns its arguments."""
-    before_start(cores=request["cores"], parent=os.getppid())()
+def _become(request: dict[str, Any], *, server: int) -> list[str]:
+    """Makes this fork what `subprocess` would have started. server: the process that forked it. Returns its arguments."""
+    before_start(cores=request["cores"], parent=server)()
     os.environ.clear()
     os.environ.update(request["environment"])
     if request["log"] is not None:

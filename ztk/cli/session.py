@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ from ztk.launch import (
     read_failure,
     start_process,
 )
-from ztk.report.folder import OPTIONS, write_failed_summary, write_json
+from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import Status
 from ztk.report.sweep import SweepRecord
@@ -45,9 +46,10 @@ _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", 
 
 
 class Session:
-    """One command line, which is one job or a sweep of jobs."""
+    """One command line, which is one job or a sweep of jobs. is_refused: the line itself is, before any job."""
 
     def __init__(self) -> None:
+        self.is_refused = False
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
@@ -206,6 +208,7 @@ class Session:
             raise
         finally:
             _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
+            shutil.rmtree(folder / PACKED, ignore_errors=True)
         return Status.done
 
     def _starter(self, config: Config) -> Start:
@@ -254,6 +257,7 @@ class Session:
         leave(Outcome.failed)
 
     def _refuse(self, error: ConfigError) -> int:
+        self.is_refused = True
         self._say(str(error))
         return Outcome.refused
 

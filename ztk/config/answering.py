@@ -47,6 +47,14 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
         yield (
             f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
         )
+    if "offload.nvme_path" in given and config.inference.model is not None:
+        from ztk.inference.packed import MANIFEST  # here: it takes torch
+
+        if Path(config.inference.model, MANIFEST).expanduser().is_file():
+            yield (
+                f"offload.nvme_path={config.offload.nvme_path} has no effect with inference.model={config.inference.model}, which is packed "
+                "and read where it is: leave it out"
+            )
     tier = config.offload.optimizer
     if tier is Tier.cpu:
         yield f"offload=cpu: {ONLY_NVME}"

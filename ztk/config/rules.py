@@ -360,11 +360,12 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
         yield from optimizer.nesterov_faults(nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum)
     if config.optimizer.name is OptimizerName.lamb:
         yield from optimizer.coefficient_faults(low=config.optimizer.min_coeff, high=config.optimizer.max_coeff)
-        if config.topology.tensor > 1:
-            yield (
-                f"optimizer=lamb takes norms of full parameters, and topology.tensor={config.topology.tensor} cuts them: use "
-                "topology.tensor=1, or optimizer=adamw"
-            )
+        for degree in ("tensor", "expert"):
+            if (value := getattr(config.topology, degree)) > 1:
+                yield (
+                    f"optimizer=lamb takes norms of full parameters, and topology.{degree}={value} cuts them: use "
+                    f"topology.{degree}=1, or optimizer=adamw"
+                )
     if config.optimizer.name is OptimizerName.muon:
         yield from optimizer.pattern_faults(config.optimizer.adam_names)
         if config.topology.tensor > 1:

@@ -78,11 +78,20 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
         if key not in _SAID and key not in told and not is_off:
             out.notes.append(f"{key}: {_INSTEAD.get(key, 'run.py has no word for it')}")
     if settings.autocast is not None:
-        out.notes.append("torch_autocast: run.py computes in one dtype; choose precision=bf16")
+        word = _WORD_OF[settings.autocast]
+        out.notes.append(f"torch_autocast: run.py computes in one dtype; choose precision={word}")
+    if settings.precision.bf16_master:
+        out.notes.append(
+            "bf16.bf16_master_weights_and_grads: run.py rounds bf16 masters stochastically; choose precision.master"
+        )
+    if settings.precision.bf16_states:
+        out.notes.append(
+            "bf16.bf16_optimizer_states: run.py rounds AdamW's second moment stochastically; choose optimizer.states=bf16"
+        )
     if not settings.managed_accumulation:
         out.notes.append("managed_gradient_accumulation: run.py counts micro-batches by train.accumulation_steps")
     if settings.optimizer is not None and not settings.optimizer.bias_correction:
-        out.notes.append("optimizer.params.bias_correction: run.py's Adam always corrects the bias")
+        out.notes.append("optimizer.params.bias_correction: run.py always corrects the bias")
     if settings.leaves.wanted:
         out.notes.append("zero_optimization.leaf_module: run.py gathers its models by full layers")
 
@@ -125,7 +134,7 @@ def _precision(settings: Settings, *, out: Overrides) -> None:
     out.add(precision=_WORD_OF[precision.dtype])
     if precision.reduce_dtype is not None:
         out.add(precision__reduce_dtype=_WORD_OF[precision.reduce_dtype])
-    if not settings.casts_inputs and settings.static_loss_scale == 0 and not scale.dynamic:
+    if precision.dtype is not DTYPES["fp16"]:  # scaled by torch_autocast alone
         return
     out.add(precision__loss_scale__dynamic=scale.dynamic, precision__loss_scale__initial=scale.initial)
     if scale.dynamic:
@@ -142,7 +151,8 @@ def _optimizer(settings: Settings, *, out: Overrides) -> None:
     policy = settings.optimizer
     if policy is not None and policy.name == TORCH:
         raise ValueError(
-            f"optimizer.type={settings.given['optimizer']['type']}: run.py has no such optimizer; use AdamW, Adam, SGD or Lion"
+            f"optimizer.type={settings.given['optimizer']['type']}: run.py has no such optimizer; use AdamW, Adam, SGD, Lion or "
+            "Lamb"
         )
     if settings.skip_unused:
         out.add(optimizer__skip_unused=True)
@@ -245,6 +255,10 @@ def to_ds_config(config: Mapping) -> dict:
     zero, train, optimizer = config["zero"], config["train"], config["optimizer"]
     if zero["engine"] != "ztk":
         raise ValueError(f"zero={zero['engine']}: a peer has no ds_config; choose zero=stage0 to stage3")
+    if config.get("ema", {}).get("decay"):
+        raise ValueError(
+            f"ema.decay={config['ema']['decay']}: a ds_config has no moving average; keep it in the script, and use ema.decay=0"
+        )
     _refuse_ragged_batch(train, replicas=config["topology"]["data"])
     made = {
         "train_micro_batch_size_per_gpu": train["micro_batch_size"],
@@ -297,6 +311,7 @@ def _ds_topology(topology: Mapping) -> dict:
     for axis, fix in (
         ("pipeline", "write the model as a PipelineModule"),
         ("sequence", "DeepSpeed cuts sequences by code"),
+        ("context", "DeepSpeed has no attention around a ring"),
     ):
         if topology[axis] > 1:
             raise ValueError(
@@ -315,6 +330,11 @@ def _ds_optimizer(optimizer: Mapping) -> dict:
         raise ValueError(
             "optimizer=muon: has no place in a ds_config of ztk; use optimizer=adamw, adam, sgd, lion or lamb"
         )
+    if optimizer.get("states") not in (None, "fp32"):
+        raise ValueError(
+            f"optimizer.states={optimizer['states']}: a ds_config has no word for states that are rounded stochastically or of 8 bits; use "
+            "optimizer.states=fp32"
+        )
     types = {"lamb": "Lamb", "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
     keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "min_coeff", "max_coeff")
     params = {key: optimizer[key] for key in keys if optimizer.get(key) is not None}
@@ -324,6 +344,11 @@ def _ds_optimizer(optimizer: Mapping) -> dict:
 
 
 def _ds_precision(precision: Mapping) -> dict:
+    if precision.get("master") == "stochastic":
+        raise ValueError(
+            "precision.master=stochastic: a ds_config has no word for master weights that are rounded stochastically; use "
+            "precision.master=fp32"
+        )
     made: dict = {}
     scale = precision["loss_scale"]
     if precision["dtype"] == "bf16":

@@ -14,7 +14,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,16 @@ class Packed:
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         for part in self.rest:
             memory = mapped[part.offset : part.offset + part.nbytes]
-            memory = memory if part.name == "embedding" else memory.clone()
+            is_copied_elsewhere = part.name.startswith("head.")  # into its product
+            memory = memory if part.name == "embedding" or is_copied_elsewhere else memory.clone()
             yield part, memory.view(getattr(torch, part.dtype)).view(part.shape)
+
+
+class FolderTaken(ValueError):
+    """What is to be packed has no place, perhaps because another process was faster."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} exists already: name a new folder, or remove it")
 
 
 def pack(
@@ -142,18 +150,20 @@ def pack(
     weights: str,
     key: str = "",
     extra: dict[str, Any] | None = None,
+    beside: Sequence[tuple[Path, str]] = (),
 ) -> Packed:
     """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any
     shape, is asked for those of one layer at a time.
 
-    key, extra: kept in the manifest.
+    key, extra: kept in the manifest. beside: files and folders that are copied into it, each with its name there.
 
     Raises:
-        ValueError: the folder exists and has something in it, the disk is too small, or as `collect`.
+        FolderTaken: the folder exists and has something in it.
+        ValueError: the disk is too small, or as `collect`.
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists already: name a new folder, or remove it")
+        raise FolderTaken(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
@@ -163,9 +173,14 @@ def pack(
         )
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
+        for original, name in beside:
+            (shutil.copytree if original.is_dir() else shutil.copyfile)(original, partial / name)
+        try:
+            partial.rename(target)  # takes the place of an empty folder
+        except OSError:
+            if target.exists():
+                raise FolderTaken(target) from None
+            raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -21,6 +21,7 @@ from ztk.inference.stream import BUFFERS
 USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
 _NEAR = 0.98  # of the most tokens per second
+_GROUP = Path("/sys/fs/cgroup")
 _SHARE = 0.8  # of the memory that is free: the rest is for what is not counted
 _INNER_COPIES, _WIDTH_COPIES = (
     3,
@@ -171,14 +172,18 @@ def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int |
 
 
 def free_memory() -> int:
-    """Bytes that a plan may use where the user has not said: 80 % of what is free, or left by the limit of the control group."""
+    """Bytes that a plan may use where the user has not said: 80 % of what is free, or left by the limit of the control group.
+
+    The page cache counts as free in both: a model that was just read or packed fills it.
+    """
     info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
+        limit = (_GROUP / "memory.max").read_text().strip()
         if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+            held = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+            cached = int(held["inactive_file"]) + int(held["active_file"])
+            free = min(free, int(limit) - int((_GROUP / "memory.current").read_text()) + cached)
     except OSError:
         pass  # no control group, or one of the first version: the machine's own number stands
     return int(_SHARE * free)
@@ -220,7 +225,7 @@ def _does_not_fit(sizes: Sizes, *, budget: int, positions: int, sequences: int |
     fewer = "lower inference.max_sequences or " if count > 1 else ""
     return ValueError(
         f"inference.memory_bytes={budget}: {count} sequence{'s' * (count > 1)} of {positions} tokens need {needed} bytes with one layer of "
-        f"{sizes.layer} bytes in memory; allow more, {fewer}lower inference.max_model_len, or use weights=int4"
+        f"{sizes.layer} bytes in memory; allow more, {fewer}lower inference.max_model_len (task=eval: eval.seq_len), or use weights=int4"
     )
 
 

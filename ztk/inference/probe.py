@@ -28,13 +28,13 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
     """
     exact = set()
     for key, product in {product_key(product): product for product in model.weights.products()}.items():
-        x = _random(max(_ROWS), product.shape[1])
+        x = random_rows(max(_ROWS), columns=product.shape[1])
         odd = _differ(product.multiply, x=x)
         if odd:
             raise ValueError(_message(f"products with a weight of {list(product.shape)}", odd=odd))
         if torch.equal(product.multiply(x[:1]), product.multiply(x[:2])[:1]):
             exact.add(key)
-    x = _random(max(_ROWS), model.description.dim)
+    x = random_rows(max(_ROWS), columns=model.description.dim)
     layer = model.weights.layers.held[0]
     mlp = layer.mlp or (layer.experts or [])[0]
     for name, compute in (
@@ -52,7 +52,8 @@ def product_key(product: Product) -> tuple[str, tuple[int, int]]:
     return type(product).__name__, product.shape
 
 
-def _random(rows: int, columns: int) -> Tensor:
+def random_rows(rows: int, *, columns: int) -> Tensor:
+    """The same fp32 [rows, columns] every time; torch's own generator stays where it is."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 

@@ -12,6 +12,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.model import InferenceModel
 from ztk.inference.plan import Rates
 from ztk.inference.policy import SamplingParams
+from ztk.inference.probe import random_rows
 from ztk.inference.sample import draw
 from ztk.inference.steps import Span, Step
 from ztk.inference.stream import StreamedLayers
@@ -51,7 +52,7 @@ def _pass_seconds(model: InferenceModel, *, rows: int, at: int) -> float:
     cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
     cache.reserve(at + 1)
     spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
-    tokens, x = torch.zeros(rows, dtype=torch.int64), torch.randn(rows, of.dim)
+    tokens, x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, columns=of.dim)
 
     def block() -> None:
         model.block(x, layer=next(held), number=0, step=step, cache=cache)
@@ -62,7 +63,7 @@ def _pass_seconds(model: InferenceModel, *, rows: int, at: int) -> float:
 
 
 def _draw(model: InferenceModel) -> None:
-    line = torch.randn(model.description.vocab_size)
+    line = random_rows(1, columns=model.description.vocab_size)[0]
     for _ in range(_DRAWS):
         draw(line, sampling=SamplingParams(), prompt=[0], answer=[], sample=0)
 

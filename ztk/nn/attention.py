@@ -38,14 +38,12 @@ class Attention(nn.Module):
         )  # [B, T, H or K, D]
         own = slice(query.shape[1]) if self.positions is None else self.positions
         if documents is None:
-            query, key = (rope(x, cos=cos[own], sin=sin[own]) for x in (query, key))
-        else:
-            places = documents.positions[
-                :, own
-            ].flatten()  # as one long sequence, with a row of the tables for each token
-            query, key = (
-                rope(x.flatten(0, 1)[None], cos=cos[places], sin=sin[places]).view(x.shape) for x in (query, key)
-            )
+            cos, sin = cos[own], sin[own]
+            query, key = (rope(x, cos=cos, sin=sin) for x in (query, key))
+        else:  # as one long sequence, with a row of the tables for each token
+            places = documents.positions[:, own].flatten()
+            cos, sin = cos[places], sin[places]
+            query, key = (rope(x.flatten(0, 1)[None], cos=cos, sin=sin).view(x.shape) for x in (query, key))
         return self.out(self.core(query, key=key, value=value, documents=documents).flatten(2))
 
 

@@ -52,13 +52,17 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, T] -> the residual stream [B, T, C]. Raises ValueError for T above `config.max_seq_len`."""
+        self.check_length(tokens)
+        return self.embedding(tokens)
+
+    def check_length(self, tokens: Tensor) -> None:
+        """tokens: full sequences [B, T]. Raises ValueError for T above `config.max_seq_len`."""
         T = tokens.shape[1]
         if self.config.max_seq_len < T:
             raise ValueError(
                 f"{T} tokens in a sequence, model.max_seq_len={self.config.max_seq_len}: shorten data.seq_len or raise "
                 "model.max_seq_len"
             )
-        return self.embedding(tokens)
 
     def through(self, block: Block, *, x: Tensor, documents: Documents | None = None) -> Tensor:
         """One block: x [B, T, C] -> [B, T, C]."""

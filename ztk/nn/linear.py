@@ -59,12 +59,17 @@ _BY_ONEDNN = WIDENED | {torch.float32} if HAS_ONEDNN else frozenset()
 
 def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out], in the dtype of `x`, or of the surrounding autocast."""
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    if is_autocast(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if _is_for_onednn(x, weight):
         return _LinearByOneDNN.apply(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Torch casts what its operations on `device` compute with."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def weight_gradient(d_out: Tensor, *, x: Tensor) -> Tensor:

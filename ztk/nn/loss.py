@@ -5,10 +5,8 @@ from torch import Tensor, nn
 
 from ztk.data.borders import IGNORED
 from ztk.kernels import bytes_kept, cross_entropy, linear_cross_entropy
-from ztk.nn.linear import Linear
+from ztk.nn.linear import Linear, is_autocast
 from ztk.runtime.own_forward import has_own_forward
-
-__all__ = ["IGNORED", "LanguageLoss"]
 
 LARGE_LOGITS = 1 << 30  # bytes: below, the loss reads the logits of the head, as every run has since the first
 
@@ -43,8 +41,9 @@ class LanguageLoss(nn.Module):
 
     @staticmethod
     def _is_large(head: nn.Module, *, x: Tensor) -> bool:
-        """Of a head that is the plain product with a trained weight: not one with an adapter, or whose gradient is deferred."""
-        if type(head) is not Linear or head.bias is not None or has_own_forward(head):
+        """Of a head that is the plain product with a trained weight: not one with an adapter, whose gradient is deferred, or that autocast
+        computes in 16 bits, as the op does not."""
+        if type(head) is not Linear or head.bias is not None or has_own_forward(head) or is_autocast(x.device):
             return False
         nbytes = x.numel() // head.in_features * head.out_features * x.element_size()
         if nbytes <= LARGE_LOGITS or not head.weight.requires_grad:

@@ -16,10 +16,8 @@ from torch import Tensor
 from ztk.kernels import decode_master, decode_moments, encode_master
 
 GROUP = 32
-_TOP, _SLACK = (
-    {"m": 127, "v": 255},
-    5,
-)  # the largest codes, and how many below them the largest number of a group may have
+_TOP = {"m": 127, "v": 255}  # the largest codes
+_SLACK = 5  # how many below them the largest number of a group may have
 _TINY = 1e-30  # groups whose largest number is below it may have any largest code
 _NEAREST = 0x80  # added below the kept 24 bits: rounds to nearest, and leaves what has 24 bits as it is
 _ELEMENTS = 1 << 20  # at once

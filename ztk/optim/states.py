@@ -6,7 +6,6 @@ tensor of bytes, each row on a multiple of `ROW_ALIGNMENT`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -71,11 +70,6 @@ class StateFormat:
         if self.is_plain:
             return (len(rows), numel), torch.float32
         return (sum(_padded(row.nbytes(numel)) for row in rows),), torch.uint8
-
-    def stored_bytes(self, numel: int, *, has_master: bool = True) -> int:
-        """Bytes of that tensor."""
-        shape, dtype = self.stored(numel, has_master=has_master)
-        return prod(shape) * dtype.itemsize
 
     def bytes_per_element(self, *, has_master: bool) -> float:
         """Without padding."""

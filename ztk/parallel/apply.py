@@ -229,8 +229,7 @@ def apply_sequence(plan: Plan) -> None:
 
     Raises ValueError for selective recomputation of attention that goes around a ring.
     """
-    for fault in context_faults(plan.mesh.topology.context, recompute=plan.recompute.mode):
-        raise ValueError(fault)
+    refuse(context_faults(plan.mesh.topology.context, recompute=plan.recompute.mode))
     if plan.mesh.topology.sequence_ranks > 1:
         cut_sequences(plan.model, mesh=plan.mesh, tokens_cut_along_tp=plan.tensor.sequence_parallel)
 

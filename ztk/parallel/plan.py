@@ -23,7 +23,7 @@ from ztk.runtime.part import InitialValues, Part
 from ztk.tensor import TensorPolicy
 from ztk.tensor.shard import ShardedTensors
 from ztk.zero import Zero, ZeroPolicy
-from ztk.zero.context import AVERAGE
+from ztk.zero.context import stored_states
 
 
 @dataclass(kw_only=True)
@@ -80,9 +80,8 @@ class Plan:
 
     @property
     def state_format(self) -> StateFormat:
-        """What is stored per parameter: the optimizer's states, and the average if one is kept."""
-        states = self.flat_optimizer.format
-        return states if self.ema is None else states.with_row(AVERAGE)
+        """See `stored_states`."""
+        return stored_states(self.flat_optimizer, ema=self.ema)
 
     @property
     def is_cut(self) -> bool:

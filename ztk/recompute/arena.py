@@ -38,9 +38,8 @@ class Arena:
         self._on_resize = on_resize
         self._buffer: Tensor | None = None  # [slots, elements of a place]
         self._free: list[int] = list(reversed(range(slots)))
-        self._last_copies: list[Copy | None] = [
-            None
-        ] * slots  # a dropped handle may have started to bring its input back
+        # A dropped handle may have started to bring its input back.
+        self._last_copies: list[Copy | None] = [None] * slots
         self._lock = threading.Lock()
 
     def take(self, numel: int) -> Place:

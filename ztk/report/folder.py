@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
+PACKED = (
+    ".packed"  # packed weights that end with the run: removed by who opens them, or by the command if that was killed
+)
 OPTIONS = "options.json"  # group -> the chosen option, also of groups that the command line does not name
 
 

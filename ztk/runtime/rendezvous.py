@@ -42,8 +42,10 @@ def open_store(
 
 def _address(name: str, *, is_one_machine: bool) -> str | None:
     """The only address of `name`, if other ranks have it from that name, too."""
-    if name == "localhost" or name.startswith("127."):
+    if name == "localhost":
         return "127.0.0.1"
+    if name.startswith("127."):  # the other ranks connect to this one, not to 127.0.0.1
+        return name
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:  # torch's error names it

@@ -152,6 +152,7 @@ def _cut_model(model: Decoder, *, own: _Layers) -> Callable:
         own.begin(length=tokens.shape[1], is_cut=targets is not None, documents=documents)
         if targets is None:
             return original(tokens, documents=documents)
+        model.check_length(tokens)  # the embedding sees a part
         part = own.parts.own(targets, fill=IGNORED)
         loss = original(own.parts.own(tokens, fill=0), part, documents)
         return loss * _share(part, targets=targets, parts=own.parts.count)
@@ -173,8 +174,10 @@ def _cut_stages(model: Decoder, *, own: _Layers) -> Callable:
         if targets is None:
             return original(stage, carry, batch)
         part = own.parts.own(targets, fill=IGNORED)
-        own_tokens = None if tokens is None else own.parts.own(tokens, fill=0)
-        out = original(stage, carry, replace(batch, args=(own_tokens, part, documents), kwargs={}))
+        if tokens is not None:
+            model.check_length(tokens)  # the embedding sees a part
+            tokens = own.parts.own(tokens, fill=0)
+        out = original(stage, carry, replace(batch, args=(tokens, part, documents), kwargs={}))
         if stage < original.num_stages - 1:  # pyrefly: ignore[missing-attribute]  # as above
             return out
         return out * _share(part, targets=targets, parts=own.parts.count)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from ztk.hf.causal import build_causal, empty_causal, read_config
 from ztk.hf.values import FolderValues
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel
-from ztk.inference.packed import MANIFEST, Packed, open_packed, pack
+from ztk.inference.packed import MANIFEST, FolderTaken, Packed, open_packed, pack
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
 from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run
@@ -75,15 +74,9 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
         subject = describe(source.module)
         extra = {"name": source.name}
         key = _key(folder, weights=weights, ema=ema)
-        packed = pack(to, subject=subject, state=source.state, weights=weights, key=key, extra=extra)
+        return pack(to, subject=subject, state=source.state, weights=weights, key=key, extra=extra, beside=source.text)
     finally:
         source.close()
-    for original, name in source.text:
-        if original.is_dir():
-            shutil.copytree(original, packed.path / name)
-        else:
-            shutil.copyfile(original, packed.path / name)
-    return packed
 
 
 def open_streamed(
@@ -101,9 +94,13 @@ def open_streamed(
     key = _key(folder, weights=weights, ema=ema)
     target = Path(to) / f"packed-{key[:16]}"
     if not (target / MANIFEST).is_file():
-        packed = pack_model(path, to=str(target), weights=weights, ema=ema)
-        if on_packed is not None:
-            on_packed(packed)
+        try:
+            packed = pack_model(path, to=str(target), weights=weights, ema=ema)
+        except FolderTaken:
+            pass  # another process has packed the same meanwhile
+        else:
+            if on_packed is not None:
+                on_packed(packed)
     return open_packed_model(open_packed(target))
 
 
@@ -189,17 +186,16 @@ def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: li
 def _key(folder: Path, *, weights: str, ema: bool) -> str:
     """Of the files that the model consists of, by name, size and time of change, and of the options."""
     if (folder / "config.json").is_file():
-        base, files = folder, [file for file in folder.iterdir() if file.suffix in (".safetensors", *_TEXT_FILES)]
+        files = _files_of_transformers(folder)
     else:
-        base, recorded = recorded_run(folder)
-        files = [*(file for file in base.rglob("*") if file.is_file()), recorded / "config.yaml"]
-    facts = sorted(
-        (
-            file.name if file.parent != base else str(file.relative_to(base)),
-            file.stat().st_size,
-            file.stat().st_mtime_ns,
-        )
-        for file in files
-    )
+        step, recorded = recorded_run(folder)
+        base = load_config(recorded / "config.yaml").model.path
+        files = [*step.rglob("*"), recorded / "config.yaml", *(recorded / "tokenizer").rglob("*")]
+        files += [] if base is None else _files_of_transformers(Path(base))
+    facts = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
     described = json.dumps([facts, weights, ema, torch.__version__, torch.backends.cpu.get_cpu_capability()])
     return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _files_of_transformers(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*") if file.suffix in (".safetensors", *_TEXT_FILES)]

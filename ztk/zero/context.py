@@ -18,6 +18,11 @@ from ztk.zero.store import Stores
 AVERAGE = "ema"  # the kind of state that a moving average of the weights is
 
 
+def stored_states(optimizer: FlatOptimizer | TorchStep, *, ema: EmaPolicy | None) -> StateFormat:
+    """What is stored per parameter: the optimizer's states, and the average if one is kept."""
+    return optimizer.format if ema is None else optimizer.format.with_row(AVERAGE)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroContext:
     """Policies, stores, ranks and counters.
@@ -39,11 +44,10 @@ class ZeroContext:
     clock: PhaseClock
     gathered: BufferPool
     ema: EmaPolicy | None = None
-    states: StateFormat = field(init=False)  # what is stored per parameter: the optimizer's states and the average
+    states: StateFormat = field(init=False)  # see `stored_states`
 
     def __post_init__(self) -> None:
-        states = self.optimizer.format
-        object.__setattr__(self, "states", states if self.ema is None else states.with_row(AVERAGE))
+        object.__setattr__(self, "states", stored_states(self.optimizer, ema=self.ema))
 
     @property
     def state_names(self) -> tuple[str, ...]:

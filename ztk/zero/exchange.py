@@ -18,7 +18,6 @@ from ztk.zero.context import ZeroContext
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
-
 Fetch = Callable[[], Handle]
 
 

@@ -11,7 +11,6 @@ update over pieces may follow behind the next forward. At stage 0 every rank has
 Bytes are counted as "muon": a rank's elements of all matrices in each direction.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,15 +21,12 @@ from ztk.optim import GroupTable
 from ztk.optim.muon import Muon
 from ztk.runtime import Comm
 from ztk.runtime.buffers import BufferPool
-from ztk.runtime.pending import Pending
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.norms import FetchStates
 from ztk.zero.owners import Matrix, Round, plan_rounds
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import PieceStates
-
-MAX_WRITES = 8  # pieces whose momentum may be being written back while later ones are updated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -154,7 +150,6 @@ class MatrixUpdate:
         skipped: frozenset[str],
     ) -> None:
         """Fills `parts` with the directions of this rank's ranges."""
-        writes: deque[Pending] = deque()
         for fetched in fetch(batch.pieces):
             for fragment in fetched.piece.fragments:
                 if fragment.name not in places:
@@ -167,11 +162,6 @@ class MatrixUpdate:
                 )
                 first = places[fragment.name] + fragment.start
                 parts[first : first + fragment.stop - fragment.start].copy_(direction)
-            writes.append(fetched.put())
-            if len(writes) > MAX_WRITES:
-                writes.popleft().wait()
-        for write in writes:
-            write.wait()
 
     def _orthogonalise(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
         """The results of this rank's matrices, each [numel]."""

@@ -6,6 +6,7 @@ those of the run, and this object what a parameter has missed of them.
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ztk.kernels import Control
@@ -30,17 +31,13 @@ class MissedUpdates:
         self.counts = {**counts, **{name: count for name, count in self.counts.items() if name in keep}}
 
     def control_of(self, name: str, *, control: Tensor, group: int) -> Tensor:
-        """The row [16] of `control` [groups, 16] for a parameter. One that has missed updates has its own step, and bias corrections for it;
-        then the host waits for the device.
-        """
+        """The row [16] of `control` [groups, 16] for a parameter. One that has missed updates has its own step, and bias corrections for it."""
         row, missed = control[group], self.counts.get(name, 0)
         if not missed:
             return row
         row = row.clone()
-        values = row.tolist()
-        step = int(values[Control.step]) - missed
-        row[Control.step] = step
+        step = row[Control.step].sub_(missed).to(torch.float64)  # the host does not wait
         if self._corrected[group]:
-            row[Control.bias_correction1] = 1.0 - values[Control.beta1] ** step
-            row[Control.bias_correction2_sqrt] = (1.0 - values[Control.beta2] ** step) ** 0.5
+            row[Control.bias_correction1] = 1.0 - row[Control.beta1] ** step
+            row[Control.bias_correction2_sqrt] = (1.0 - row[Control.beta2] ** step).sqrt()
         return row

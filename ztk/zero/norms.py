@@ -7,7 +7,6 @@ so that nothing else is kept; it may follow behind the next forward. States on a
 Squares add up in float64: where pieces are cut shows in the 16th digit, and the norms are rounded to the 7th.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,29 +15,24 @@ from torch import Tensor
 
 from ztk.optim.lamb import Lamb
 from ztk.runtime import Comm
-from ztk.runtime.pending import Pending
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.layout import Placement
 from ztk.zero.piece import Piece
 
-MAX_WRITES = 8  # pieces whose states may be being written back while later ones are updated
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedStates:
-    """A piece in memory. master: float32 [n]; rows: the optimizer's states, float32 [n], which may be changed; gradient: [n]. put: writes
-    the states back."""
+    """A piece in memory. master: float32 [n]; rows: the optimizer's states, float32 [n], which may be changed; gradient: [n]."""
 
     bucket: Bucket
     piece: Piece
     master: Tensor
     rows: dict[str, Tensor]
     gradient: Tensor
-    put: Callable[[], Pending]
 
 
-# Pieces in order -> the same, each with its states
+# Pieces in order -> the same, each with its states, which are written back behind its turn
 FetchStates = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedStates]]
 
 
@@ -69,7 +63,6 @@ class TrustRatios:
     ) -> dict[str, Tensor]:
         numbers = {placement.name: index for index, placement in enumerate(_placements(buckets))}
         squares = torch.zeros(len(numbers), 2, dtype=torch.float64, device=control.device)
-        writes: deque[Pending] = deque()
         for fetched in fetch((bucket, piece) for bucket in buckets for piece in bucket.pieces):
             own = fetched.piece in fetched.bucket.own_pieces
             for fragment in fetched.piece.fragments:
@@ -77,11 +70,6 @@ class TrustRatios:
                     found = self._visit(fetched, place=fragment.place, control=control[self._group_of[fragment.name]])
                     if own:  # at stage 0 every rank updates everything, and counts its shard
                         squares[numbers[fragment.name]] += found
-            writes.append(fetched.put())
-            if len(writes) > MAX_WRITES:
-                writes.popleft().wait()
-        for write in writes:
-            write.wait()
         ratios = self._lamb.ratio(self._sum_over_ranks(squares, comm=buckets[0].comm))
         return {name: ratios[index] for name, index in numbers.items()}
 

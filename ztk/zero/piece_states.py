@@ -1,6 +1,6 @@
 """A piece's states, read and changed one piece at a time, in whatever store they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -105,6 +105,32 @@ class PieceStates:
         rows["low"].copy_(low)
         if MASTER in rows:
             rows[MASTER].copy_(high)
+
+    def follows(self, piece: Piece) -> bool:
+        """The states have master weights, or a part of them, that a new value of the parameter must reach."""
+        return piece.states is not None and (piece.has_master or self._format.is_eight_bit)
+
+    def follow(self, bucket: Bucket, *, piece: Piece, places: Iterable[tuple[slice, bool]]) -> None:
+        """A script may have changed parameters that are full on every rank. Master weights whose cast is not the parameter's value take that
+        value, the others keep their precision. places: (elements of the piece, whether they were written for certain).
+
+        8-bit states: a parameter that is its own master has nothing to be compared with. So, on every tier alike, one that was written for
+        certain keeps no more bits than it shows. Otherwise `low` stays, half a unit in the last place at most, but beside 0 and what is not
+        finite, with which it decodes to NaN.
+        """
+        with self._rows(piece) as rows:
+            for place, is_written in places:
+                value = piece.of(bucket.full)[place]
+                if self._format.is_eight_bit:
+                    low = rows["low"][place]
+                    value = value.to(low.device)
+                    low.mul_(torch.isfinite(value) & (value != 0) & (not is_written))
+                    if MASTER in rows:
+                        rows[MASTER][place].copy_(value)
+                else:
+                    master = rows[MASTER][place]
+                    value = value.to(master.device)
+                    master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
 
     def start_average(self, piece: Piece, *, values: Tensor) -> None:
         """The average begins as a copy of the weights `values`, fp32 [n]; nothing where none is kept."""

@@ -78,6 +78,8 @@ class PieceUpdate:
         The latter are updated on a copy of their segment: where a buffer is cut decides how a kernel rounds (multiples of 16 elements).
         """
         found: dict[str, tuple[slice, list[Tensor]]] = {}
+        if not (skipped or self._missed.counts):
+            return found
         for fragment in piece.fragments:
             if fragment.name in skipped:
                 place = fragment.place

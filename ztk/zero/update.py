@@ -85,7 +85,6 @@ class ShardUpdate:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
         self._format, self._ema, self._averages = context.states, context.ema, False
-        self._state_names = context.state_names
         self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         beside_the_device = self._on_host and context.device.type != "cpu"
         self.pool = BufferPool(
@@ -156,7 +155,7 @@ class ShardUpdate:
         if self._on_host:
             control = on_host(control)
         # What parameters miss is counted here, too.
-        must_know = self._must_know_of_skips or skipped or self.missed.counts
+        must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
         if must_know and is_set(control[0, Control.skip]):
             self.drop_ahead()  # and nothing is read from the medium or written to it
             return
@@ -244,9 +243,7 @@ class ShardUpdate:
             bucket = current.bucket
             if current.piece is bucket.pieces[-1]:
                 if _needs_gather(bucket):
-                    copy = (
-                        writes[-1].copy if writes else None
-                    )  # the bucket's last; the others are before it on its stream
+                    copy = writes[-1].copy  # the bucket's last; the others are before it on its stream
                     after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
                     gathers.append(bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after))
                 if bucket.residency.updated is not None:
@@ -302,7 +299,8 @@ class ShardUpdate:
         return buffer, copy
 
     def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
-        """Before the update, the states of pieces. Their gradients stay where they are."""
+        """Before the update, the states of pieces, which are written back behind their turn. Their gradients stay where they are."""
+        writes: deque[Pending] = deque()
         for fetched in self._fetch_all(pieces):
             bucket, piece = fetched.bucket, fetched.piece
             with self._clock.phase("io"):
@@ -310,18 +308,16 @@ class ShardUpdate:
             rows = self._rows(piece, states=states)
             master = rows.pop(MASTER) if MASTER in rows else self._resident_parameter(bucket, piece=piece)
             assert master is not None, "fp32 parameters on a disk have master weights"
-            yield FetchedStates(
-                bucket=bucket,
-                piece=piece,
-                master=master,
-                rows=rows,
-                gradient=gradient,
-                put=functools.partial(self._stores.optimizer.put, piece.states, value=states),
-            )
+            yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
+            writes.append(self._stores.optimizer.put(piece.states, value=states))
+            if len(writes) > MAX_WRITES:
+                writes.popleft().wait()
             if piece.gradient is not None:
                 self._stores.gradients.release(piece.gradient)
             if fetched.staged is not None:
                 self.pool.release(gradient)
+        for write in writes:
+            write.wait()
 
     def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
         """The stored states and the gradient [n], where the update runs."""
@@ -349,23 +345,36 @@ class ShardUpdate:
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         assert master is not None, "there while the update runs"
-        if isinstance(self._optimizer, TorchStep):
-            places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
-            self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
-            if out is not None:
-                out.copy_(master)
-        else:
-            assert self._piece_update is not None
-            more = {"master": master, "rows": rows, "control": control, "out": out, "skipped": self._skipped}
-            if self._norms is None:
-                self._piece_update.run(piece, gradient=gradient, **more)
-            else:
-                self._piece_update.run_lamb(piece, ratios=self._ratios, **more)
+        self._optimize(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
         if fetched.staged is not None:
             self.pool.release(gradient)
         return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
+
+    def _optimize(
+        self,
+        piece: Piece,
+        *,
+        master: Tensor,
+        gradient: Tensor,
+        rows: dict[str, Tensor],
+        control: Tensor,
+        out: Tensor | None,
+    ) -> None:
+        """The optimizer over a piece in memory; arguments as of `PieceUpdate.run`."""
+        if isinstance(self._optimizer, TorchStep):
+            places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
+            self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
+            if out is not None:
+                out.copy_(master)
+            return
+        assert self._piece_update is not None
+        more = {"master": master, "rows": rows, "control": control, "out": out, "skipped": self._skipped}
+        if self._norms is None:
+            self._piece_update.run(piece, gradient=gradient, **more)
+        else:
+            self._piece_update.run_lamb(piece, ratios=self._ratios, **more)
 
     def _rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
         """The rows of a piece's stored states by name."""

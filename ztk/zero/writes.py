@@ -18,7 +18,7 @@ from ztk.runtime.planned import place_of
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.layout import Placement
-from ztk.zero.piece_states import MASTER, PieceStates
+from ztk.zero.piece_states import PieceStates
 from ztk.zero.released import restore
 from ztk.zero.watched import part_from, take_data_mark
 
@@ -57,9 +57,9 @@ class ParameterWrites:
             self._check_modules()
             for bucket in self._buckets:
                 if bucket.full is not None and not bucket.traits.shards_parameters and bucket.residency.is_shown:
-                    changed = [place.name for place in self._changed(bucket)]
+                    changed = dict(self._changed(bucket))
                     if changed:
-                        self._refresh(bucket, names=changed)
+                        self._refresh(bucket, changed=changed)
 
     def mark_updated(self) -> None:
         """After an optimizer step: the backward of a graph from before it raises, as after torch's own optimizers. Kernels raise no version.
@@ -121,17 +121,20 @@ class ParameterWrites:
                 name for parameter, is_trained, name in self._trained if is_trained and not parameter.requires_grad
             )
 
-    def _changed(self, bucket: Bucket) -> Iterator:
+    def _changed(self, bucket: Bucket) -> Iterator[tuple[str, bool]]:
+        """(name, whether it was written for certain and its `.data` not only read)."""
         assert bucket.full is not None
         (storage, first), size, versions = place_of(bucket.full), bucket.full.element_size(), self._versions[bucket]
         for index, (parameter, place) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             version, is_marked = parameter._version, take_data_mark(parameter)
-            if place_of(parameter) != (storage, first + place.offset * size) and place.numel:
+            is_moved = place_of(parameter) != (storage, first + place.offset * size) and place.numel > 0
+            is_written = is_moved or version != versions[index]
+            if is_moved:
                 self._bring_back(bucket, parameter=parameter, place=place)
-            elif version == versions[index] and not is_marked:
+            elif not (is_written or is_marked):
                 continue
             versions[index] = version
-            yield place
+            yield place.name, is_written
 
     def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement) -> None:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
@@ -156,19 +159,13 @@ class ParameterWrites:
         own.copy_(value)
         restore(parameter, value=own)
 
-    def _refresh(self, bucket: Bucket, *, names: list[str]) -> None:
-        """Master weights of `names` whose cast is not the parameter's value take that value; the others keep their precision."""
+    def _refresh(self, bucket: Bucket, *, changed: dict[str, bool]) -> None:
+        """Master weights follow, see `PieceStates.follow`. changed: what `_changed` found."""
         for piece in bucket.pieces:
-            places = [fragment.place for fragment in piece.fragments if fragment.name in names]
-            if not places or piece.states is None or not piece.has_master:
-                continue  # frozen, or the parameter is its own master
-            self._finish_update()
-            with self._states.changing(piece) as rows:
-                master, parameter = rows[MASTER], piece.of(bucket.full)
-                for place in places:
-                    value = parameter[place].to(master.device)
-                    is_same = master[place].to(value.dtype) == value
-                    master[place] = torch.where(is_same, master[place], value.float())
+            places = {f.name: (f.place, changed[f.name]) for f in piece.fragments if f.name in changed}
+            if places and self._states.follows(piece):
+                self._finish_update()
+                self._states.follow(bucket, piece=piece, places=places.values())
 
 
 def _tree(model: nn.Module) -> list[tuple[nn.Module, tuple]]:

@@ -40,9 +40,10 @@ def parallelize_peer(
     if kind not in _PEERS:
         raise ValueError(f"zero.engine={kind}: must be one of {', '.join(_PEERS)}")
     precision = precision or PrecisionPolicy()
-    if optimizer.states != "fp32" or precision.master not in (None, "fp32"):
+    if optimizer.states != "fp32" or precision.master not in (None, "fp32") or precision.bf16_master:
         raise ValueError(
-            f"zero.engine={kind} runs torch's AdamW on float32 weights: use optimizer.states=fp32 without precision.master"
+            f"zero.engine={kind} runs torch's optimizers on float32 weights: use optimizer.states=fp32 without precision.master and without "
+            "precision.bf16_master"
         )
     scaler = torch_scaler(precision.loss_scale, device=process.device)
     meta = any(parameter.is_meta for parameter in model.parameters())

@@ -16,8 +16,12 @@ _SCALER_OPTIONS = ("dynamic", "initial", "window", "growth_factor", "backoff_fac
 def torch_optimizer(policy: OptimizerPolicy, *, model: nn.Module) -> torch.optim.Optimizer:
     """torch's fused optimizer with the parameter groups that the policy makes for ztk too.
 
-    Raises ValueError for an optimizer that torch lacks.
+    Raises ValueError for an optimizer that torch lacks, and for an option that its own lack.
     """
+    if not policy.bias_correction:
+        raise ValueError(
+            f"optimizer.bias_correction=false: torch's {policy.name} always corrects; leave it out, or use a stage of ztk"
+        )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     table = group_parameters(policy, shapes={name: parameter.shape for name, parameter in trained.items()})
     groups = [

@@ -3,7 +3,15 @@
 from collections import defaultdict
 
 KINDS = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "broadcast", "send", "tied", "muon"),
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "ring",
+    "broadcast",
+    "send",
+    "tied",
+    "muon",
     "scalars",
 )
 
