@@ -1,4 +1,4 @@
-"""`pytest -n 2` shares the tests between two workers by files: the quick ones first, then the files that take longest.
+"""`pytest -n 3` shares the tests between workers by files: the quick ones first, then the files that take longest.
 
 A file stays on one worker, which makes its fixtures and warms its ranks once; a file of which a part is quick counts as two. pytest-xdist
 itself would order files by their number of tests, and a long file that begins last would leave the other worker without work.
