@@ -27,7 +27,7 @@ from ztk.report.statistics import ratio_interval
 
 ARMS = {"dense": ("model=tiny", "model.hidden_dim=640"), "experts": ("model=tiny_moe",)}
 RUN = ("data=stdlib", "launch.ranks=2", "logger=disabled")
-STEPS = choose(100, quick=4)
+STEPS = choose(60, quick=4)
 SEEDS = choose(6, quick=1)
 KEYS = {"data.seq_len": choose(128, quick=64), "train.micro_batch_size": choose(4, quick=1), "train.steps": STEPS}
 
@@ -64,7 +64,7 @@ found = {
 }
 
 # %%
-points = choose([1, 10, 20, 50, 75, 100], quick=[1, 2, 4])
+points = choose([1, 10, 20, 30, 45, 60], quick=[1, 2, 4])
 losses = {}
 for name, one in found.items():
     # the mean of ten steps: single batches differ more than the arms

@@ -1,6 +1,6 @@
 """Every layout with every ZeRO stage, offload tier and precision computes what one rank computes; within a layout bits are equal.
 
-    python scripts/check_layouts.py                                     all 612 cells on up to 8 ranks, about an hour on 2 cores
+    python scripts/check_layouts.py                                     all 648 cells on up to 8 ranks, about an hour on 2 cores
     python scripts/check_layouts.py --layouts tp2 pp2 --precisions fp32  a part of them
 
 A cell of the table is the largest relative difference of a loss over 20 steps to the one-rank run of the same model. The bound in fp32 is 1e-5.

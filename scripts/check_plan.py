@@ -1,6 +1,6 @@
 """Plans beside the counters of real runs on 1, 2 and 4 ranks.
 
-    python scripts/check_plan.py            44 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
+    python scripts/check_plan.py            52 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
     python scripts/check_plan.py --times    measures this machine, then planned seconds of a step beside measured ones
     python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
 

@@ -1,6 +1,6 @@
 """The numeric tests with the instructions of other processors: their bounds hold for every way to round, not for this machine's.
 
-    python scripts/check_processors.py                       a chosen part, about 30 seconds for each processor on 2 cores
+    python scripts/check_processors.py                       a chosen part, about 50 seconds on 2 cores
     python scripts/check_processors.py tests/zero tests/moe  what pytest is given, under each; `tests` is everything
 
 A processor is the instructions that torch's libraries may use; ranks and programs that a test starts inherit the environment. One that lacks
@@ -10,6 +10,7 @@ the instructions named uses what it has. Exit code 1 if a test fails.
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,13 +31,23 @@ CHOSEN = (
 )
 
 
+def run(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The tests as one processor runs them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or CHOSEN)]
+    environment = os.environ | variables
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+
+
 def main() -> int:
     failed = []
-    for name, variables in PROCESSORS.items():
-        print(f"{name}:", *(f"{key}={value}" for key, value in variables.items()), flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or CHOSEN)]
-        if subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False).returncode:
-            failed.append(name)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for (name, variables), done in zip(PROCESSORS.items(), pool.map(run, PROCESSORS.values()), strict=True):
+            print(f"{name}:", *(f"{key}={value}" for key, value in variables.items()))
+            print(done.stdout, end="", flush=True)
+            if done.returncode:
+                failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else f"{len(PROCESSORS)} processors passed")
     return int(bool(failed))
 

@@ -5,11 +5,13 @@ python scripts/check_report.py [--shots FOLDER] [--folder RUNS]
 Needs plotly (pip install -e ".[report]") and Chromium or Chrome on the PATH, or its path in CHROMIUM; Debian: apt-get install chromium.
 Without one of them it says so and fails. It opens the page at 1400 and 400 pixels, light and dark, and checks: no message of the console,
 no request, every panel drawn, nothing wider than the window, filter, baseline and brushes change the table, the front is that of
-Runs.pareto, hostile texts stay texts, under 6 MB.
+Runs.pareto, hostile texts stay texts, under 6 MB. Then a live report of a sweep with one run that is not done: its page loads itself again,
+keeps filter, baseline and sorting, waits while an axis is brushed, and stops with the run.
 """
 
 import argparse
 import base64
+import contextlib
 import fcntl
 import itertools
 import json
@@ -19,15 +21,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ztk
+from ztk.report.html.live import follow
 from ztk.report.html.page import write_report
 from ztk.report.sweep import SweepJob, SweepRecord
 
 LARGEST = 6_000_000  # bytes of the page
+AGAIN = 4.0  # seconds after which a live page loads itself again: longer than a brush takes
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
 PANELS = ("losses", "pareto", "parallel", "failures", "differences", "predictions")
 DRAWN = {
@@ -57,7 +63,12 @@ def main() -> int:
     parser.add_argument("--shots", type=Path, help="where screenshots go")
     parser.add_argument("--folder", type=Path, help="runs to open instead; then only what every report has is checked")
     given = parser.parse_args()
-    browser = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    browser = (
+        os.environ.get("CHROMIUM")
+        or shutil.which("chromium")
+        or shutil.which("google-chrome")
+        or shutil.which("chromium-headless-shell")
+    )
     if browser is None:
         print(
             "needs Chromium: install it (Debian: apt-get install chromium) or give its path in CHROMIUM",
@@ -80,7 +91,13 @@ def main() -> int:
                 given.shots.mkdir(parents=True, exist_ok=True)
                 tab.shoot(given.shots / f"{width}_{'dark' if dark else 'light'}.png")
             tab.close()
-        print(f"{page.stat().st_size / 1e6:.2f} MB;", "\n".join(faults) or "4 pages without a fault")
+        if not given.folder:
+            tab = Browser(browser, profile=Path(scratch, "live"))
+            faults += [
+                f"live: {fault}" for fault in check_live(tab, folder=make_runs(Path(scratch, "live_runs"), count=20))
+            ]
+            tab.close()
+        print(f"{page.stat().st_size / 1e6:.2f} MB;", "\n".join(faults) or "4 pages and a live one without a fault")
     return int(bool(faults))
 
 
@@ -142,6 +159,62 @@ def check_synthetic(tab: "Browser", *, folder: Path) -> Iterator[str]:
         yield "a text of a run became markup"
     if not evaluate("document.querySelector('#panel-failures').textContent.includes('onerror')"):
         yield "the text of a log is missing"
+
+
+def check_live(tab: "Browser", *, folder: Path) -> Iterator[str]:
+    """One run of the sweep is taken away, so that it is pending, and comes back while the page is open."""
+    last = folder / "job3"
+    last.rename(folder.with_name("kept"))
+    writer = threading.Thread(target=follow, args=(folder,), kwargs={"seconds": AGAIN})
+    writer.start()
+    page, evaluate = folder / "report.html", tab.evaluate
+    _until(page.exists)
+    tab.open(page, width=1400, dark=False)
+    loaded = evaluate("performance.timeOrigin")
+    if not _until(lambda: evaluate("performance.timeOrigin") != loaded):
+        yield "the page does not load itself again"
+    evaluate(LOADED)
+    tab.drag("#panel-parallel .handle[data-key='tokens_per_second']", start=0.02, end=0.4)
+    loaded = evaluate("performance.timeOrigin")
+    time.sleep(2 * AGAIN)
+    if evaluate("performance.timeOrigin") != loaded:
+        yield "the page loads itself again while an axis is brushed"
+    evaluate("document.getElementById('clear').click()")
+    for code in (
+        "words.value = 'stage0 none'; words.dispatchEvent(new Event('input')); 0",
+        "list = document.querySelector('#controls select'); list.value = '1'; list.dispatchEvent(new Event('change')); 0",
+        "document.querySelector('th[data-key=\"tokens_per_second\"] button').click()",
+    ):
+        evaluate(code)
+    before = evaluate(DRAWN["runs"])
+    folder.with_name("kept").rename(last)
+    if not _until(lambda: evaluate("typeof report === 'object' && report.live === undefined")):
+        yield "the page does not show that the last run is done"
+    writer.join(timeout=30)
+    evaluate(LOADED)
+    choices = evaluate(
+        "[words.value, state.words, state.baseline, document.querySelector('#controls select').value, state.sort]"
+    )
+    if choices != ["stage0 none", "stage0 none", 1, "1", "tokens_per_second"]:
+        yield f"filter, baseline and sorting were {choices} after the page was loaded again"
+    if evaluate(DRAWN["runs"]) != before or evaluate("cell(3, 'status')") != "done":
+        yield "the table of the last page is not that of the runs"
+    loaded = evaluate("performance.timeOrigin")
+    time.sleep(2 * AGAIN)
+    if evaluate("performance.timeOrigin") != loaded or writer.is_alive():
+        yield "it goes on after the last run"
+    yield from tab.complaints
+
+
+def _until(is_true: Callable[[], bool], *, seconds: float = 30.0) -> bool:
+    """Whether it became true in time. A page that is just loading itself again has no answer yet."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(RuntimeError):
+            if is_true():
+                return True
+        time.sleep(0.2)
+    return False
 
 
 def make_runs(folder: Path, *, count: int = 100) -> Path:

@@ -1,5 +1,6 @@
 """What all tests share: warm rank pools, and kernels that can be interpreted."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -28,6 +29,16 @@ Finalize(None, shutil.rmtree, args=(tempfile.tempdir,), kwargs={"ignore_errors":
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(workers)
+
+
+def pytest_collection_finish() -> None:
+    """Later collections, which every plan asks for, do not look through torch, the test modules and 7,000 collected tests again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or triton's bindings count what is left when the interpreter ends
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,17 @@ import torch
 TIMEOUT_SECONDS = 120.0
 
 
+# What ranks and commands (tests/commands.py) import.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel", "ztk.cli", "experiments.pretrain"]
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Its processes are forks of one interpreter that has imported what most of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankFailed(Exception):
     """What the first failing rank raised, with its traceback."""
 
@@ -57,8 +68,7 @@ class RankPool:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "ztk.parallel"])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory(prefix="ztk-ranks-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):

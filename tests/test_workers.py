@@ -1,4 +1,4 @@
-"""How `pytest -n 2` shares the tests: files stay together, quick tests and long files come first."""
+"""How `pytest -n 3` shares the tests: files stay together, quick tests and long files come first."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`pytest -n 2` shares the tests between two workers by files: the quick ones first, then the files that take longest.
+"""`pytest -n 3` shares the tests between workers by files: the quick ones first, then the files that take longest.
 
 A file stays on one worker, which makes its fixtures and warms its ranks once; a file of which a part is quick counts as two. pytest-xdist
 itself would order files by their number of tests, and a long file that begins last would leave the other worker without work.
@@ -20,6 +20,8 @@ LONGEST = (
     "tests/experiments/test_alignment.py",
     "tests/experiments/test_faults.py",
     "tests/kernels/test_ops.py",
+    "tests/planner/test_combinations.py",
+    "tests/config/test_config.py",
     "tests/experiments/test_text.py",
     "tests/cli/test_run.py",
     "tests/experiments/test_limits.py",
@@ -28,16 +30,16 @@ LONGEST = (
     "tests/zero/test_behaviour.py",
     "tests/deepspeed/runner/test_run.py",
     "tests/topology/test_layouts.py",
+    "tests/hf/test_scripts.py",
+    "tests/moe/test_parallel.py",
+    "tests/hf/test_trl.py",
     "tests/topology/test_checkpoints.py",
     "tests/zero/test_costs.py",
-    "tests/planner/test_combinations.py",
     "tests/hf/test_rollouts.py",
     "tests/zero/test_compact.py",
     "tests/cli/test_wheel.py",
     "tests/cli/test_calls.py",
     "tests/notebooks/test_notebooks.py",
-    "tests/experiments/test_generate.py",
-    "tests/experiments/test_keeping.py",
     "tests/kernels/test_planted_mistakes.py",
 )
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.cli.test_run import FAKE, run
+from tests.cli.test_run import FAKE
+from tests.commands import run_command
 from ztk.cli.jobs import Job, Outcome, exit_code, print_jobs
 from ztk.cli.planned_jobs import JobPlan, plan_jobs
 from ztk.config import ConfigError, Machine, compose, take_sweep_keys, to_yaml
@@ -33,7 +34,7 @@ def test_a_job_that_does_not_fit_is_recorded_and_not_started(tmp_path):
         "train.steps=1",
         "train.micro_batch_size=1",
     )
-    done = run(
+    done = run_command(
         *line, "data=synthetic", "sweep.skip_misfits=true", "sweep.hardware=a100_40", "hydra.sweep.dir=D", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
+
 CHECKOUT = Path(__file__).parents[2]
 FAKE = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=fake")
 WAITING = 60
@@ -49,6 +51,26 @@ def test_a_refused_command_leaves_nothing(tmp_path):
     assert done.returncode == 2
     assert "max_live" in done.stderr and "use zero=stage3" in done.stderr and "Traceback" not in done.stderr
     assert not folders(tmp_path) and not list(tmp_path.rglob("*.yaml"))
+
+
+def test_a_forked_command_does_what_a_started_one_does(tmp_path):
+    """tests/commands.py stands for run.py in other files: the same code, output and files."""
+    plan = {"rank": 1, "step": 1, "how": "raise"}
+    failing = (*FAKE, "train.steps=3", "launch.ranks=2", "hydra.run.dir=run")
+    for number, (words, code) in enumerate(((("zero=stage9",), 2), (failing, 1))):
+        found = []
+        for name, start in (("started", run), ("forked", forked)):
+            folder = tmp_path / f"{name}{number}"
+            folder.mkdir()
+            done = start(*words, cwd=folder, plan=plan)
+            assert done.returncode == code, done.stderr
+            files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+            found.append((done.stdout.replace(str(folder), ""), done.stderr.replace(str(folder), ""), files))
+        assert found[0] == found[1]
+
+
+def forked(*words: str, cwd: Path, plan: dict) -> subprocess.CompletedProcess:
+    return run_command(*words, cwd=cwd, environment={"FAKE_TASK": json.dumps(plan)})
 
 
 def test_help_shows_groups_keys_and_examples(tmp_path):

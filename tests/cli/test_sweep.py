@@ -8,12 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cli.test_run import CHECKOUT, FAKE, WAITING, environment, run
+from tests.cli.test_run import CHECKOUT, FAKE, WAITING, environment
+from tests.commands import run_command
 
 TRAINS = (
     *("-m", "model=nano", "data=synthetic", "data.seq_len=32", "train.steps=40", "train.micro_batch_size=1"),
     *("launch.ranks=1", "logger=disabled", "checkpoint.every=4", "checkpoint.keep=100", "zero=stage1"),
 )
+
+
+def run(*words: str, cwd: Path, plan: dict | None = None) -> subprocess.CompletedProcess[str]:
+    return run_command(*words, cwd=cwd, environment={"FAKE_TASK": json.dumps(plan or {})})
 
 
 def states(folder: Path) -> list[str]:

@@ -1,7 +1,10 @@
 """The command line of a sweep and the names of its jobs, without starting any."""
 
+import sys
+
 import pytest
 
+from ztk.cli.session import Session
 from ztk.cli.sweep_line import read_line
 from ztk.config import ConfigError, Machine, check_resumed, compose, job_hash, save, take_sweep_keys
 from ztk.report.sweep import SweepBusy, SweepJob, SweepRecord, lock_sweep, read_sweep
@@ -148,6 +151,14 @@ def test_one_command_per_sweep(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_sweep_has_in_place_of_cfg_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", "zero=stage0,stage3", "--cfg", "job"])
+    with pytest.raises(
+        ConfigError, match="-m and --cfg exclude each other: choose one; sweep.list=true shows the jobs"
+    ):
+        Session()._prepare_arguments()
+
+
 def test_quick_is_a_word_of_every_job():
     taken = take_sweep_keys(("zero=stage0,stage1", "sweep.quick=true"))
     assert taken.words == ["zero=stage0,stage1", "train.quick=true"]  # recorded, and so of a resumed sweep
@@ -161,6 +172,10 @@ def test_a_quick_run_evaluates_nothing():
     assert job_hash(quick) != job_hash(config_of())
     faults = [
         (("train.quick=true", "train.eval_every=5"), "train.eval_every=5 has no effect here"),
+        (
+            ("data=synthetic", "train.eval_every=5"),
+            "train.eval_every=5 has no effect here, only with data=stdlib, files",
+        ),
         (
             ("train.quick=true", "checkpoint.every=5", "checkpoint.keep_best=true"),
             "checkpoint.keep_best=true has nothing",

@@ -189,7 +189,6 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
             ("topology=cp2", "model=tiny_moe", "data.seq_len=30"),
             "padding would be routed to experts; use data.seq_len=32",
         ),
-        (("topology=cp2", "recompute=selective"), "use recompute=full, or recompute=none"),
         (("topology=cp2", "task=sft", "data=chat"), "use topology.context=1 and topology.sequence"),
         (
             ("topology=cp2", "task=plan", "hardware=h100", "plan.search=true", "data=synthetic"),

@@ -2,11 +2,14 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.config.test_config import composed, faults
 from ztk.config import compose, from_yaml, reads_documents, text_policy, to_yaml
-from ztk.data import SubwordTokenizer
+from ztk.config.text import prepare_text
+from ztk.data import SubwordTokenizer, open_tokens
 
 
 @pytest.fixture(scope="module")
@@ -143,5 +146,32 @@ def test_documents_are_kept_apart_where_there_are_some(lines):
         "data.packing=documents has no effect here, only with task=pretrain with documents"
         in faults("data.packing=documents")[0]
     )
-    assert "use topology.sequence instead, or data.packing=concatenate" in faults(*read, "topology=cp2")[0]
+    assert composed(*read, "topology=cp2").topology.context == 2
     assert composed(*read, "topology=sp2", "recompute=selective").topology.sequence == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{broken\n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b"", "a.jsonl: the file is empty; leave it out"),
+        ("a.txt", b"fine\nb\xe4d\n", "a.txt, line 2: is not UTF-8"),
+        ("a.parquet", None, "a.parquet: has no column 'text' .its columns: body.; use data.field=NAME"),
+    ],
+)
+def test_bad_input_is_refused_before_ranks_start_or_skipped_and_counted(
+    tmp_path, monkeypatch, tokenizer, name, content, said
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "good.jsonl").write_text('{"text": "some text"}\n{"text": "some more text"}\n')
+    if content is None:
+        pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    paths = f"data.path=[{tmp_path}/good.jsonl,{tmp_path}/{name}]"
+    words = ("data=files", paths, f"data.tokenizer={tokenizer}")
+    with pytest.raises(ValueError, match=said):
+        prepare_text(composed(*words), say=print)
+    skipping = composed(*words, "data.on_error=skip")
+    prepare_text(skipping, say=print)
+    assert open_tokens(text_policy(skipping)).skipped == 1

@@ -1,6 +1,7 @@
 """From named text to batches: tokenizers, mixtures, any number of ranks, resuming, bits per byte."""
 
 import collections
+import hashlib
 import json
 
 import pytest
@@ -55,6 +56,24 @@ def test_a_step_has_the_same_sequences_on_any_ranks_also_resumed(text, mixed, ra
         stream.next_batch()
     resumed = steps(corpus, ranks=ranks, micro_batch=micro_batch, count=23, state=stream.state_dict())
     assert all(a.equal(b) for a, b in zip(one[37:], resumed, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [(4, 2), (1, 3)])
+def test_a_run_that_resumes_on_other_ranks_has_the_hash_of_every_step(text, ranks):
+    """In the middle of the third epoch; hashes of the tokens of all ranks."""
+    corpus = open_tokens(policy(text, "a.jsonl", tokenizer="train", vocab_size=400))
+
+    def hashes(tokens: list[torch.Tensor]) -> list[str]:
+        return [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in tokens]
+
+    per_epoch = (len(corpus.parts[0].train) - 1) // 8
+    saved, count = int(2.5 * per_epoch / 12), int(3.5 * per_epoch / 12)
+    straight = hashes(steps(corpus, ranks=ranks[0], micro_batch=3, count=count))
+    state = corpus.stream(seq_len=8, share=Share(micro_batch=12), seed=5)
+    for _ in range(saved):
+        state.next_batch()
+    resumed = steps(corpus, ranks=ranks[1], micro_batch=2, count=count - saved, state=state.state_dict())
+    assert straight[saved:] == hashes(resumed) and len(set(straight)) == len(straight) > 30
 
 
 def test_a_mixture_has_its_proportions_and_every_sequence_once_per_epoch(text):

@@ -125,8 +125,11 @@ def weights(engine) -> dict[str, Tensor]:
     return {name: deepspeed.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
 
 
-def begin(make: Callable | None, *, ds_config: dict, scheduler: Callable | None = None):
+def begin(make: Callable | None, *, ds_config: dict, scheduler: Callable | None = None, values: dict | None = None):
+    """values: the weights to begin with; None: those of `build`."""
     model = build()
+    if values is not None:
+        model.load_state_dict(values)
     optimizer = make(model) if make in MAKERS.values() else make
     return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, lr_scheduler=scheduler)[0]
 
@@ -229,6 +232,22 @@ def resume(process: Process, *, makers: dict[str, Callable], folder: str, stage:
         train(engine, rank=rank, start=2, steps=STEPS - 2)
         found[label] = weights(engine)
         engine.destroy()
+    return found
+
+
+def through_state_dicts(process: Process, *, makers: dict[str, Callable], stage: int) -> dict:
+    """Two steps at stage 3, states on cpu; the others at `stage` with the optimizer's state_dict and the weights."""
+    found = {}
+    for label, make in makers.items():
+        first = begin(make, ds_config=config(3, optimizer="cpu"))
+        train(first, rank=process.rank, steps=2)
+        state, values = first.optimizer.state_dict(), weights(first)
+        first.destroy()
+        second = begin(make, ds_config=config(stage), values=values)
+        second.optimizer.load_state_dict(state)
+        train(second, rank=process.rank, start=2, steps=STEPS - 2)
+        found[label] = weights(second)
+        second.destroy()
     return found
 
 

@@ -43,6 +43,8 @@ ACTIONS = (
     ),
     *("scale gradient", "set gradient", "drop", "read data", "double", "normalise"),
 )
+# What else a script does with tensors that it keeps, hooks and modules.
+HABITS = ("alias", "references", "hook", "head")  # the first two write parameters, which is an error at stage 3
 _FILL = PartitionedParameter.fill
 
 
@@ -70,6 +72,12 @@ PLANTS = {
     "gradients": ("ztk.deepspeed.engine.take_changes", lambda engine: None),
     "zero_grad": ("ztk.deepspeed.optimizer.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
     "placeholders": ("torch._C._set_throw_on_mutable_data_ptr", lambda tensor: None),
+    "kept": ("ztk.zero.watched._alive", lambda parameter: []),
+    "hooks": (
+        "ztk.zero.watched._Watched.register_post_accumulate_grad_hook",
+        Tensor.register_post_accumulate_grad_hook,
+    ),
+    "modules": ("ztk.zero.writes.ParameterWrites._check_modules", lambda self: None),
 }
 # The seed of a script that differs in silence where the fault is there.
 CAUGHT = {
@@ -83,6 +91,9 @@ CAUGHT = {
     "gradients": 167,
     "zero_grad": 421,
     "placeholders": 275,
+    "kept": 1119,
+    "hooks": 78,
+    "modules": 509,
 }
 
 
@@ -92,7 +103,7 @@ class Script:
 
     built: as plain PyTorch, under zero.Init, or filled from a file inside a zero.Init that goes on. fp16: with a loss scale. calls_backward:
     loss.backward(), not engine.backward(loss). uneven: rank 0 has most of each batch. gathered: the iteration after which a weight is
-    written inside GatheredParameters, and whether modifier_rank says so.
+    written inside GatheredParameters, and whether modifier_rank says so. habit: one of HABITS, or none.
     """
 
     seed: int
@@ -110,6 +121,7 @@ class Script:
     calls_backward: bool
     uneven: bool
     gathered: tuple[int, bool]
+    habit: str
 
     @staticmethod
     def draw(seed: int) -> "Script":
@@ -138,6 +150,7 @@ class Script:
             calls_backward=rng.random() < 0.3,
             uneven=rng.random() < 0.3,
             gathered=(rng.randrange(STEPS) if rng.random() < 0.15 else STEPS, rng.random() < 0.5),
+            habit=rng.choice(HABITS if drawn["stage"] < 3 else HABITS[2:]) if rng.random() < 0.2 else "none",
         )
 
 
@@ -199,6 +212,9 @@ class Calls:
 
 def loop(script: Script, *, calls: Calls) -> None:
     """Runs the script."""
+    kept: list[Tensor] = []
+    if script.habit == "hook":
+        calls.module.layers[0].bias.register_post_accumulate_grad_hook(_halve_gradient)
     for number, action in enumerate(script.actions):
         x, y = batch(number, part=calls.part)
         calls.zero_grad()
@@ -211,9 +227,32 @@ def loop(script: Script, *, calls: Calls) -> None:
         _edit_gradients(action, parameters=parameters)
         calls.step()
         _edit_parameters(action, module=calls.module)
+        kept = _follow_habit(script.habit, number=number, module=calls.module, kept=kept)
         if number == script.gathered[0]:
             with torch.no_grad(), calls.gathered([calls.module.layers[0].weight]):
                 calls.module.layers[0].weight.mul_(0.7)
+
+
+def _halve_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 0.5
+
+
+def _follow_habit(habit: str, *, number: int, module: nn.Module, kept: list[Tensor]) -> list[Tensor]:
+    """After a step. kept: what the script has from before; returns what it has now."""
+    if habit == "alias":  # a tensor that `.data` gave once
+        kept = kept or [module.layers[0].weight.data.view(-1)]
+        kept[0].mul_(0.9)
+    elif habit == "references" and number == 1:  # other weights for some steps, then the tensors that were there
+        kept = [parameter.data for parameter in module.parameters()]
+        for parameter, value in zip(module.parameters(), kept, strict=True):
+            parameter.data = 0.5 * value
+    elif habit == "references" and number == 3:
+        for parameter, value in zip(module.parameters(), kept, strict=True):
+            parameter.data = value
+    elif habit == "head" and number == 2:
+        torch.manual_seed(0)
+        module.head = nn.Linear(WIDTH, 1)
+    return kept
 
 
 def _edit_gradients(action: str, *, parameters: list[nn.Parameter]) -> None:

@@ -97,6 +97,82 @@ def test_above_stage_0_gradients_are_none_and_the_first_read_says_why(ranks, sta
     assert sum("gradient_clipping" in message for message in first["messages"]) == 1 and not second["messages"]
 
 
+def _halve(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 0.5
+
+
+def _clamp(parameter: nn.Parameter) -> None:
+    parameter.grad.clamp_(-0.2, 0.2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_of_a_script_run_before_the_engine_takes_a_gradient(stage):
+    """Registered before `initialize` or after it, on a parameter's gradient or on what has added up; order as registered."""
+    models, x = [], torch.ones(2, 4)
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.bias.register_post_accumulate_grad_hook(_halve)
+        step, run = optimizer.step, model
+        if not is_plain:
+            config = {"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+            run, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            step = run.step
+        model.weight.register_hook(lambda gradient: gradient * 3)
+        model.weight.register_post_accumulate_grad_hook(_halve)
+        model.weight.register_post_accumulate_grad_hook(_clamp)
+        for _ in range(2):
+            loss = run(x).square().mean()
+            loss.backward() if is_plain else run.backward(loss)
+            step()
+            optimizer.zero_grad()
+        models.append(scripts.weights(run) if not is_plain else dict(model.named_parameters()))
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value.detach())
+    run.destroy()
+
+
+def test_a_gradient_that_is_set_to_none_leaves_its_parameter_alone_with_skip_unused():
+    """Neither momentum nor decay move it in that step, as in torch."""
+    models, x = [], torch.ones(2, 4)
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        run, step = model, optimizer.step
+        if not is_plain:
+            config = {"train_batch_size": 2, "gradient_clipping": 0.0, "skip_unused": True}
+            run, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            step = run.step
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = run(x).square().mean()
+            loss.backward() if is_plain else run.backward(loss)
+            if number in (1, 2):
+                model.weight.grad = None
+            step()
+        models.append(scripts.weights(run) if not is_plain else dict(model.named_parameters()))
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value.detach())
+    run.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_above_stage_0_a_gradient_that_is_set_is_an_error(stage):
+    """The step would not use it, and autograd would add the next one to it."""
+    model = nn.Linear(2, 2)
+    engine, *_ = deepspeed.initialize(
+        model=model, config={"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+    )
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    model.weight.grad = None
+    with pytest.raises(RuntimeError, match="safe_set_full_grad"):
+        model.weight.grad = torch.ones(2, 2)
+    engine.step()
+    engine.destroy()
+
+
 def dropped(process, *, stage: int, offload: str, accumulation: int) -> dict:
     """Every second batch is dropped by zero_grad, after its backward."""
     zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}

@@ -105,6 +105,53 @@ def test_a_parameter_group_that_comes_later_is_refused(of_client):
     engine.destroy()
 
 
+def test_states_are_asked_of_the_optimizer_that_initialize_returned():
+    """The client's has none while the engine lives, and what is loaded into it would be lost."""
+    model = nn.Linear(2, 2)
+    client = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=CONFIG)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with pytest.raises(RuntimeError, match="the optimizer that initialize returned"):
+        client.state_dict()
+    with pytest.raises(RuntimeError, match="the optimizer that initialize returned"):
+        client.load_state_dict(optimizer.state_dict())
+    assert "momentum_buffer" in optimizer.state_dict()["state"][0]
+    engine.destroy()
+    assert client.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_comes_into_the_model_later_is_refused_unless_it_is_frozen(stage):
+    """A new head, a wrapped layer, a further parameter; what leaves the model, or moves in it, is no fault."""
+
+    def new_head(model):
+        model[1] = nn.Linear(4, 2)
+
+    def wrapped(model):
+        model[0] = nn.Sequential(model[0], nn.Linear(4, 4))
+
+    def further(model):
+        model[1].scale = nn.Parameter(torch.ones(4))
+
+    def frozen(model):
+        model[1] = nn.Sequential(model[1], nn.Linear(4, 4).requires_grad_(False), nn.Identity())
+
+    for change in (new_head, wrapped, further, frozen):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        change(model)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        if change is frozen:
+            engine.step()
+        else:
+            with pytest.raises(RuntimeError, match="came into the model after the engine was built"):
+                engine.step()
+        engine.destroy()
+
+
 @pytest.mark.parametrize("is_pipeline", [False, True])
 def test_step_hooks_of_the_optimizers_are_called(is_pipeline):
     layer, called = nn.Linear(2, 2), []

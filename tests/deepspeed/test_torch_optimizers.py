@@ -69,6 +69,16 @@ def test_a_resumed_run_with_a_schedule_has_torchs_bits(ranks, saved, world, stag
             assert torch.equal(value, expected(label, scheduled=True)[name]), (label, name)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizers_state_dict_has_all_that_its_class_keeps(ranks, stage):
+    """Rows, counts of steps and values of groups: a run that begins with them has the bits of one that went on."""
+    makers = {label: CASES[label] for label in ("own", "nadam", "differing nesterov")}
+    for found in ranks(2).run(elementwise.through_state_dicts, makers=makers, stage=stage):
+        for label, values in found.items():
+            for name, value in values.items():
+                assert torch.equal(value, expected(label)[name]), (label, name)
+
+
 def test_another_optimizers_checkpoint_is_refused(ranks, saved):
     """NAdam's rows have the names of Adam's, but their steps are counted otherwise."""
     said = ranks(2).run(elementwise.load_other, folder=str(saved[0]), label="nadam")[0]

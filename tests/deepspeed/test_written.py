@@ -146,6 +146,21 @@ def _swap(model: nn.Module) -> None:
         parameter.data = value.clone()
 
 
+def _held(model: nn.Module) -> None:
+    """Through tensors that the script has from before the first change, whose writes no parameter's version shows."""
+    if not hasattr(model, "held"):
+        model.held = model.fc2.weight.data, model.fc1.weight.data.view(-1)
+    for value in model.held:
+        value.mul_(0.7)
+
+
+def _exchanged(model: nn.Module) -> None:
+    """Other weights for some steps, and the first ones again, of which the script has kept the tensors, not copies."""
+    kept, model.kept = getattr(model, "kept", None), [parameter.data for parameter in model.parameters()]
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = model.kept[number] * 0.5 if kept is None else kept[number]
+
+
 def _halved(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
@@ -169,7 +184,19 @@ def _frozen(model: nn.Module) -> None:
     model.fc1.requires_grad_(False)
 
 
-CHANGES = [_clamp, _clamp_in_place, _zeroed, _swap, _halved, _from_vector, _loaded, _converted, _frozen]
+CHANGES = [
+    _clamp,
+    _clamp_in_place,
+    _zeroed,
+    _swap,
+    _held,
+    _exchanged,
+    _halved,
+    _from_vector,
+    _loaded,
+    _converted,
+    _frozen,
+]
 
 
 def _loop(model: nn.Module, *, change, step, process, dtype) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
+
 CHECKOUT = Path(__file__).parents[2]
 SMALL = (
     *(
@@ -20,7 +22,7 @@ SMALL = (
         "model.vocab_size=64",
     ),
     *("data=synthetic", "data.seq_len=16", "train.micro_batch_size=2", "precision=fp32", "checkpoint.every=2"),
-    *("scheduler=constant", "scheduler.warmup_steps=0", "logger=disabled"),
+    *("scheduler=constant", "scheduler.warmup_steps=0", "logger=disabled", "launch.threads=1"),
 )
 KILLED = {"rank": 1, "where": "forward", "count": 8, "how": "kill"}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
@@ -29,16 +31,14 @@ TOLERANCE = 1e-5
 
 
 def run(*arguments: str, cwd: Path, fault: dict, starter: tuple[str, ...] = ()) -> str:
-    environment = os.environ | {"FAULT": json.dumps(fault), "PYTHONPATH": str(CHECKOUT)}
-    task = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=faulty")
-    done = subprocess.run(
-        [sys.executable, *starter, str(CHECKOUT / "run.py"), *task, *SMALL, *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=faulty", *SMALL, *arguments)
+    planted = {"FAULT": json.dumps(fault)}
+    if starter:
+        command = [sys.executable, *starter, str(CHECKOUT / "run.py"), *words]
+        environment = os.environ | planted | {"PYTHONPATH": str(CHECKOUT)}
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    else:
+        done = run_command(*words, cwd=cwd, environment=planted)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

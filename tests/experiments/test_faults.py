@@ -12,23 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
+
 CHECKOUT = Path(__file__).parents[2]
 SMALL = ("model.layers=2", "model.dim=64", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=128")
 QUICK = (*SMALL, "train.micro_batch_size=2", "data.seq_len=32", "train.eval_every=0", "train.eval_batches=1")
-PLAIN = (*QUICK, "scheduler=constant", "scheduler.warmup_steps=0", "logger=disabled")
+PLAIN = (*QUICK, "scheduler=constant", "scheduler.warmup_steps=0", "logger=disabled", "launch.threads=1")
 NVME = ("zero=stage3", "offload=nvme", "offload.buffer_bytes=1048576")
 
 
-def command(*arguments: str, fault: dict | None) -> list[str]:
+def words_of(*arguments: str, fault: dict | None) -> list[str]:
     planted = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=faulty") if fault else ()
-    return [sys.executable, str(CHECKOUT / "run.py"), *planted, *PLAIN, *arguments]
+    return [*planted, *PLAIN, *arguments]
 
 
 def run(*arguments: str, cwd: Path, fault: dict | None = None) -> subprocess.CompletedProcess:
-    environment = os.environ | {"FAULT": json.dumps(fault), "PYTHONPATH": str(CHECKOUT)}
-    return subprocess.run(
-        command(*arguments, fault=fault), cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
-    )
+    return run_command(*words_of(*arguments, fault=fault), cwd=cwd, environment={"FAULT": json.dumps(fault)})
 
 
 def folder_of(cwd: Path) -> Path:
@@ -134,7 +133,7 @@ def test_an_offload_folder_that_cannot_be_written_is_named_with_its_fix(tmp_path
 def test_an_interrupt_leaves_no_process_and_a_record(tmp_path, how):
     environment = os.environ | {"FAULT": json.dumps({"rank": -1}), "PYTHONPATH": str(CHECKOUT)}
     running = subprocess.Popen(
-        command(*NVME, "train.steps=100000", fault={"rank": -1}),
+        [sys.executable, str(CHECKOUT / "run.py"), *words_of(*NVME, "train.steps=100000", fault={"rank": -1})],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.DEVNULL,

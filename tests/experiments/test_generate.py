@@ -1,14 +1,13 @@
 """`task=generate` over a run of ztk and over a folder of transformers."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from experiments.answering import open_answering
-from tests.experiments.test_faults import CHECKOUT, folder_of, run
+from tests.commands import run_command
+from tests.experiments.test_faults import folder_of, run
 from tests.inference.models import VOCABULARY, save_llama
 from ztk.config import compose
 from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
@@ -40,8 +39,7 @@ def test_a_run_answers_a_file(trained, tmp_path):
         "sampling.max_tokens=6",
         "sampling.seed=4",
     )
-    command = [sys.executable, str(CHECKOUT / "run.py"), *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines())
     assert first["id"] == 7 and len(first["answers"]) == 1 and len(first["answers"][0]["tokens"]) == 6
@@ -67,8 +65,7 @@ def test_quantised_weights_say_what_they_change(trained, tmp_path):
         f"inference.held_out={text}",
         f"hydra.run.dir={out}",
     )
-    command = [sys.executable, str(CHECKOUT / "run.py"), *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     stored, chosen = summary["perplexity_stored"], summary["perplexity"]
@@ -92,9 +89,7 @@ def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):
         f"hydra.run.dir={out}",
         "sampling.max_tokens=6",
     )
-    done = subprocess.run(
-        [sys.executable, str(CHECKOUT / "run.py"), *options], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    done = run_command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "plan: " in done.stdout and "tokens/s" in done.stdout
     lines = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from transformers import AutoTokenizer
 
-from tests.experiments.test_faults import CHECKOUT, folder_of, run, summary_of
+from tests.commands import run_command
+from tests.experiments.test_faults import folder_of, run, summary_of
 from ztk.checkpoint.export import export_safetensors
 from ztk.serve.models import open_model
 
@@ -58,9 +57,7 @@ def test_it_answers_prompts_in_its_tokens(trained, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "def function_7"}\n')
     out = tmp_path / "out"
     words = ("task=generate", f"inference.model={folder_of(trained)}", "inference.prompts=p.jsonl")
-    command = [sys.executable, str(CHECKOUT / "run.py"), *words, "sampling.max_tokens=6", f"hydra.run.dir={out}"]
-    environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = run_command(*words, "sampling.max_tokens=6", f"hydra.run.dir={out}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     opened = open_model(str(folder_of(trained) / "checkpoints"))
     assert opened.vocabulary == 400 and opened.ends == (0,)

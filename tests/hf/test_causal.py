@@ -95,7 +95,12 @@ def trained(
 def plain(model: torch.nn.Module) -> list[float]:
     """The same by torch alone; `model` is trained."""
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **LEARNING)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    vectors = {
+        "params": [p for p in trained if p.ndim < 2],
+        "weight_decay": 0.0,
+    }  # not decayed, as by transformers' Trainer
+    optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.ndim > 1]}, vectors], **LEARNING)
     losses = []
     for step in range(STEPS):
         total = 0.0

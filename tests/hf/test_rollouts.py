@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -291,8 +292,7 @@ def test_what_does_not_run_is_refused(folder, tmp_path, task, overrides, says):
 
 def test_dropout_of_the_model_is_refused_where_bits_are_promised(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ConfigError, match="attention_dropout=0.1 in its config.json.* or use rollout.identity=corrected"

@@ -11,7 +11,7 @@ from ztk.nn import Decoder, DecoderConfig
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 OWN = sorted(path.stem for path in MODELS.glob("*.yaml") if path.stem != "hf")  # hf: its sizes are in its config.json
-CALLED = {"30m": 30e6, "100m": 100e6, "1b": 1e9, "7b": 7e9, "70b": 70e9, "175b": 175e9}
+CALLED = {"10m": 10e6, "30m": 30e6, "100m": 100e6, "1b": 1e9, "7b": 7e9, "70b": 70e9, "175b": 175e9}
 
 
 def named(name: str) -> DecoderConfig:

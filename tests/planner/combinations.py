@@ -16,6 +16,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp4": {"ranks": 8, "tensor": 2},
     "tp2 sequence-parallel": {"ranks": 2, "tensor": 2, "sequence_parallel": True},
     "sp2 dp2": {"ranks": 4, "sequence": 2},
+    "cp2": {"ranks": 2, "context": 2},
     "sp2 tp2": {"ranks": 4, "sequence": 2, "tensor": 2},
     "pp2": {"ranks": 2, "pipeline": 2, "accumulation": 2},
     "pp2 tp2 zero-bubble": {"ranks": 4, "pipeline": 2, "tensor": 2, "accumulation": 3, "schedule": "zero_bubble"},

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import sys
 from html.parser import HTMLParser
 
@@ -11,7 +12,9 @@ import pytest
 import ztk
 from tests.report.test_compare import make_sweep
 from ztk.report.__main__ import main
+from ztk.report.heartbeat import Heartbeat
 from ztk.report.html import curves, failures
+from ztk.report.html import live as live_pages
 from ztk.report.html.data import collect
 from ztk.report.html.page import render, write_report
 
@@ -212,6 +215,79 @@ def test_the_command_writes_the_file_with_plotly_inside(tmp_path, capsys, monkey
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ValueError, match=r'pip install "ztk\[report\]"'):
         write_report(tmp_path / "sweep")
+
+
+@pytest.fixture
+def small_plotly(monkeypatch):
+    monkeypatch.setattr(live_pages, "plotly_script", lambda: SCRIPT)
+
+
+def follow(folder, *, steps):
+    """Follows `folder`, with one of `steps` in place of every wait. Returns (the page's data, when it was written) before each of them, and
+    the data of the last page."""
+    seen, left = [], iter(steps)
+    page = folder / "report.html"
+
+    def wait(seconds):
+        assert seconds == 2.0
+        seen.append((Page(page.read_text()).data, page.stat().st_mtime_ns))
+        next(left)()
+
+    live_pages.follow(folder, seconds=2.0, wait=wait)
+    assert next(left, None) is None
+    return seen, Page(page.read_text()).data
+
+
+def finish(run, **summary):
+    run.mkdir(exist_ok=True)
+    (run / "summary.json").write_text(json.dumps({"status": "done", "tokens_per_second": 50.0} | summary))
+
+
+def test_a_live_report_follows_the_runs_until_none_goes_on(tmp_path, small_plotly):
+    """Between the pages a row is logged, then nothing happens, then all runs end."""
+    make_runs(tmp_path)
+    rest = [tmp_path / f"job{arm}-{repeat}" for arm, repeat in ((2, 1), (2, 2), (3, 0), (3, 1), (3, 2))]
+    first = rest[0]
+
+    def log():
+        first.mkdir()
+        (first / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 7.5}) + "\n")
+
+    seen, last = follow(tmp_path, steps=[log, lambda: None, lambda: [finish(run) for run in rest]])
+    (one, _), (two, wrote), (three, again) = seen
+    assert one["live"]["seconds"] == 2.0
+    assert [len(data["curves"]) for data in (one, two, last)] == [2, 3, 3] and two["curves"][2]["median"] == [7.5]
+    assert (three, again) == (two, wrote), "nothing had changed"
+    assert "live" not in last and row_of(last, "job3-2")["status"] == "done"
+
+
+def test_a_live_report_shows_that_a_run_was_killed_and_ends_when_it_is_interrupted(tmp_path, small_plotly):
+    make_runs(tmp_path)
+    run = tmp_path / "job3-0"
+    with Heartbeat(run):
+        beat = (run / "heartbeat.json").read_text()
+
+    def die():
+        run.joinpath("heartbeat.json").write_text(beat.replace(str(os.getpid()), str(2**22 + 1)))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    run.joinpath("heartbeat.json").write_text(beat)
+    seen, last = follow(tmp_path, steps=[die, interrupt])
+    assert [row_of(data, "job3-0")["status"] for data, _ in seen] == ["running", "dead"]
+    assert "live" not in last and row_of(last, "job3-1")["status"] == "pending"
+
+
+def test_the_command_follows_and_refuses_no_seconds(tmp_path, capsys, small_plotly):
+    folder = make_runs(tmp_path) / "job0-0"
+    assert main(["html", str(folder), "--live", "0"]) == 2
+    assert "--live=0: seconds between two pages are more than 0" in capsys.readouterr().err
+    assert main(["html", str(folder), "--live"]) == 0
+    assert (
+        str(folder / "report.html") in capsys.readouterr().out
+        and "live" not in Page((folder / "report.html").read_text()).data
+    )
 
 
 def test_a_finished_run_alone_is_a_report(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.policies import run_name
 from ztk.report.tracker import TrackerPolicy, WandbTracker
 
 ROW = {"step": 1, "loss": 2.0, "memory.device_bytes": 5}
@@ -81,3 +82,11 @@ def test_a_run_continues_without_a_broken_tracker(tmp_path, monkeypatch):
 def test_a_run_continues_without_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "wandb: off" in WandbTracker(TrackerPolicy(), directory=tmp_path).notice
+
+
+def test_a_run_is_named_by_what_its_command_line_says(tmp_path):
+    folder = tmp_path / "3"
+    folder.mkdir()
+    assert run_name(folder) == "3"
+    (folder / "overrides.json").write_text(json.dumps({"zero": "stage3", "optimizer.lr": "1e-3"}))
+    assert run_name(folder) == "zero=stage3 lr=1e-3"

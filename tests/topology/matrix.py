@@ -33,6 +33,7 @@ LAYOUTS = {
     "tp2_pp2_dp2": (8, Topology(tensor=2, pipeline=2)),
     "tp2_pp2_ep2": (8, Topology(tensor=2, pipeline=2, expert=2)),
     "tp2_pp2_sp2": (8, Topology(tensor=2, pipeline=2, sequence=2)),
+    "cp2": (2, Topology(context=2)),
 }
 STAGES, TIERS, PRECISIONS = (0, 1, 2, 3), ("none", "cpu", "nvme"), ("fp32", "bf16", "fp16")
 BETA = 0.9  # of AdamW's first moment
@@ -142,7 +143,7 @@ def _state(folder: str, *, number: int) -> Path:
 def cut_of(layout: str) -> tuple[int, int]:
     """(replicas, micro-batches of each) that a step's batch is cut into."""
     world, topology = LAYOUTS[layout]
-    replicas = world // (topology.tensor * topology.pipeline * topology.sequence)
+    replicas = world // (topology.tensor * topology.pipeline * topology.sequence_ranks)
     return replicas, MICRO_BATCHES if topology.pipeline > 1 else 1
 
 

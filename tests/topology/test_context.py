@@ -9,7 +9,7 @@ import torch
 from tests.topology.runs import CONFIG, Outcome, Strategy, alone, arranged, make_engine, train, train_alone
 from ztk.kernels import attention, set_backend
 from ztk.pipeline import PipelinePolicy
-from ztk.recompute import RecomputeMode, RecomputePolicy
+from ztk.recompute import RecomputeMode, RecomputePolicy, selective
 from ztk.runtime import Mesh, Process, Topology
 from ztk.sequence import ring
 from ztk.sequence.cut import Parts
@@ -20,6 +20,7 @@ from ztk.tensor import TensorPolicy
 # and gradients of size 1. The issue's bound is a hundred of them; see tests/topology/test_layouts.py for losses.
 ABSOLUTE = RELATIVE = 1e-5
 FULL = {"recompute": RecomputePolicy(mode=RecomputeMode.full)}
+SELECTIVE = {"recompute": RecomputePolicy(mode=RecomputeMode.selective)}
 NORMS = {"tensor": TensorPolicy(sequence_parallel=True)}
 STAGES = {"pipeline": PipelinePolicy(schedule="1f1b"), "accumulation_steps": 2}
 
@@ -154,12 +155,13 @@ def reference(ranks) -> Outcome:
     ("world", "topology", "options"),
     [
         (2, Topology(context=2), FULL),
+        (2, Topology(context=2), SELECTIVE),
         (4, Topology(context=4), {}),
         (4, Topology(context=2, sequence=2), {}),
         (4, Topology(context=2, tensor=2), NORMS),
         (4, Topology(context=2, pipeline=2), STAGES),
     ],
-    ids=["cp2 full", "cp4", "cp2 sp2", "tp2 cp2 sequence parallel", "pp2 cp2"],
+    ids=["cp2 full", "cp2 selective", "cp4", "cp2 sp2", "tp2 cp2 sequence parallel", "pp2 cp2"],
 )
 def test_losses_and_norms_are_those_of_one_rank(ranks, reference, world, topology, options):
     strategy = Strategy(topology=topology, stage=2, options=options)
@@ -242,6 +244,31 @@ def saved_bytes(process: Process) -> int:
     del loss
     engine.close()
     return sum(kept.values())
+
+
+def kept_selectively(process: Process) -> list[int]:
+    """Elements that were exchanged by a step, and results of attention that selective recomputation keeps of its forward."""
+    placed = arranged(process, topology=Topology(context=process.world_size))
+    engine = make_engine(placed, strategy=Strategy(topology=placed.mesh.topology, options=SELECTIVE))
+    chosen = []
+
+    def noted(ctx, operator, *args, **kwargs):
+        chosen.append(str(operator))
+        return choose(ctx, operator, *args, **kwargs)
+
+    choose = selective._choose
+    tokens = torch.arange(64).view(2, 32) % CONFIG.vocab_size
+    with mock.patch.object(selective, "_choose", noted):
+        engine.train_batch([(tokens, tokens)])
+    engine.close()
+    return [placed.mesh.comm("cp").counters.elements["ring"], sum("attention" in name for name in chosen), len(chosen)]
+
+
+def test_selective_recomputation_repeats_the_ring_and_keeps_products_alone(ranks):
+    n = 2 * (32 // 2) * 2 * 8 * CONFIG.layers  # B (T / N) K D
+    for exchanged, attentions, others in ranks(2).run(kept_selectively):
+        assert exchanged == (2 + 2 + 4) * n  # forward, its repetition, backward
+        assert attentions == 0 and others > 0
 
 
 def test_what_a_forward_keeps_falls_with_the_ranks(ranks):

@@ -98,8 +98,21 @@ def reference(ranks):
         (4, Topology(sequence=2, tensor=2), FULL, CONFIG),
         (4, Topology(pipeline=2, sequence=2), STAGES, CONFIG),
         (2, Topology(expert=2), {"recompute": RecomputePolicy(mode=RecomputeMode.selective)}, EXPERTS),
+        (4, Topology(context=4), FULL, CONFIG),
+        (4, Topology(context=2, pipeline=2), STAGES, CONFIG),
+        (4, Topology(context=2, sequence=2), {}, CONFIG),
     ],
-    ids=["dp2", "tp2 sequence parallel full", "pp2 full", "tp2 sp2 full", "pp2 sp2", "ep2 selective"],
+    ids=[
+        "dp2",
+        "tp2 sequence parallel full",
+        "pp2 full",
+        "tp2 sp2 full",
+        "pp2 sp2",
+        "ep2 selective",
+        "cp4 full",
+        "pp2 cp2",
+        "cp2 sp2",
+    ],
 )
 def test_layouts_compute_the_same(ranks, reference, world, topology, options, config):
     strategy = Strategy(topology=topology, stage=1, options=options)

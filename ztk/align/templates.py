@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# What an expression of a template may raise beside jinja2's own errors.
+_OF_EXPRESSIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Message = Mapping[str, Any]
 
@@ -126,9 +128,10 @@ class ChatTemplate:
         return self._applied(messages, tokenize=False, add_generation_prompt=asks)
 
     def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
+        errors = (importlib.import_module("jinja2").TemplateError, *_OF_EXPRESSIONS)
         try:
             return self.inner.apply_chat_template(list(messages), **options)
-        except Exception as error:  # noqa: BLE001  # templates raise jinja2's own errors, and whatever their expressions raise
+        except errors as error:
             raise ValueError(f"the chat template of {self.folder} refuses the messages: {error}") from None
 
     def _tokens(self, text: str) -> list[int]:

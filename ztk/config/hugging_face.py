@@ -117,6 +117,12 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"topology.context={topology.context}: attention goes around a ring for ztk's own decoder only, not for model=hf; use "
             "topology.context=1"
         )
+    if topology.pipeline > 1:
+        from ztk.hf.causal import read_config  # here: it takes torch and transformers
+        from ztk.hf.stages import stages_fault
+
+        if (fault := stages_fault(read_config(str(folder)))) is not None:
+            yield fault
     if topology.tensor > 1 and topology.sequence_parallel:
         yield (
             "topology.sequence_parallel=true: models of transformers compute positions for full sequences; use "

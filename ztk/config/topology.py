@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from ztk.config.effects import ANSWERING, device_of
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, Packing, PipelineSchedule, TopologyConfig, ZeroEngine
-from ztk.policies.layout import context_faults, hpz_faults, recompute_faults
+from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.policies.layout import hpz_faults, recompute_faults
 from ztk.policies.pipeline import interleaved_faults, partition_faults
 
 RANKS_WITHOUT_GPU = 2
@@ -98,7 +98,6 @@ def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     cut = topology.pipeline * topology.tensor
     data = settled_ranks(config, machine=machine) // cut
     yield from hpz_faults(group, data_ranks=data, model_ranks=cut)
-    yield from context_faults(topology.context, recompute=config.recompute.mode)
     yield from recompute_faults(
         partition_inputs=config.recompute.partition_inputs, sequence_parallel=topology.sequence_parallel
     )
@@ -143,11 +142,6 @@ def _context_faults(config: Config) -> Iterator[str]:
         yield (
             f"topology.context={topology.context}: task={config.task.name} reads answers of several lengths, which are not padded for a ring; "
             "use topology.context=1 and topology.sequence"
-        )
-    if config.data.packing is Packing.documents:
-        yield (
-            f"data.packing=documents: attention that goes around a ring (topology.context={topology.context}) sees across documents; use "
-            "topology.sequence instead, or data.packing=concatenate"
         )
     unit = 2 * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
     if config.model.experts is not None and length % unit:

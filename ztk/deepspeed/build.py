@@ -7,6 +7,7 @@ from torch import nn
 
 from ztk.deepspeed import owners
 from ztk.deepspeed.averaging import set_averaging
+from ztk.deepspeed.buffers import cast_buffers
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.experts import expert_topology, give_layer_options
 from ztk.deepspeed.gradients import show_gradients
@@ -55,6 +56,7 @@ class Builder:
             logger.info("not in the optimizer, so held frozen: %s", shown)
         settings = self.settings
         settle_units(self.model, leaves=settings.leaves)
+        cast_buffers(self.model, dtype=settings.buffer_dtype, of_parameters=settings.precision.dtype)
         engine = parallelize(
             self.model,
             process=self._arranged(),

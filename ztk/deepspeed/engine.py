@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ztk.deepspeed import owners
 from ztk.deepspeed.averaging import set_averaging
+from ztk.deepspeed.buffers import naming_buffers
 from ztk.deepspeed.build import Builder
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.getters import Getters
@@ -85,7 +86,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._states.need(StateKind.lp_params, what="forward")
         if self.settings.casts_inputs:
             args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
-        with self._watcher.forward(), self.autocast():
+        with naming_buffers(self.module, dtype=self.settings.precision.dtype), self._watcher.forward(), self.autocast():
             output = self.engine(*args, **kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._announce()  # for scripts that call loss.backward() themselves
@@ -382,6 +383,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             return
         self._closed = True
         self._watcher.close()
+        if self.optimizer is not None:
+            self.optimizer.leave_client()
         is_full = self.engine.process.mesh.topology == Topology()  # ranks of one parameter are all ranks
         if self.settings.zero.shards_parameters and is_full and sys.exception() is None:
             self._builder.end(self.engine)

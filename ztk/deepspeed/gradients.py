@@ -3,7 +3,7 @@
 At stage 0 it is the averaged gradient without loss scale, from the backward to the step, made of the engine's buffer when somebody reads it:
 a script may clip it, change it in place or set it, and the step uses what it finds. An element that nobody changed keeps its bits in the
 buffer. Before the last micro-batch it is this rank's own sum so far. From stage 1 on a rank has a part of the gradients, and `p.grad` is
-None, as DeepSpeed's; the first read says what to use.
+None, as DeepSpeed's; the first read says what to use, and an assignment raises.
 """
 
 import functools
@@ -22,6 +22,10 @@ _HINT = (
     "p.grad is None: at ZeRO stages 1 to 3 gradients are sharded, so clip_grad_norm_ and changes of p.grad do nothing. Set gradient_clipping "
     "in the configuration; deepspeed.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value) read and change a gradient"
 )
+_REFUSED = (
+    "p.grad = a tensor: at ZeRO stages 1 to 3 gradients are sharded, so the step would not use it, and the next backward would add to it. Use "
+    "deepspeed.utils.safe_set_full_grad(p, value) after the backward, or stage 0"
+)
 _shown: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (what the script has, what the buffer held)
 _warned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # engines' first parameters
 
@@ -39,7 +43,11 @@ class _WithGradient:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self not in _shown and _show(self) is None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+        is_autograds = torch.Tensor.grad.__get__(self) is not None  # in a hook, before the engine takes it
+        if is_autograds or (self not in _shown and _show(self) is None):
+            if value is not None and not is_autograds and _is_sharded(self):
+                raise RuntimeError(_REFUSED)
             # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
             torch.Tensor.grad.__set__(self, value)
             return
@@ -69,9 +77,11 @@ def take_changes(engine: Engine) -> None:
         return
     for bucket in engine.zero.buckets:
         changed = False
-        for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+        for index, (parameter, placement) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
             if parameter in _shown and bucket.gradient.full is not None:
                 value, before = _shown.pop(parameter)
+                if value is None:  # for `skip_unused`
+                    bucket.gradient.used.discard(index)
                 place = bucket.gradient.full[placement.offset : placement.stop].view(placement.shape)
                 value = torch.zeros_like(before) if value is None else value.detach().to(before)
                 is_same = (value == before) | (value.isnan() & before.isnan())
@@ -105,6 +115,11 @@ def _show(parameter: nn.Parameter) -> Tensor | None:
     value = value.to(parameter.dtype)
     _shown[parameter] = value, value.clone()
     return value
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    owner = owner_of(parameter)
+    return owner is not None and owner.bucket.traits.trainable and owner.engine.zero.policy.stage > 0
 
 
 def local_gradient(owner: Owner) -> Tensor | None:

@@ -1,11 +1,13 @@
 """The second item that `initialize` returns: what a script sees of the sharded optimizer."""
 
+import copy
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ztk.checkpoint.full import is_cut
 from ztk.deepspeed.gradients import forget_gradients
@@ -16,11 +18,17 @@ from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
+from ztk.optim import TorchStep
+from ztk.optim.torch_step import Progress
 from ztk.zero.state.offload import StateKind
 
 _NEW_GROUP = (
     "a parameter group was added after initialize: the engine's buffers are laid out for the groups it was built of. Give all groups to "
     "initialize, and freeze what trains later by requires_grad_(False) after it; or destroy() the engine and initialize again"
+)
+_NOT_HERE = (
+    "{call} of the optimizer that was passed to initialize: its states are the engine's. Call it, on every rank, of the optimizer that "
+    "initialize returned (engine.optimizer), or use engine.save_checkpoint and load_checkpoint"
 )
 
 
@@ -46,6 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if trained.client is not None:
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
+        self._refusals = [] if trained.client is None else _refuse_states(trained.client)
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # what the device has
@@ -87,6 +96,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_built:
             raise ValueError(_NEW_GROUP)
         super().add_param_group(param_group)
+
+    def leave_client(self) -> None:
+        """The engine ends: the client's optimizer is its own again."""
+        while self._refusals:
+            self._refusals.pop().remove()
 
     def _mark_stepped(self) -> None:
         if self.optimizer is not self:
@@ -163,13 +177,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Master weights are not in it; `engine.save_checkpoint` saves everything, without making anything full.
         """
+        packed, step = self._packed(), self._engine.zero.optimizer
+        if isinstance(step, TorchStep):
+            return self._state_of_torch_step(step, packed=packed)
         steps, missed = self._engine.control.state[State.step].cpu(), self._engine.zero.missed_updates.counts
-        packed = self._packed()
         state = {
-            number: {
-                "step": steps - missed.get(owner.name, 0),
-                **{key: value.cpu() for key, value in self._states_of(owner, packed=packed).items()},
-            }
+            number: {"step": steps - missed.get(owner.name, 0), **self._states_of(owner, names=packed.names)}
             for number, owner in packed.owners.items()
         }
         return {"state": state if packed.names else {}, "param_groups": packed.groups}
@@ -183,20 +196,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given, state = state_dict["param_groups"], state_dict["state"]
         if [group["params"] for group in given] != [group["params"] for group in packed.groups]:
             raise ValueError("load_state_dict: the groups hold other parameters than this optimizer's; group alike")
-        if state and (set(state) != set(packed.owners) or any(set(packed.names) - set(own) for own in state.values())):
-            raise ValueError(f"load_state_dict: needs {', '.join(packed.names)} of every trained parameter")
-        for number, owner in packed.owners.items() if state else ():
-            for key in packed.names:
-                owner.engine.zero.named_state.write(owner.bucket, values={owner.name: state[number][key]}, kind=key)
-        if state:
-            steps = {number: float(own.get("step", 0.0)) for number, own in state.items()}
-            last = max(steps.values())
-            self._engine.control.state[State.step] = last
-            self._engine.zero.missed_updates.restore(
-                {packed.owners[number].name: int(last - own) for number, own in steps.items() if own < last}
-            )
+        step = self._engine.zero.optimizer
+        if isinstance(step, TorchStep):
+            self._load_into_torch_step(step, packed=packed, state=state, groups=given)
+        elif state:
+            self._load(packed, state=state)
         for group, saved in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _load(self, packed: "_Packed", *, state: dict) -> None:
+        if set(state) != set(packed.owners) or any(set(packed.names) - set(own) for own in state.values()):
+            raise ValueError(f"load_state_dict: needs {', '.join(packed.names)} of every trained parameter")
+        for number, owner in packed.owners.items():
+            self._write_states(owner, values={key: state[number][key] for key in packed.names})
+        steps = {number: float(own.get("step", 0.0)) for number, own in state.items()}
+        last = max(steps.values())
+        self._engine.control.state[State.step] = last
+        self._engine.zero.missed_updates.restore(
+            {packed.owners[number].name: int(last - own) for number, own in steps.items() if own < last}
+        )
+
+    def _state_of_torch_step(self, step: TorchStep, *, packed: "_Packed") -> dict:
+        """As of the class itself: what it keeps of every parameter that has made a step, and its groups."""
+        progress, group_values = self._gathered(step)
+        state = {}
+        for number, owner in packed.owners.items():
+            if (own := progress.get(owner.name)) is not None:
+                scalars = {
+                    key: value.cpu() if isinstance(value, Tensor) else value for key, value in own.scalars.items()
+                }
+                state[number] = {**copy.deepcopy(scalars), **self._states_of(owner, names=own.rows)}
+        groups = [{**group, **group_values.get(number, {})} for number, group in enumerate(packed.groups)]
+        return {"state": state, "param_groups": groups}
+
+    def _load_into_torch_step(self, step: TorchStep, *, packed: "_Packed", state: dict, groups: list[dict]) -> None:
+        if unknown := [number for number in state if number not in packed.owners]:
+            raise ValueError(
+                f"load_state_dict: has a state of parameter {unknown[0]}, which this optimizer does not train"
+            )
+        progress = {}
+        for number, own in state.items():
+            owner, rows = packed.owners[number], tuple(key for key in packed.names if key in own)
+            self._write_states(owner, values={key: own[key] for key in rows})
+            scalars = {key: value for key, value in own.items() if key not in rows}
+            progress[owner.name] = Progress(scalars=copy.deepcopy(scalars), rows=rows)
+        values = {
+            number: {key: group[key] for key in keys if key in group}
+            for number, (keys, group) in enumerate(zip(step.changing_values, groups, strict=True))
+        }
+        step.restore(progress, group_values=values, keep=frozenset())
+
+    def _gathered(self, step: TorchStep) -> tuple[dict[str, Progress], dict[int, dict]]:
+        """Of all ranks, the same on each: a rank has updated its own parameters alone. A collective call."""
+        self._engine.zero.finish_update()
+        progress: dict[str, Progress] = {}
+        values: dict[int, dict] = {}
+        for progress_of_rank, values_of_rank in self._engine.process.comm.gather_objects(
+            (step.progress(), step.group_values())
+        ):
+            progress, values = {**progress_of_rank, **progress}, {**values_of_rank, **values}
+        return progress, values
 
     def _packed(self) -> "_Packed":
         """Raises ValueError where ranks hold parts of the model."""
@@ -217,9 +276,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return _Packed(owners=owners, groups=groups, names=tuple(self._engine.zero.optimizer.state_names))
 
     @staticmethod
-    def _states_of(owner: Owner, *, packed: "_Packed") -> dict[str, Tensor]:
+    def _states_of(owner: Owner, *, names: Iterable[str]) -> dict[str, Tensor]:
         named = owner.engine.zero.named_state
-        return {key: named.read(owner.bucket, name=owner.name, kind=key) for key in packed.names}
+        found = {key: named.read(owner.bucket, name=owner.name, kind=key) for key in names}
+        return {key: value.cpu() for key, value in found.items() if value is not None}
+
+    @staticmethod
+    def _write_states(owner: Owner, *, values: dict[str, Tensor]) -> None:
+        for key, value in values.items():
+            owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=key)
 
     def groups_state(self) -> list[dict]:
         """The groups without their parameters, for a checkpoint."""
@@ -252,6 +317,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
         table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)
+
+
+def _refuse_states(client: torch.optim.Optimizer) -> list[RemovableHandle]:
+    """From now on `state_dict()` and `load_state_dict()` of `client` raise RuntimeError: it has no states, and nobody reads what is loaded."""
+
+    def saving(_: torch.optim.Optimizer) -> None:
+        raise RuntimeError(_NOT_HERE.format(call="state_dict()"))
+
+    def loading(_: torch.optim.Optimizer, __: dict) -> None:
+        raise RuntimeError(_NOT_HERE.format(call="load_state_dict()"))
+
+    return [client.register_state_dict_pre_hook(saving), client.register_load_state_dict_pre_hook(loading)]
 
 
 @contextmanager

@@ -132,18 +132,25 @@ TESTED = (
 )
 
 
-def _decoder_of(model: Any) -> nn.Module:
-    """The module whose children are the embedding and the list of layers."""
-    kind = model.config.model_type
-    if kind not in TESTED:
-        raise ValueError(
-            f"topology.pipeline: models of type {kind} are not cut into stages, only {', '.join(sorted(TESTED))}; use topology.pipeline=1"
+def stages_fault(config: Any) -> str | None:
+    """Why a model of this configuration of transformers is not cut into stages; None if it is."""
+    if config.model_type not in TESTED:
+        return (
+            f"topology.pipeline: models of type {config.model_type} are not cut into stages, only {', '.join(sorted(TESTED))}; use "
+            "topology.pipeline=1"
         )
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError(
+    if getattr(config, "output_router_logits", False):
+        return (
             "topology.pipeline: the router's loss needs the logits of all layers, which lie on several stages; set output_router_logits to "
             "false in config.json, or use topology.pipeline=1"
         )
+    return None
+
+
+def _decoder_of(model: Any) -> nn.Module:
+    """The module whose children are the embedding and the list of layers."""
+    if (fault := stages_fault(model.config)) is not None:
+        raise ValueError(fault)
     tokens = model.get_input_embeddings()
     return next(module for module in model.modules() if any(child is tokens for child in module.children()))
 

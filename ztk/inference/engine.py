@@ -123,7 +123,19 @@ class Generator:
             ValueError: an empty sequence, a token outside the vocabulary, or more tokens than the model takes.
             FloatingPointError: logits that are not finite.
         """
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
+        return [_values(scores) for scores in self._scored(sequences, top=0)]
+
+    def score_tokens(self, sequences: list[list[int]]) -> list[list[PromptLogprob]]:
+        """As `score`, with the likeliest token of every position: [len - 1] for each sequence.
+
+        Raises:
+            ValueError: as `score` does.
+            FloatingPointError: logits that are not finite.
+        """
+        return self._scored(sequences, top=1)
+
+    def _scored(self, sequences: list[list[int]], *, top: int) -> list[list[PromptLogprob]]:
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True, logprobs=top)
         for sequence in sequences:
             self._check(sequence, limit=0)
         computed = [self._enqueue(sequence, sampling=sampling, limit=0)[0] for sequence in sequences]
@@ -131,7 +143,7 @@ class Generator:
         for number, sequence in enumerate(computed):
             if sequence.error is not None:
                 raise FloatingPointError(f"sequence {number}: {sequence.error}")
-        return [_values(sequence.prompt_logprobs) for sequence in computed]
+        return [sequence.prompt_logprobs for sequence in computed]
 
     def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
         """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""

@@ -24,7 +24,7 @@ from ztk.kernels import sgd as _sgd
 from ztk.kernels import step_control as _step_control
 from ztk.kernels import sum_of_squares as _sum_of_squares
 from ztk.kernels import swiglu as _swiglu
-from ztk.kernels._attention_blocks import Pair, attention_block, attention_block_backward
+from ztk.kernels._attention_blocks import PackedPair, Pair, Part, attention_block, attention_block_backward
 from ztk.kernels._control import (
     CONTROL_COLUMNS,
     HYPER_COLUMNS,
@@ -102,7 +102,9 @@ __all__ = [
     "KernelTime",
     "KernelTimes",
     "OpSpec",
+    "PackedPair",
     "Pair",
+    "Part",
     "Routing",
     "Setting",
     "Slots",

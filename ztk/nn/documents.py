@@ -1,6 +1,6 @@
 """Documents that share a sequence and do not see each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ class Documents:
     does to tensors of a batch, it does not do to these.
 
     positions: int64 [B, T], the place of each token in its document. cu_seqlens: int32 [documents + 1] over the B T tokens, as
-    `ztk.kernels.attention_varlen` takes them. longest: tokens of the longest document.
+    `ztk.kernels.attention_varlen` takes them. longest: tokens of the longest document. starts: of each sequence the places where its
+    documents begin, on the host.
     """
 
     positions: Tensor
     cu_seqlens: Tensor
     longest: int
+    starts: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def at(positions: Tensor) -> "Documents":
@@ -25,7 +27,10 @@ class Documents:
         starts = torch.nonzero(positions.flatten() == 0).flatten()
         cu_seqlens = torch.cat([starts, starts.new_tensor([positions.numel()])])
         return Documents(
-            positions=positions, cu_seqlens=cu_seqlens.to(torch.int32), longest=int(cu_seqlens.diff().max())
+            positions=positions,
+            cu_seqlens=cu_seqlens.to(torch.int32),
+            longest=int(cu_seqlens.diff().max()),
+            starts=tuple(tuple(torch.nonzero(row == 0).flatten().tolist()) for row in positions),
         )
 
     def to(self, device: torch.device) -> "Documents":
@@ -34,4 +39,4 @@ class Documents:
             return self
         moved = (x.pin_memory().to(device, non_blocking=True) for x in (self.positions, self.cu_seqlens))
         positions, cu_seqlens = moved
-        return Documents(positions=positions, cu_seqlens=cu_seqlens, longest=self.longest)
+        return replace(self, positions=positions, cu_seqlens=cu_seqlens)

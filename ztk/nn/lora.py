@@ -112,11 +112,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def targets_of(model: nn.Module, *, targets: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Name -> linear layer. Raises ValueError for a target that names none."""
+    """Name -> linear layer. Raises ValueError for a target that names none, and for a model without any in a list of layers."""
     linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     if targets == (ALL,):
         lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        return {name: module for name, module in linear.items() if any(name.startswith(within) for within in lists)}
+        found = {name: module for name, module in linear.items() if any(name.startswith(within) for within in lists)}
+        if not found:
+            raise ValueError(
+                f"lora.targets={ALL}: {type(model).__name__} has no linear layer in a list of layers; name layers, or use lora=none"
+            )
+        return found
     for target in targets:
         if not any(_ends(name, end=target) for name in linear):
             leaves = sorted({name.rpartition(".")[2] for name in linear})
@@ -204,8 +209,8 @@ def _ends(name: str, *, end: str) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A linear layer of torch, or the Conv1D of transformers' GPT-2."""
-    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    """A linear layer of torch or a class of its kind (Falcon's multiplies by itself), or the Conv1D of transformers' GPT-2."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int, bool]:

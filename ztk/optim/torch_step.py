@@ -119,6 +119,11 @@ class TorchStep:
 
     # For checkpoints
 
+    @property
+    def changing_values(self) -> tuple[frozenset[str], ...]:
+        """Per parameter group, the names of its values that a step changes."""
+        return self._kept.group_values
+
     def progress(self) -> dict[str, Progress]:
         """By parameter, of those that this rank has updated. After the last update has ended."""
         return self._before | self._after

@@ -24,7 +24,6 @@ from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
 from ztk.policies.compact import compact_faults, master_of
 from ztk.policies.ema import EmaPolicy
-from ztk.policies.layout import context_faults
 from ztk.policies.optimizer import TORCH
 from ztk.policies.ranges import refuse
 from ztk.policies.tier import Tier
@@ -225,11 +224,7 @@ def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
 
 
 def apply_sequence(plan: Plan) -> None:
-    """Gives each rank of the context and sequence axes a part of every sequence.
-
-    Raises ValueError for selective recomputation of attention that goes around a ring.
-    """
-    refuse(context_faults(plan.mesh.topology.context, recompute=plan.recompute.mode))
+    """Gives each rank of the context and sequence axes a part of every sequence."""
     if plan.mesh.topology.sequence_ranks > 1:
         cut_sequences(plan.model, mesh=plan.mesh, tokens_cut_along_tp=plan.tensor.sequence_parallel)
 

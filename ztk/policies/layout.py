@@ -7,7 +7,6 @@ of the configuration with the same fields.
 from collections.abc import Iterator
 
 from ztk.policies.offload import OffloadChoices
-from ztk.policies.recompute import RecomputeMode
 from ztk.policies.tier import Tier
 from ztk.policies.zero import ZeroChoices
 
@@ -27,15 +26,6 @@ def recompute_faults(*, partition_inputs: bool | None, sequence_parallel: bool |
         yield (
             "recompute.partition_inputs=true needs blocks whose input is the same on all tensor-parallel ranks; with "
             "topology.sequence_parallel=true each rank has its own part already: leave partition_inputs out"
-        )
-
-
-def context_faults(context: int, *, recompute: RecomputeMode) -> Iterator[str]:
-    """context: `topology.context`, ranks. What selective recomputation keeps of attention around a ring grows with the ranks."""
-    if context > 1 and recompute is RecomputeMode.selective:
-        yield (
-            f"recompute=selective keeps the result of attention to every block of keys, {context} times a layer's output with "
-            f"topology.context={context}: use recompute=full, or recompute=none"
         )
 
 

@@ -3,7 +3,8 @@
 python -m ztk.report compare FOLDER [FOLDER ...] [--baseline WORDS] [--metrics NAME,..] [--format markdown|latex|csv]: arms of
 experiments beside a baseline.
 
-python -m ztk.report html FOLDER [--to FILE]: one HTML file with tables and plots of the runs.
+python -m ztk.report html FOLDER [--to FILE] [--live [SECONDS]]: one HTML file with tables and plots of the runs, which follows them
+with --live.
 """
 
 import argparse
@@ -52,16 +53,29 @@ def _compare(words: list[str]) -> int:
 
 
 def _html(words: list[str]) -> int:
-    from ztk.report.html.page import NAME, write_report
+    from ztk.report.html.live import SECONDS, follow
+    from ztk.report.html.page import NAME, choose_target, write_report
 
     parser = argparse.ArgumentParser(
         prog="python -m ztk.report html", description="One HTML file about runs; it loads nothing from the network."
     )
     parser.add_argument("folder", metavar="FOLDER", help="a run, a sweep, or a folder of runs")
     parser.add_argument("--to", metavar="FILE", help=f"the file to write (default: {NAME} in the folder)")
+    parser.add_argument(
+        "--live",
+        type=float,
+        nargs="?",
+        const=SECONDS,
+        metavar="SECONDS",
+        help=f"follow runs that go on: write the file again as they change, at most every SECONDS (default: {SECONDS:g})",
+    )
     given = parser.parse_args(words)
     try:
-        written = write_report(given.folder, to=given.to)
+        if given.live is None:
+            written = write_report(given.folder, to=given.to)
+        else:
+            print(f"follows {given.folder}; open {choose_target(given.folder, to=given.to)}", flush=True)
+            written = follow(given.folder, to=given.to, seconds=given.live)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -29,7 +29,7 @@ def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = Fal
 
     Raises:
         ValueError: for a model other than the native decoder, and for heads that the ranks do not divide; when the model is called, for
-            sequences that they do not divide, documents around a ring, and experts with padding.
+            sequences that they do not divide, and experts with padding.
     """
     if not isinstance(model, Decoder):
         raise ValueError(
@@ -103,14 +103,14 @@ class Parts:
         return tokens.chunk(self.heads.size, dim=1)[self.heads.rank]
 
     def positions(self, length: int, *, device: torch.device) -> Tensor | slice:
-        """The places of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice; padding has the last one of the tables at
-        most."""
+        """The places of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice; padding has the last one, of the
+        sequence or of the tables."""
         if self.context.size == 1:
             start = self.heads.rank * length // self.heads.size
             return slice(start, start + length // self.heads.size)
         with torch.device("cpu"):
             places = torch.arange(self.padded(length))[None]
-            own = self.own(places, fill=0)[0].clamp_(max=self.last_position)
+            own = self.own(places, fill=0)[0].clamp_(max=min(length - 1, self.last_position))
         return own.to(device)
 
 
@@ -123,12 +123,9 @@ class _Layers:
         self._positions: dict[tuple[int, torch.device], Tensor | slice] = {}
 
     def begin(self, *, length: int, is_cut: bool, documents: Documents | None) -> None:
-        """Tells them. length: of full sequences. Raises ValueError for sequences that cannot be cut."""
-        if is_cut and documents is not None and self.parts.context.size > 1:
-            raise ValueError(
-                f"data.packing=documents: attention that goes around a ring (topology.context={self.parts.context.size}) sees across "
-                "documents; use topology.sequence instead, or data.packing=concatenate"
-            )
+        """Tells them. length: of full sequences, on a stage without tokens with their padding. Raises ValueError for sequences that cannot
+        be cut."""
+        length = length if documents is None else documents.positions.shape[1]
         for core in self._cores:
             core.active = is_cut
         # The device of a buffer: to ask a parameter for its device would gather it at stage 3.
@@ -139,7 +136,7 @@ class _Layers:
     def _at(self, length: int, *, device: torch.device) -> Tensor | slice:
         key = length, device
         if key not in self._positions:
-            self._positions[key] = self.parts.positions(self.parts.padded(length), device=device)
+            self._positions[key] = self.parts.positions(length, device=device)
         return self._positions[key]
 
 

@@ -23,8 +23,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ztk.kernels import Pair, attention_block, attention_block_backward
+from ztk.kernels import PackedPair, Pair, attention_block, attention_block_backward
+from ztk.nn import Documents
 from ztk.runtime import Comm
+from ztk.runtime.dispatch_modes import without_dispatch_modes
+from ztk.sequence.pairs import Chunks
 
 CHUNKS = 2  # of a rank, see [Note: Zigzag]
 
@@ -40,12 +43,12 @@ class RingAttention(nn.Module):
         self.core, self.active = core, False
         self._comm, self._name = comm, name
 
-    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        """options: of the core, None where sequences are cut."""
+    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        """documents: of the full sequences."""
         if not self.active:
-            return self.core(query, key=key, value=value, **options)
-        assert all(option is None for option in options.values()), "refused before"
-        return ring_attention(query, key=key, value=value, comm=self._comm, label=self._name)
+            return self.core(query, key=key, value=value, documents=documents)
+        given = {"comm": self._comm, "label": self._name, "documents": documents}
+        return ring_attention(query, key=key, value=value, **given)
 
 
 def ring_attention(
@@ -57,53 +60,62 @@ def ring_attention(
     label: str,
     window: int = 0,
     scale: float | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Causal attention over sequences of which every rank has two chunks, with gradients.
 
     query [B, T / N, H, D], key and value [B, T / N, K, D], of the same dtype; returns [B, T / N, H, D]. window w > 0 lets a token see itself
-    and the w - 1 before it. scale: of the scores; None: D ** -0.5. A collective call in the forward and in the backward.
+    and the w - 1 before it. scale: of the scores; None: D ** -0.5. documents: of the full sequences; a token sees its own document alone, and
+    tokens behind the sequences' end see each other. A collective call in the forward and in the backward.
 
     Raises:
-        ValueError: T / N is odd: a rank has two chunks of one length. Pad the end of the sequence, which no token before it sees.
+        ValueError: T / N is odd: a rank has two chunks of one length. Pad the end of the sequence, which no token before it sees. Or a
+            window over documents.
     """
     if query.shape[1] % CHUNKS:
         raise ValueError(
             f"ring attention: {query.shape[1]} tokens on a rank are not two chunks of one length: pad the sequence"
         )
+    if window and documents is not None:
+        raise ValueError(f"ring attention: window={window} has no implementation for packed documents: use one of them")
+    chunks = Chunks(
+        length=query.shape[1] // CHUNKS, window=window, starts=_starts(documents, tokens=query.shape[1] * comm.size)
+    )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = query.dtype
     if query.device.type == "cpu" and dtype != torch.float32:  # as in `ztk.nn.attention`
         query, key, value = query.float(), key.float(), value.float()
-    return _Ring.apply(query, key, value, comm, label, window, scale).to(dtype)
+    return _Ring.apply(query, key, value, comm, label, chunks, scale).to(dtype)
 
 
 class _Ring(torch.autograd.Function):
     """Inside, tensors are [2, B c, heads, D]: a rank's two chunks of c tokens, each of all B sequences, dense."""
 
     @staticmethod
-    def forward(ctx, query, key, value, comm, label, window, scale):  # noqa: PLR0917 - as torch calls it
-        B, length = query.shape[0], query.shape[1] // CHUNKS
+    @without_dispatch_modes  # selective recomputation would keep the result of every block, N times a layer's output
+    def forward(ctx, query, key, value, comm, label, chunks, scale):  # noqa: PLR0917 - as torch calls it
+        B = query.shape[0]
         q, own = _chunks(query), torch.stack([_chunks(key), _chunks(value)])
         out, lse = [None, None], [None, None]
         for hop, block in _blocks(own, comm=comm, label=label):
-            for mine, theirs, pair in _pairs(comm, hop=hop, length=length, window=window):
+            for mine, theirs, pair in _pairs(comm, hop=hop, chunks=chunks, device=q.device):
                 part = attention_block(q[mine], block[0, theirs], block[1, theirs], pair=pair, scale=scale)
                 out[mine], lse[mine] = _merged(out[mine], lse[mine], part=part)
         joined, sums = torch.stack(out).to(query.dtype), torch.stack(lse)
         ctx.save_for_backward(q, own, joined, sums)
-        ctx.options = comm, label, window, scale, B
+        ctx.options = comm, label, chunks, scale, B
         return _joined(joined, batch=B)
 
     @staticmethod
     def backward(ctx, d_out):
         q, own, out, lse = ctx.saved_tensors
-        comm, label, window, scale, B = ctx.options
+        comm, label, chunks, scale, B = ctx.options
         d_o, d_q = _chunks(d_out), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         d_own = torch.zeros(own.shape, dtype=torch.float32, device=q.device)
         arriving = None  # what the ranks before this one have added up for the block of this hop
         for hop, block in _blocks(own, comm=comm, label=f"{label} again"):
             d_block = torch.zeros_like(d_own) if hop else d_own
-            for mine, theirs, pair in _pairs(comm, hop=hop, length=q.shape[1] // B, window=window):
+            for mine, theirs, pair in _pairs(comm, hop=hop, chunks=chunks, device=q.device):
                 parts = attention_block_backward(
                     d_o[mine],
                     q[mine],
@@ -153,17 +165,25 @@ def _passed_on(d_block: Tensor, *, arriving: _Passed | None, comm: Comm, label: 
     return _Passed(total, comm=comm, label=label)
 
 
-def _pairs(comm: Comm, *, hop: int, length: int, window: int) -> Iterator[tuple[int, int, Pair]]:
+def _pairs(
+    comm: Comm, *, hop: int, chunks: Chunks, device: torch.device
+) -> Iterator[tuple[int, int, Pair | PackedPair]]:
     """(own chunk, the block's chunk, how they lie) of the pairs that see each other; a query's own chunk first."""
     source = (comm.rank - hop) % comm.size
     queries = (comm.rank, 2 * comm.size - 1 - comm.rank)
     keys = (source, 2 * comm.size - 1 - source)
     for mine, query in enumerate(queries):
         for theirs, key in sorted(enumerate(keys), key=lambda item: item[1] != query):
-            if key <= query:
-                pair = Pair(length=length, distance=(query - key) * length, window=window)
-                if not pair.is_empty:
-                    yield mine, theirs, pair
+            if (pair := chunks.pair(query=query, key=key, device=device)) is not None:
+                yield mine, theirs, pair
+
+
+def _starts(documents: Documents | None, *, tokens: int) -> tuple[tuple[int, ...], ...] | None:
+    """Where documents begin in sequences of `tokens` tokens; what pads a sequence's end is a document of its own."""
+    if documents is None:
+        return None
+    length = documents.positions.shape[1]
+    return tuple((*starts, length) if tokens > length else starts for starts in documents.starts)
 
 
 def _merged(out: Tensor | None, lse: Tensor | None, *, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

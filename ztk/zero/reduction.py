@@ -19,6 +19,7 @@ from ztk.zero.gathering import Gathering
 from ztk.zero.gradient import gradient_of, set_gradient
 from ztk.zero.shards import ReducedShards
 from ztk.zero.units import ROOT
+from ztk.zero.watched import TAKES_GRADIENT
 
 MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one is sent while the next one fills
 
@@ -86,9 +87,7 @@ class GradientReduction:
         self._in_flight: deque[_Reduction] = deque()
         self._resident = self._allocate_resident(context.ledger)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(
-                functools.partial(_on_gradient, reduction=weakref.ref(self), bucket=number, index=index)
-            )
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket=number, index=index))
             for number, bucket in enumerate(buckets)
             for index, parameter in enumerate(bucket.parameters)
         ]
@@ -130,7 +129,8 @@ class GradientReduction:
         if any(bucket.gradient.is_final for bucket in self._plan):
             raise RuntimeError(
                 "a second backward after this step's gradients were reduced: call engine.step() first, or run all but "
-                "the last backward of the step under engine.no_sync()"
+                "the last backward of the step under engine.no_sync(); to drop the gradients call engine.discard_gradients() "
+                "(engine.zero_grad() of a DeepSpeed engine)"
             )
         self._current, self._num_launched = backward, 0
         for bucket in self._plan:
@@ -315,6 +315,12 @@ class GradientReduction:
         """The step is over; the next gradients start anew."""
         for bucket in self._order:
             bucket.gradient.finish_step()
+
+
+def _hook(reduction: "weakref.ref[GradientReduction]", *, bucket: int, index: int) -> Callable[[Tensor], None]:
+    hook = functools.partial(_on_gradient, reduction=reduction, bucket=bucket, index=index)
+    setattr(hook, TAKES_GRADIENT, True)
+    return hook
 
 
 def _on_gradient(parameter: Tensor, *, reduction: "weakref.ref[GradientReduction]", bucket: int, index: int) -> None:

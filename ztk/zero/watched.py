@@ -1,11 +1,22 @@
-"""The class of an engine's parameters: it notes that a script took hold of `.data`, through which writes leave no other trace."""
+"""The class of an engine's parameters.
+
+It notes that a script took hold of `.data`, through which writes leave no other trace, and lets hooks of a script that are registered on a
+parameter run before the engine's, which takes the gradient away.
+"""
 
 import functools
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.zero.released import change_class
+
+TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
+_in_hand: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
 
 
 class _Watched:
@@ -18,12 +29,24 @@ class _Watched:
     def data(self) -> Tensor:
         self._data_was_read = True
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
-        return torch.Tensor.data.__get__(self)
+        value = torch.Tensor.data.__get__(self)
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        _in_hand[self] = [*_alive(self), weakref.ref(value)]
+        return value
 
     @data.setter
     def data(self, value: Tensor) -> None:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         torch.Tensor.data.__set__(self, value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> RemovableHandle:
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        handle = Tensor.register_post_accumulate_grad_hook(self, hook)
+        # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
+        hooks = self._post_accumulate_grad_hooks
+        for key in [key for key, other in hooks.items() if hasattr(other, TAKES_GRADIENT)]:
+            hooks[key] = hooks.pop(key)  # autograd reads the dict beneath, which move_to_end leaves as it is
+        return handle
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -33,8 +56,28 @@ def watch(parameter: nn.Parameter) -> None:
 
 
 def take_data_mark(parameter: nn.Parameter) -> bool:
-    """Whether `.data` was read since the last call."""
-    return parameter.__dict__.pop("_data_was_read", False)
+    """Whether `.data` was read since the last call, or a script still has what it returned, or a view of that: it may have written there."""
+    was_read = parameter.__dict__.pop("_data_was_read", False)
+    if was_read and _alive(parameter):
+        parameter.__dict__["_data_was_read"] = True
+    return was_read
+
+
+def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
+    """What `.data` returned and a script still has keeps its values when `memory` [n], which it shows, gets others: as where `p.data = x` gives
+    a parameter other memory and leaves the old one alone. False if there are views of it, which cannot follow."""
+    for reference in _alive(parameter):
+        kept = reference()
+        if kept is not None and kept.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+            if kept._use_count() > 1:
+                return False
+            kept.data = kept.clone()
+    return True
+
+
+def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
+    """The references of `parameter` whose tensors exist. A view keeps its base, so that of `p.data.view(-1)` is among them."""
+    return [reference for reference in _in_hand.get(parameter, ()) if reference() is not None]
 
 
 @functools.cache

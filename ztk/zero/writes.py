@@ -20,7 +20,7 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.layout import Placement
 from ztk.zero.piece_states import PieceStates
 from ztk.zero.released import restore
-from ztk.zero.watched import take_data_mark
+from ztk.zero.watched import part_from, take_data_mark
 
 
 class ParameterWrites:
@@ -38,6 +38,8 @@ class ParameterWrites:
             for key, parameter in module._parameters.items()
             if parameter in names
         ]
+        self._model, self._tree = model, _tree(model)
+        self._known = {id(parameter): parameter for parameter in model.parameters()}
         self._trained = [
             (parameter, bucket.traits.trainable, placement.name) for bucket, parameter, placement in _places(buckets)
         ]
@@ -47,10 +49,12 @@ class ParameterWrites:
         """Makes what was written count: other memory becomes the bucket's again, and master weights follow.
 
         Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one, and RuntimeError for one that
-        another object has replaced in the model.
+        another object has replaced in the model, for one of a module that was put into the model since, and for one that got other memory while
+        a script has a view of the old one.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             self._check_replaced()
+            self._check_modules()
             for bucket in self._buckets:
                 if bucket.full is not None and not bucket.traits.shards_parameters and bucket.residency.is_shown:
                     changed = dict(self._changed(bucket))
@@ -97,6 +101,19 @@ class ParameterWrites:
                     "and initialize again"
                 )
 
+    def _check_modules(self) -> None:
+        """Modules may leave the model, but what comes in is not trained."""
+        if all(_children(module) == children for module, children in self._tree):
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"parameter {name} came into the model after the engine was built, which does not train it: put it in before "
+                    "initialize, or destroy() the engine and initialize again; freeze it by requires_grad_(False) if it "
+                    "is not to be trained"
+                )
+        self._tree = _tree(self._model)
+
     def frozen_names(self) -> frozenset[str]:
         """Trained parameters for which requires_grad_(False) was called: a step leaves them and their states alone."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -134,6 +151,11 @@ class ParameterWrites:
                     "modules, before initialize (a.weight = b.weight)"
                 )
         own = bucket.full[place.offset : place.stop].view(place.shape)
+        if not part_from(parameter, memory=own):
+            raise RuntimeError(
+                f"parameter {place.name}: got other memory (p.data = x) while a script has a view of the old one (as p.data.view(-1)), which "
+                "would show the new values: keep a clone(), or write by p.data.copy_(x)"
+            )
         own.copy_(value)
         restore(parameter, value=own)
 
@@ -144,6 +166,15 @@ class ParameterWrites:
             if places and self._states.follows(piece):
                 self._finish_update()
                 self._states.follow(bucket, piece=piece, places=places.values())
+
+
+def _tree(model: nn.Module) -> list[tuple[nn.Module, tuple]]:
+    return [(module, _children(module)) for module in model.modules()]
+
+
+def _children(module: nn.Module) -> tuple:
+    """Its modules, and the number of its parameters: `_check_replaced` looks at each."""
+    return (*module._modules.values(), len(module._parameters))
 
 
 def _places(buckets: list[Bucket]) -> Iterator[tuple]:

@@ -17,6 +17,7 @@ from ztk.deepspeed.config.keys import (
     whole_number,
 )
 from ztk.precision import LossScalePolicy, PrecisionPolicy
+from ztk.precision.policy import DTYPES
 
 _WORDS = {
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
@@ -62,7 +63,7 @@ AUTOCAST = {
 DATA_TYPES = {
     "grad_accum_dtype": takes(dtype_word),
     "param_dtype": fixed(None, why="not offered: switch bf16 or fp16 on instead"),
-    "buffer_dtype": fixed(None, why="not offered: buffers keep the dtype the model gave them"),
+    "buffer_dtype": takes(optional(dtype_word)),
     "keep_in_fp32_modules": fixed("auto", None, why="not offered: a model has one dtype, master weights are fp32"),
 }
 
@@ -90,6 +91,8 @@ class Precision:
         self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self._is_scaled else 0.0
         self.casts_inputs = self.fp16 and fp16.get("auto_cast", True)
         self.grad_accum_dtype = types.get("grad_accum_dtype")
+        word = types.get("buffer_dtype")
+        self.buffer_dtype = None if word is None else DTYPES[_WORDS[word]]
         if self.fp16 and self.bf16:
             findings.faults.append("fp16.enabled and bf16.enabled: a model has one dtype; switch one of them off")
         if self._is_scaled and stage == 0:

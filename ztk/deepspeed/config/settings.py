@@ -36,7 +36,8 @@ class Settings:
 
     optimizer, schedule, activation_checkpointing, hybrid: None if the configuration has no such section.
     managed_accumulation: micro-batches are counted; otherwise every `step()` steps. autocast: the dtype of torch.autocast around the forward.
-    static_loss_scale: 0 for dynamic. notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
+    buffer_dtype: of floating-point buffers; None: as the model gave them. static_loss_scale: 0 for dynamic.
+    notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
     """
 
     given: dict = field(repr=False)
@@ -46,6 +47,7 @@ class Settings:
     autocast: torch.dtype | None
     precision: PrecisionPolicy
     grad_accum_dtype: str | None
+    buffer_dtype: torch.dtype | None
     static_loss_scale: float
     casts_inputs: bool
     zero: ZeroPolicy
@@ -119,6 +121,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         autocast=precision.autocast,
         precision=precision.policy,
         grad_accum_dtype=precision.grad_accum_dtype,
+        buffer_dtype=precision.buffer_dtype,
         static_loss_scale=precision.static_loss_scale,
         casts_inputs=precision.casts_inputs,
         zero=zero.policy,

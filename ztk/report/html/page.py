@@ -13,7 +13,7 @@ from typing import Any
 from ztk.report.html.data import collect
 
 NAME = "report.html"
-_SCRIPTS = ("state.js", "table.js", "charts.js", "parallel.js", "details.js")
+_SCRIPTS = ("state.js", "table.js", "charts.js", "parallel.js", "details.js", "live.js")
 
 
 def write_report(folder: str | os.PathLike, *, to: str | os.PathLike | None = None) -> Path:
@@ -25,14 +25,24 @@ def write_report(folder: str | os.PathLike, *, to: str | os.PathLike | None = No
     Raises:
         ValueError: there is no run; plotly is missing; the folder of `to` does not exist.
     """
+    target = choose_target(folder, to=to)
+    write_page(render(collect(folder), plotly=plotly_script()), to=target)
+    return target
+
+
+def choose_target(folder: str | os.PathLike, *, to: str | os.PathLike | None) -> Path:
+    """The file of a report of `folder`. Raises ValueError if the folder of `to` does not exist."""
     target = Path(folder, NAME) if to is None else Path(to)
     if not target.absolute().parent.is_dir():
         raise ValueError(f"--to={target}: the folder {target.parent} does not exist; make it, or choose another --to")
-    text = render(collect(folder), plotly=plotly_script())
-    staging = target.with_name(f".{target.name}.{os.getpid()}")
-    staging.write_text(text, encoding="utf-8")
-    os.replace(staging, target)
     return target
+
+
+def write_page(text: str, *, to: Path) -> None:
+    """Replaces the file: a reader sees the old page or the new one."""
+    staging = to.with_name(f".{to.name}.{os.getpid()}")
+    staging.write_text(text, encoding="utf-8")
+    os.replace(staging, to)
 
 
 def plotly_script() -> str:
@@ -49,7 +59,8 @@ def plotly_script() -> str:
 
 
 def render(data: dict[str, Any], *, plotly: str) -> str:
-    """The page as text. data: of `ztk.report.html.data.collect`; plotly: javascript that defines `Plotly`.
+    """The page as text. data: of `ztk.report.html.data.collect`, with `live` (seconds, written) for a page that loads itself again;
+    plotly: javascript that defines `Plotly`.
 
     Raises:
         ValueError: a script would end its element.

@@ -1,0 +1,137 @@
+"""Attention around a ring under torch's profiler: what is computed while keys and values are exchanged, drawn as lanes.
+
+    python scripts/trace_ring.py --to FOLDER                              2 and 4 ranks, a forward and a backward, seconds
+    python scripts/trace_ring.py --to FOLDER --ranks 4 --tokens 8192
+
+Per rank two lanes: blocks of attention on the training thread, and exchanges on the communication thread, which begin when they are
+taken up and end when this rank has sent and received. The share is the time of exchanges during which the rank computes, over all of their
+time. Writes FOLDER/ring-cpN.json, torch's trace of rank 0 for a browser, and FOLDER/ring-cpN.svg. Bytes are counted and held to the formula
+of `ztk.sequence.ring`; exit code 1 if they are others. On a machine with fewer cores than ranks the ranks also wait for each other.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import matplotlib.pyplot as plt
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.ranks import RankPool
+from ztk.runtime import Process, Topology
+from ztk.sequence import ring
+
+HEADS, KEY_HEADS, HEAD_DIM = 8, 4, 64
+COMPUTE, EXCHANGE = "compute", "exchange"
+COLOURS = {COMPUTE: "tab:blue", EXCHANGE: "tab:orange"}
+Intervals = list[tuple[float, float]]  # milliseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes:
+    """Of one rank. elements: sent around the ring in a forward and a backward."""
+
+    spans: dict[str, Intervals]
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """Of the exchanges' time, the part in which the rank computes."""
+        total = sum(stop - start for start, stop in self.spans[EXCHANGE])
+        hidden = sum(
+            max(0.0, min(stop, other) - max(start, begin))
+            for start, stop in self.spans[EXCHANGE]
+            for begin, other in self.spans[COMPUTE]
+        )
+        return hidden / total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, required=True, help="folder for traces and pictures")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tokens", type=int, default=4096, help="of the full sequence, a multiple of twice the ranks")
+    options = parser.parse_args()
+    options.to.mkdir(parents=True, exist_ok=True)
+    faults = 0
+    print("| ranks | overlapped, by rank | elements sent per rank | formula |\n| --- | --- | --- | --- |")
+    for world in options.ranks:
+        pool = RankPool(world)
+        try:
+            lanes = pool.run(traced, tokens=options.tokens, trace=str(options.to / f"ring-cp{world}.json"))
+        finally:
+            pool.close()
+        draw(lanes, path=options.to / f"ring-cp{world}.svg")
+        formula = 6 * (world - 1) * options.tokens // world * KEY_HEADS * HEAD_DIM
+        faults += any(each.elements != formula for each in lanes)
+        shares = ", ".join(f"{each.share:.0%}" for each in lanes)
+        print(f"| {world} | {shares} | {lanes[0].elements:,} | {formula:,} |", flush=True)
+    return 1 if faults else 0
+
+
+def traced(process: Process, *, tokens: int, trace: str) -> Lanes:
+    """On a rank: one forward and backward under the profiler, behind one that warms up."""
+    comm = process.arrange(Topology(context=process.world_size)).mesh.comm("cp")
+    shapes = [(1, tokens // comm.size, heads, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    query, key, value = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_() for shape in shapes
+    )
+
+    def run() -> None:
+        ring.ring_attention(query, key=key, value=value, comm=comm, label="trace").sum().backward()
+
+    with ExitStack() as stack:
+        for name in ("attention_block", "attention_block_backward"):
+            stack.enter_context(mock.patch.object(ring, name, _recorded(COMPUTE, getattr(ring, name))))
+        transport = comm._transport  # the exchange itself, on the thread that makes it
+        exchange = _recorded(EXCHANGE, transport.all_to_all_uneven)
+        stack.enter_context(mock.patch.object(transport, "all_to_all_uneven", exchange))
+        run()
+        comm.counters.reset()
+        comm.barrier()
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as found:
+            run()
+    if comm.rank == 0:
+        found.export_chrome_trace(trace)
+    spans: dict[str, Intervals] = {COMPUTE: [], EXCHANGE: []}
+    for event in found.events() or ():
+        if event.name in spans:
+            spans[event.name].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
+    return Lanes(spans=spans, elements=comm.counters.elements["ring"])
+
+
+def _recorded(name: str, function: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def draw(lanes: Sequence[Lanes], *, path: Path) -> None:
+    """Two lanes per rank; time from the first of all spans on."""
+    figure, axes = plt.subplots(figsize=(10, 0.7 * len(lanes) + 1))
+    for rank, each in enumerate(lanes):
+        first = min(start for spans in each.spans.values() for start, _ in spans)
+        for lane, (name, spans) in enumerate(each.spans.items()):
+            bars = [(start - first, stop - start) for start, stop in spans]
+            place = rank + 0.4 * lane
+            axes.broken_barh(bars, (place, 0.36), color=COLOURS[name], edgecolor="white", label=None if rank else name)
+    axes.set_yticks([rank + 0.38 for rank in range(len(lanes))], [f"rank {rank}" for rank in range(len(lanes))])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of a forward and a backward")
+    axes.legend(loc="upper right")
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
