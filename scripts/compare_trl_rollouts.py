@@ -51,7 +51,7 @@ SMALL = (
 SPEED = (
     *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "warm_start.steps=0"),
     *("data.seq_len=72", "rollout.max_tokens=64", "rollout.prompts=4", "rollout.group_size=8", "kl.reference=none"),
-    *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=4"),
+    *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=4", "optimizer.lr=1e-7"),
 )  # fmt: skip
 ONE_STEP = ("rollout.prompts=4",)  # per rollout
 # Case -> ztk's choices, TRL's.
@@ -100,9 +100,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # the order of ztk's samples
     process = Process.start(device="cpu")
-    print(
-        f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, {options.steps} steps"
-    )
+    print(f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
     if options.speed:
         compare_speed(process)
         return 0
