@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.align.chats import CHAT, PLAIN, save_tokenizer, train_tokenizer
 from ztk.align import ChatTemplate, ChatTemplateError, RecordFormat, chat_prompt, read_examples
 from ztk.config import ConfigError, Machine, compose
 from ztk.data import SubwordTokenizer
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "BEFORE{{ message['content'] }}<|im_end|>AFTER\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PLAIN = CHATML.replace("BEFORE", "").replace("AFTER", "")
 MARKED = (  # the same text, in which the template says what an answer is
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
@@ -25,40 +20,16 @@ LAST_ALONE = PLAIN.replace(
     "{{ message['content'] }}", "{% if loop.last %}think {% endif %}{{ message['content'] }}"
 )  # as templates that drop earlier reasoning
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user begins') }}{% endif %}" + PLAIN
-CHAT = [
-    {"role": "system", "content": "short"},
-    {"role": "user", "content": "2 + 2 ?"},
-    {"role": "assistant", "content": "it is 4"},
-    {"role": "user", "content": "and 3 + 3 ?"},
-    {"role": "assistant", "content": "6"},
-]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special, letters = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=270, special_tokens=special, initial_alphabet=letters, show_progress=False)
-    inner.train_from_iterator([message["content"] for message in CHAT] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"]
-    )
+def trained():
+    return train_tokenizer()
 
 
 @pytest.fixture
 def folder(trained, tmp_path):
-    def write(template: str | None) -> Path:
-        path = tmp_path / "tokenizer"
-        trained.chat_template = template
-        trained.save_pretrained(path, save_jinja_files=False)
-        ChatTemplate.open.cache_clear()
-        return path
-
-    return write
+    return lambda template: save_tokenizer(trained, path=tmp_path / "tokenizer", template=template)
 
 
 def written(tmp_path: Path, *records: dict) -> str:

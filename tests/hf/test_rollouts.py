@@ -13,52 +13,22 @@ from experiments.prompts import PAD
 from tests.experiments.test_alignment import laid_out, losses_of
 from tests.experiments.test_alignment import play as play_pairs
 from tests.hf import small
+from tests.hf.policies import ADAPTERS, config_of, save_policy
 from tests.hf.test_dpo import LEARNING, PAIRS, RELATIVE, config_seed, plain
 from tests.hf.test_dpo import config_of as config_of_pairs
-from tests.rollout.runs import REWARD, play, rows_of
+from tests.rollout.runs import play, rows_of
 from ztk.checkpoint.export import export_adapter, export_safetensors
-from ztk.config import Config, ConfigError, Machine, compose
+from ztk.config import ConfigError
 from ztk.hf.scoring import open_scoring
 from ztk.nn.lora import LoraPolicy
 from ztk.rollout import Samples
 
-CPU = Machine(gpus=0, cores=2)
-CLIP, PROMPTS = 0.2, ("ab", "cab", "dd", "e")
-ADAPTERS = ("lora=adapter", "lora.rank=4")
-COMMON = (
-    *("rollout.task=null", "warm_start.steps=0", "rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=6"),
-    *("data.seq_len=12", "train.steps=4", "train.global_batch_size=8", "train.micro_batch_size=4"),
-    *("scheduler=constant", "scheduler.warmup_steps=0", "optimizer=adamw", "optimizer.clip_grad_norm=0"),
-    *("optimizer.lr=3e-3", "optimizer.betas=[0.9,0.95]", "optimizer.eps=1e-8", "optimizer.weight_decay=0.1"),
-    *("logger=disabled", "launch.device=cpu", "zero.bucket_size=5000"),
-)
+CLIP = 0.2
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A Llama that ends answers after three letters or so, its tokenizer, prompts, pairs, a reward."""
-    path = small.save_model(tmp_path_factory.mktemp("model"))
-    model, draw = plain(path), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(25):
-        rows = torch.randint(3, 29, (16, 12), generator=draw)
-        rows = torch.where(torch.rand(rows.shape, generator=draw) < 0.3, small.EOS, rows)
-        model(input_ids=rows, labels=rows).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(path, max_shard_size="150KB")
-    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    pairs = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
-    (path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (path / "mine.py").write_text(REWARD)
-    return path
-
-
-def config_of(task: str, *overrides: str, folder: Path, to: Path, ranks: int = 2) -> Config:
-    to.mkdir(parents=True, exist_ok=True)
-    data = (f"data.path={folder}/prompts.jsonl", f"data.tokenizer={folder}", f"reward.function={folder}/mine.py:score")
-    model = (f"task={task}", "model=hf", f"model.path={folder}", f"launch.ranks={ranks}")
-    return compose(*model, *data, *COMMON, *overrides, output_dir=str(to), machine=CPU)
+    return save_policy(tmp_path_factory.mktemp("model"))
 
 
 def optimizer_of(model: torch.nn.Module, **changes) -> torch.optim.Optimizer:

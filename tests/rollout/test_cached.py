@@ -5,8 +5,8 @@ import torch
 
 from experiments import policies
 from experiments.models import build
-from tests.hf.test_rollouts import ADAPTERS, folder  # noqa: F401 - a fixture
-from tests.hf.test_rollouts import config_of as config_of_hf
+from tests.hf.policies import ADAPTERS, save_policy
+from tests.hf.policies import config_of as config_of_hf
 from tests.rollout.runs import config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose
 from ztk.nn.attention import CausalAttention
@@ -23,6 +23,11 @@ from ztk.runtime import Process
 
 GENERATOR = ("rollout.engine=generator", "rollout.identity=corrected")
 NEAR = 2e-5  # two layers in fp32: both sum up to 64 products per value in another order, about 40 roundings of 6e-8 of logits below 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("model"))
 
 
 def drawn_twice(process: Process, *, config) -> list[dict]:
@@ -55,7 +60,7 @@ def drawn_twice(process: Process, *, config) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", ["native", "transformers", "adapters"])
-def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind):  # noqa: F811
+def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind):
     """Adapters are merged, also those that have moved. Ranks have the same texts here, because they ask for the same samples."""
     options = (*GENERATOR, "zero=stage3", "optimizer.lr=0.03")
     if kind == "native":

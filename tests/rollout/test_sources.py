@@ -7,7 +7,7 @@ import torch
 
 from experiments.models import build, full_values
 from experiments.prompts import Prompts
-from tests.align.test_templates import PLAIN, folder, trained  # noqa: F401 - fixtures
+from tests.align.chats import PLAIN, save_tokenizer, train_tokenizer
 from tests.experiments.test_alignment import config_of as config_of_pairs
 from tests.experiments.test_alignment import play as play_pairs
 from tests.rollout.runs import config_of, digest_of, play, rows_of
@@ -104,9 +104,10 @@ def test_a_reward_model_gives_the_rewards_and_the_true_ones_are_shown(ranks, tmp
     assert rows[0]["excluded"] == 0 and rows[0]["grad_norm"] > 0
 
 
-def test_messages_are_written_as_sft_learns_them(folder, tmp_path):  # noqa: F811
+def test_messages_are_written_as_sft_learns_them(tmp_path):
     """By the chat template, whose end ends answers; or, as bytes, in lines of roles."""
-    path, file = folder(PLAIN), tmp_path / "chats.jsonl"
+    path = save_tokenizer(train_tokenizer(), path=tmp_path / "tokenizer", template=PLAIN)
+    file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": CHAT, "answer": "4"}) + "\n" + json.dumps({"prompt": CHAT}) + "\n")
     reward = tmp_path / "mine.py"
     reward.write_text("def score(prompt, answer, record):\n    return float(answer == record['answer'])\n")
