@@ -10,6 +10,7 @@ from ztk.inference.steps import Span, Step
 
 MODELS = {
     "native": build_decoder,
+    "native with experts": lambda: build_decoder(experts=4, experts_every=2, shared_hidden_dim=24),
     "gemma3": lambda: build("gemma3"),
     "mixtral": lambda: build("mixtral"),
     "bloom": lambda: build("bloom"),

@@ -229,6 +229,8 @@ def test_choices_that_do_not_act_are_refused(tmp_path):
     packed = packed_model(build_decoder(layers=4), folder=tmp_path / "packed")
     with pytest.raises(ValueError, match="inference.memory_bytes=1000: 1 sequence of 256 tokens need"):
         Generator(packed, policy=InferencePolicy(offload=offload(tmp_path), memory_bytes=1000))
+    with pytest.raises(ValueError, match="offload=nvme: 2 of the 4 layers have no experts"):
+        packed_model(build_decoder(layers=4, experts=4, experts_every=2), folder=tmp_path / "mixed")
 
 
 SIZES = Sizes(layers=10, layer=100, fixed=50, sequence=5, row=0, logits=0)

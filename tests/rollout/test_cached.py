@@ -144,7 +144,6 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
             "rounds the trainer's products, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
         ),
         (("rollout.engine=generator", "lora=adapter", "warm_start.steps=0"), "with adapters merged into the weights"),
-        ((*GENERATOR, "model=tiny_moe"), "without experts, and model.experts=.*; use rollout.engine=trainer"),
         ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
     ],
 )

@@ -81,11 +81,6 @@ def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield from _exact_generator_faults(config)
     if device_of(config, machine=machine) != "cpu":
         yield "rollout.engine=generator: the inference engine computes on the CPU, and this run on GPUs; use rollout.engine=trainer"
-    if config.model.experts is not None and not is_hugging_face(config.model):
-        yield (
-            f"rollout.engine=generator: the inference engine computes the native decoder without experts, and model.experts="
-            f"{config.model.experts}; use rollout.engine=trainer"
-        )
     kind = family_of(config.model)
     if kind is not None:
         from ztk.inference.describe import FAMILIES  # here: torch takes a second

@@ -18,6 +18,7 @@ class Description:
     OLMo 2), both (Gemma 2 and 3). parallel: attention and MLP read the same x (GPT-NeoX, Phi). qk_norm: heads (over each head), all (over
     all of them), or none. rotary_dims: the part of a head that turns; 0: positions are learned or ALiBi. windows: per layer, None: all
     keys. tables: per layer, which of the rotary tables. is_tied: the head is the embedding. experts: of a layer's MLP; 0: dense.
+    dense_layers: those that have no experts all the same.
     """
 
     family: str
@@ -49,6 +50,7 @@ class Description:
     experts: int = 0
     experts_per_token: int = 0
     normalise_experts: bool = True
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", self.scale or self.head_dim**-0.5)
@@ -85,11 +87,6 @@ def describe(model: nn.Module) -> Subject:
 
 def _native(model: Decoder) -> Subject:
     config = model.config
-    if config.experts:
-        raise ValueError(
-            f"model.experts={config.experts}: the inference engine computes the native decoder without experts; sample it by the "
-            "model's own forward (ztk.nn.sample)"
-        )
     description = Description(
         family="native",
         vocab_size=config.vocab_size,
@@ -103,6 +100,9 @@ def _native(model: Decoder) -> Subject:
         is_tied=config.tie_embeddings,
         norm_eps=config.norm_eps,
         rotary_dims=config.head_dim,
+        experts=config.experts,
+        experts_per_token=config.experts_per_token if config.experts else 0,
+        dense_layers=tuple(layer for layer in range(config.layers) if config.experts and not config.has_experts(layer)),
     )
     return Subject(description=description, tables=[(model.rope_cos.float().cpu(), model.rope_sin.float().cpu())])
 
@@ -113,8 +113,6 @@ def _llama_like(model: nn.Module, config: Any) -> Subject:
     is_gemma = kind.startswith("gemma")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    if experts and (getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1):
-        raise ValueError(f"model_type={kind} with experts in some layers only: the inference engine needs them in all")
     tables, which = _rotary(model, config)
     windows, scalar = _windows(config), getattr(config, "query_pre_attn_scalar", None)
     description = Description(
@@ -136,8 +134,15 @@ def _llama_like(model: nn.Module, config: Any) -> Subject:
         experts=experts,
         experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
         normalise_experts=getattr(config, "norm_topk_prob", True),
+        dense_layers=_dense_layers(config) if experts else (),
     )
     return Subject(description=description, tables=tables)
+
+
+def _dense_layers(config: Any) -> tuple[int, ...]:
+    """Layers without experts in a model that has some (Qwen)."""
+    dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return tuple(layer for layer in range(config.num_hidden_layers) if layer in dense or (layer + 1) % step)
 
 
 def _sizes(config: Any) -> dict[str, Any]:

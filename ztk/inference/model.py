@@ -131,9 +131,9 @@ class InferenceModel:
             rows, place = torch.where(chosen == number)
             if len(rows):
                 out[rows] += self.mlp(x[rows], weights=expert) * weights[rows, place, None]
-        if layer.mlp is not None and layer.shared_gate is not None:
+        if layer.mlp is not None:  # the shared expert
             shared = self.mlp(x, weights=layer.mlp)
-            out = out + torch.sigmoid(layer.shared_gate(x)) * shared
+            out = out + (shared if layer.shared_gate is None else torch.sigmoid(layer.shared_gate(x)) * shared)
         return out
 
     def mlp(self, x: Tensor, *, weights: Mlp) -> Tensor:

@@ -159,8 +159,13 @@ def pack(
 
     Raises:
         FolderTaken: the folder exists and has something in it.
-        ValueError: the disk is too small, or as `collect`.
+        ValueError: the disk is too small, some layers have no experts in a model with experts, or as `collect`.
     """
+    if subject.description.dense_layers:
+        raise ValueError(
+            f"offload=nvme: {len(subject.description.dense_layers)} of the {subject.description.layers} layers have no experts, and layers that "
+            "are streamed are built alike; leave offload out"
+        )
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FolderTaken(target)
@@ -203,7 +208,7 @@ def open_packed(folder: str | os.PathLike) -> Packed:
     if manifest["version"] != _VERSION:
         raise ValueError(f"{path} was packed by another version of ztk: pack the model again")
     description = manifest["description"]
-    for name in ("windows", "tables"):
+    for name in ("windows", "tables", "dense_layers"):
         description[name] = tuple(description[name])
     packed = Packed(
         path=path,

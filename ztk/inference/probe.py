@@ -1,6 +1,7 @@
 """Checks when a model is loaded: its rows do not depend on each other, and it computes what its module computes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.model import InferenceModel
 from ztk.inference.products import Product
 from ztk.inference.steps import Span
+from ztk.inference.weights import Mlp
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
 _TOKENS = 48
@@ -35,16 +37,24 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
         if torch.equal(product.multiply(x[:1]), product.multiply(x[:2])[:1]):
             exact.add(key)
     x = random_rows(max(_ROWS), columns=model.description.dim)
-    layer = model.weights.layers.held[0]
-    mlp = layer.mlp or (layer.experts or [])[0]
+    mlps = {
+        (mlp.up.shape, mlp.down.shape): mlp
+        for layer in model.weights.layers.held
+        for mlp in (layer.mlp, *(layer.experts or [])[:1])
+        if mlp is not None
+    }
     for name, compute in (
         ("norms", lambda rows: model.norm(rows, by=model.weights.norm)),
-        ("an MLP", lambda rows: model.mlp(rows, weights=mlp)),
+        *(("an MLP", partial(_mlp, model, weights=mlp)) for mlp in mlps.values()),
     ):
         odd = _differ(compute, x=x, counts=(1, *_ROWS))
         if odd:
             raise ValueError(_message(name, odd=odd))
     return frozenset(exact)
+
+
+def _mlp(model: InferenceModel, rows: Tensor, *, weights: Mlp) -> Tensor:
+    return model.mlp(rows, weights=weights)
 
 
 def product_key(product: Product) -> tuple[str, tuple[int, int]]:

@@ -31,7 +31,8 @@ class Mlp:
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
-    """One block. A norm that the family has not is None. experts: of a sparse MLP, with router [E, C] and the shared expert."""
+    """One block. A norm that the family has not is None. experts: of a sparse MLP, with router [E, C]; mlp is its shared expert
+    then, whose result shared_gate [1, C] weights where there is one."""
 
     query: Product
     key: Product
@@ -50,7 +51,7 @@ class Layer:
 
 
 class Layers(Protocol):
-    """The layers of a model, one after the other. held: those in memory now, one at least; all of them are built alike."""
+    """The layers of a model, one after the other. held: those in memory now, one at least; those that are streamed are built alike."""
 
     @property
     def held(self) -> list[Layer]: ...
@@ -115,6 +116,8 @@ class _Names:
     positions: str = ""
     embedding_norm: str = ""
     fused: str = ""  # query, key and value in one: "rows" one after the other, "heads" per head, "columns" as Conv1D
+    shared: str = "shared_expert"  # of a sparse MLP, and its linear layers
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 _NATIVE = _Names(
@@ -131,6 +134,8 @@ _NATIVE = _Names(
     down="mlp.down",
     before_attention="attention_norm",
     before_mlp="mlp_norm",
+    shared="shared",
+    parts=("gate", "up", "down"),
 )
 _LLAMA = {
     "embedding": "model.embed_tokens",
@@ -288,7 +293,7 @@ class WeightReader:
         )
         if of.qk_norm != "none":
             layer.query_norm, layer.key_norm = (self._norm(f"{block}self_attn.{part}_norm") for part in "qk")
-        if of.experts:
+        if of.experts and number not in of.dense_layers:
             self._add_experts(layer, block=f"{block}mlp.")
         else:
             layer.mlp = self._mlp(block)
@@ -323,16 +328,30 @@ class WeightReader:
         return self._padded(gate=gate, up=self._matrix(block + names.up), down=down)
 
     def _add_experts(self, layer: Layer, *, block: str) -> None:
-        layer.router = Product(self._affine(f"{block}gate"))
-        gate_up, down = self._tensor(f"{block}experts.gate_up_proj"), self._tensor(f"{block}experts.down_proj")
-        layer.experts = []
-        for number in range(self._of.experts):
-            gate, up = (Affine(weight=part) for part in gate_up[number].chunk(2))
-            layer.experts.append(self._padded(gate=gate, up=up, down=Affine(weight=down[number])))
-        if f"{block}shared_expert.up_proj.weight" in self._state:
-            gate, up, down_of = (self._affine(f"{block}shared_expert.{part}_proj") for part in ("gate", "up", "down"))
-            layer.mlp = self._padded(gate=gate, up=up, down=down_of)
+        experts = self._native_experts if self._of.family == "native" else self._pretrained_experts
+        layer.router, triples = experts(block)
+        layer.experts = [self._padded(gate=gate, up=up, down=down) for gate, up, down in triples]
+        shared = self._names.shared
+        if f"{block}{shared}.{self._names.parts[1]}.weight" in self._state:
+            gate, up, down = (self._affine(f"{block}{shared}.{part}") for part in self._names.parts)
+            layer.mlp = self._padded(gate=gate, up=up, down=down)
+        if f"{block}shared_expert_gate.weight" in self._state:
             layer.shared_gate = Product(self._affine(f"{block}shared_expert_gate"))
+
+    def _native_experts(self, block: str) -> tuple[Product, Iterator[tuple[Affine, Affine, Affine]]]:
+        """`ztk.nn.moe`: gate and up [E, C, F], down [E, F, C]."""
+        stacked = [self._tensor(f"{block}experts.{part}") for part in ("gate", "up", "down")]
+        each = (tuple(Affine(weight=part.t().contiguous()) for part in parts) for parts in zip(*stacked, strict=True))
+        return Product(self._affine(f"{block}router")), each
+
+    def _pretrained_experts(self, block: str) -> tuple[Product, Iterator[tuple[Affine, Affine, Affine]]]:
+        """transformers: gate and up [E, 2 F, C] one after the other, down [E, C, F]."""
+        gate_up, down = self._tensor(f"{block}experts.gate_up_proj"), self._tensor(f"{block}experts.down_proj")
+        each = (
+            (*(Affine(weight=part) for part in both.chunk(2)), Affine(weight=out))
+            for both, out in zip(gate_up, down, strict=True)
+        )
+        return Product(self._affine(f"{block}gate")), each
 
     def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
         extra = -up.weight.shape[0] % _INNER
