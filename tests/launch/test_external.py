@@ -1,10 +1,13 @@
 """torchrun's and srun's environments. That ranks agree through a store is tested with processes in test_run.py."""
 
+import json
 import os
+import threading
 
 import pytest
 
 from ztk.launch import ExternalRank
+from ztk.launch.errors import RankFailure
 from ztk.launch.external import _first_host, _tasks_on_node
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -60,3 +63,19 @@ def test_one_task_of_srun_starts_its_ranks_itself(monkeypatch):
 def test_lists_of_slurm():
     assert [_tasks_on_node("4(x2),1", node=node) for node in range(3)] == [4, 4, 1]
     assert [_first_host(text) for text in ("node[03-07,12],login", "a,b", "host-1")] == ["node03", "a", "host-1"]
+
+
+def test_torchrun_never_finds_a_part_of_an_error(monkeypatch, tmp_path):
+    """It looks for the file while the rank may still write it, ends the rank, and fails over JSON that is not complete."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    failure = RankFailure(
+        rank=0, kind="ValueError", message="long", trace="x" * (32 << 20), time=0.0, secondary=False, code=1
+    )
+    rank = ExternalRank(rank=0, world_size=2, local_world_size=2, starter="torchrun")
+    writer = threading.Thread(target=rank.tell_starter, args=(failure,))
+    writer.start()
+    while not path.exists():
+        pass
+    assert json.loads(path.read_text())["message"]["message"] == str(failure)
+    writer.join()

@@ -8,7 +8,7 @@ from ztk.runtime.host_memory import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
-for step in range(2):
+for step in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     activations = [torch.ones(1 << 21) for _ in range(16)]  # 8 MiB each
     del activations
@@ -17,8 +17,8 @@ for step in range(2):
 PAGES = 16 * (8 << 20) // 4096
 
 
-def faults(mode: str, **environment: str) -> int:
-    """Page faults of the second of two steps that take and free 16 blocks of 8 MiB."""
+def faults(mode: str, **environment: str) -> list[int]:
+    """Page faults of each of five steps that take and free 16 blocks of 8 MiB."""
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, mode],
         env={**os.environ, **environment},
@@ -26,19 +26,20 @@ def faults(mode: str, **environment: str) -> int:
         text=True,
         check=True,
     )
-    return int(ran.stdout.split()[-1])
+    return [int(line) for line in ran.stdout.split()]
 
 
 def test_memory_that_a_step_freed_is_there_for_the_next():
-    assert faults("keep") < PAGES / 4  # a block or two lie elsewhere than in the first step
+    """In the second and third step a few blocks lie elsewhere than in the first: an aligned block asks for a little more than it frees."""
+    assert faults("keep")[-1] < PAGES / 16  # not one block; pages of the interpreter's own count too
 
 
 def test_without_it_a_step_pays_for_its_pages_again():
-    assert faults("leave") > PAGES / 2
+    assert faults("leave")[1] > PAGES / 2  # later ones do not where something small lies at the top of the heap
 
 
 def test_what_the_user_set_is_left_alone():
-    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > PAGES / 2
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[1] > PAGES / 2
 
 
 RETURNING = """

@@ -11,6 +11,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # Class names, so that nothing heavy is imported: ztk.runtime's, then torch.distributed's.
 _SECONDARY_TYPES = {"PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -111,8 +112,13 @@ def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> Non
     """Writes the error of a rank completely or not at all."""
     path = error_path(output_dir, rank=failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content=asdict(failure))
+
+
+def write_json(path: Path, *, content: dict[str, Any]) -> None:
+    """Writes `path` completely or not at all: whoever waits for the file may end its writer, and never reads a part."""
     staging = path.with_suffix(f".{os.getpid()}")
-    staging.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    staging.write_text(json.dumps(content), encoding="utf-8")
     os.replace(staging, path)
 
 

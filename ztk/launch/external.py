@@ -1,7 +1,6 @@
 """Ranks that torchrun or srun have started: each runs `run.py`, and they agree on the run that rank 0 composed."""
 
 import datetime
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ztk.launch.errors import RankFailure
+from ztk.launch.errors import RankFailure, write_json
 
 # Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -96,10 +95,10 @@ class ExternalRank:
         return agreement
 
     def tell_starter(self, failure: RankFailure) -> None:
-        """Writes the error for torchrun, which shows its text at the end."""
+        """Writes the error for torchrun, which shows its text at the end and fails over a file that is not complete."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
-            Path(path).write_text(json.dumps({"message": {"message": str(failure), "extraInfo": extra}}))
+            write_json(Path(path), content={"message": {"message": str(failure), "extraInfo": extra}})
 
 
 def _note_of_folder() -> Path | None:
