@@ -9,7 +9,7 @@ import torch
 
 from ztk.deepspeed import helpers, memory
 from ztk.deepspeed.config import DeepSpeedConfigError
-from ztk.deepspeed.device import get_accelerator
+from ztk.deepspeed.device import _OF_TORCH, Accelerator, get_accelerator
 from ztk.deepspeed.parsed import DeepSpeedConfig
 
 
@@ -45,6 +45,16 @@ def test_the_device_of_a_machine_without_a_gpu(monkeypatch):
     # Of the process and the machine, in bytes: torch alone takes over 100 MB.
     assert 10**8 < device.memory_allocated() <= device.max_memory_allocated() < device.total_memory()
     assert 0 < device.available_memory() < device.total_memory() and device.memory_stats() == {}
+
+
+def test_a_gpus_names_are_torchs():
+    """Nothing here needs a GPU: torch.cuda has every name that is passed on to it, and so has the CPU's stand-in."""
+    gpu, cpu = Accelerator("cuda"), get_accelerator()
+    for name, own in _OF_TORCH.items():
+        assert getattr(gpu, name) is getattr(torch.cuda, own) and hasattr(cpu, name)
+    assert gpu.device_name(1) == "cuda:1" and gpu.communication_backend_name() == "nccl"
+    with pytest.raises(AttributeError, match="get_accelerator\\(\\).amp: not offered"):
+        cpu.amp  # noqa: B018
 
 
 def test_memory_is_seen_when_forced(lines):

@@ -31,7 +31,7 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"--hostfile={path}, line {number}: {line!r} must look like `worker-0 slots=4`")
-        if match["name"].startswith("-"):  # ssh and pdsh would take it for an option
+        if match["name"].startswith("-"):  # ssh would take it for an option
             raise ValueError(
                 f"--hostfile={path}, line {number}: {match['name']} is no machine's name: it begins with '-'"
             )

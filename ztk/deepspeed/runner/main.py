@@ -14,7 +14,7 @@ from ztk.deepspeed.runner.hosts import Host
 from ztk.deepspeed.runner.node import run_node
 from ztk.deepspeed.runner.options import HOSTFILE, Options, read_options
 from ztk.deepspeed.runner.plan import Plan
-from ztk.deepspeed.runner.remote import Reach, address_of, choose_launcher, is_local, reach
+from ztk.deepspeed.runner.remote import Reach, address_of, check_launcher, is_local, reach
 from ztk.launch import Child, first_cause, python_path, run_children
 
 _PORT = 29500
@@ -27,7 +27,9 @@ def main(arguments: list[str]) -> int:
         chosen, listed = choose_hosts(options)
         by_hand = options.no_ssh
         many = not by_hand and (len(chosen) > 1 or options.force_multi)
-        launcher = choose_launcher(options.launcher) if many else None
+        launcher = options.launcher if many else None
+        if launcher is not None:
+            check_launcher(launcher)
         plan = make_plan(options, hosts=chosen, launcher=launcher, alone=not many and not (by_hand and listed))
     except (ValueError, OSError) as error:
         print(f"[ztk] {error}", file=sys.stderr)
@@ -73,7 +75,7 @@ def make_plan(options: Options, *, hosts: list[Host], launcher: str | None, alon
     elif options.no_ssh and not is_local(hosts[0]):
         address = hosts[0].name
     else:
-        address = address_of(hosts[0], launcher=launcher or "ssh", ssh_port=options.ssh_port)
+        address = address_of(hosts[0], launcher=options.launcher, ssh_port=options.ssh_port)
     return Plan(
         hosts=tuple(hosts),
         master_addr=address,
@@ -100,7 +102,7 @@ def _run_everywhere(plan: Plan, *, options: Options, launcher: str) -> int:
         ssh_port=options.ssh_port,
         prepare=options.venv_script,
     )
-    if launcher in ("ssh", "pdsh") and not options.no_ssh_check:
+    if launcher == "ssh" and not options.no_ssh_check:
         for host in plan.hosts:
             if not is_local(host) and not _answers(host, ssh_port=options.ssh_port):
                 print(

@@ -4,7 +4,7 @@ import argparse
 import re
 from dataclasses import dataclass
 
-from ztk.deepspeed.runner.remote import LAUNCHERS
+from ztk.deepspeed.runner.remote import LAUNCHERS, NODE_VARIABLES
 
 HOSTFILE = "/job/hostfile"
 _ABSENT = {
@@ -25,7 +25,7 @@ class Options:
     master_addr: str | None
     master_port: int | None
     node_rank: int | None
-    launcher: str | None
+    launcher: str
     launcher_args: str
     module: bool
     no_python: bool
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--master_addr", help="where rank 0 listens (default: found out)")
     add("--master_port", type=int, help="its port (default: 29500, on one machine a free one)")
     add("--node_rank", type=int, help="with --no_ssh: which machine of the hostfile this is")
-    add("--launcher", type=str.lower, choices=LAUNCHERS, help="default: pdsh if it is installed, else ssh")
+    add("--launcher", type=_launcher, choices=LAUNCHERS, default="ssh", help="pdsh, DeepSpeed's default, is ssh")
     add("--launcher_args", default="", help="options of the launcher itself, as one text")
     add("--module", action="store_true", help="the script is a module: python -m")
     add("--no_python", action="store_true", help="the script is run as it is, without python")
@@ -98,6 +98,17 @@ def _parser() -> argparse.ArgumentParser:
     add("user_script")
     add("user_args", nargs=argparse.REMAINDER)
     return parser
+
+
+def _launcher(text: str) -> str:
+    """pdsh runs ssh, as ztk does. For others: what their tasks run."""
+    name = text.lower()
+    if name in NODE_VARIABLES:
+        raise argparse.ArgumentTypeError(
+            f"{name} is not offered: let it start one task per machine, `python -m ztk.deepspeed --hostfile=FILE --no_ssh "
+            f"--node_rank=${NODE_VARIABLES[name]} SCRIPT`"
+        )
+    return "ssh" if name == "pdsh" else name
 
 
 def _count(text: str) -> int | None:

@@ -1,7 +1,7 @@
 """How other machines are reached: commands as data.
 
-Whatever the launcher, every machine runs one `ztk.deepspeed.runner.node`, which starts the ranks there. pdsh and ssh are told the machine's
-number; the tasks of srun and mpirun read it from their environment.
+Every machine runs one `ztk.deepspeed.runner.node`, which starts the ranks there. Over ssh it is told the machine's number; a task of srun
+knows the machine's name. Other launchers start this command on every machine, with --no_ssh and the number that they give it.
 """
 
 import os
@@ -18,15 +18,13 @@ from ztk.deepspeed.runner.hosts import LOCALHOST, Host
 from ztk.deepspeed.runner.plan import Plan
 from ztk.launch import python_path
 
-LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "slurm")
-_PROGRAM = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
-# The shell's word for the machine: which variable its task finds.
-_NODE = {
-    "pdsh": "%n",
-    "openmpi": "$OMPI_COMM_WORLD_RANK",
-    "mpich": "$PMI_RANK",
-    "impi": "$PMI_RANK",
-    "slurm": "$SLURMD_NODENAME",
+LAUNCHERS = ("ssh", "slurm")
+# DeepSpeed's other launchers -> the variable in which a task finds the number of its machine, one task per machine.
+NODE_VARIABLES = {
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+    "impi": "PMI_RANK",
+    "mvapich": "MV2_COMM_WORLD_RANK",
 }
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO"]  # variables that begin like this go with the run
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -53,7 +51,6 @@ def reach(
     options: of the launcher itself. prepare: a shell script that is sourced first, as of a virtual environment.
     """
     exports = exported(os.environ, files=(Path.home() / DEEPSPEED_ENVIRONMENT_NAME, Path(DEEPSPEED_ENVIRONMENT_NAME)))
-    names = [host.name for host in plan.hosts]
     if launcher == "ssh":
         port = () if ssh_port is None else ("-p", str(ssh_port))
         starts, stop = [], []
@@ -65,33 +62,20 @@ def reach(
             starts.append(("ssh", *port, *options, host.name, line))
             stop.append(("ssh", *port, *options, host.name, _stop_line(plan)))
         return Reach(starts=tuple(starts), stop=tuple(stop))
-    line = shell_line(plan, node=_NODE[launcher], exports=exports, prepare=prepare, percent=launcher == "pdsh")
-    many = str(len(names))
-    if launcher == "pdsh":
-        port = "" if ssh_port is None else f"-p {ssh_port}"
-        head = ("env", "PDSH_RCMD_TYPE=ssh", *([f"PDSH_SSH_ARGS_APPEND={port}"] if port else []))
-        head += ("pdsh", "-S", "-f", "1024", "-w", ",".join(names), *options)
-        return Reach(starts=((*head, line),), stop=((*head, _stop_line(plan)),))
-    task = ("bash", "-c", line)
-    if launcher == "slurm":
-        nodes = ("-N", many, "-n", many, "--ntasks-per-node=1", f"--nodelist={','.join(names)}")
-        return Reach(starts=(("srun", *nodes, *options, *task),))
-    if launcher == "openmpi":
-        return Reach(
-            starts=(("mpirun", "-n", many, "--map-by", "ppr:1:node", "--host", ",".join(names), *options, *task),)
-        )
-    return Reach(starts=(("mpirun", "-n", many, "-ppn", "1", "-hosts", ",".join(names), *options, *task),))
+    many = str(len(plan.hosts))
+    nodes = ("-N", many, "-n", many, "--ntasks-per-node=1", f"--nodelist={','.join(host.name for host in plan.hosts)}")
+    line = shell_line(plan, node="$SLURMD_NODENAME", exports=exports, prepare=prepare)
+    return Reach(starts=(("srun", *nodes, *options, "bash", "-c", line),))
 
 
-def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: str | None, percent: bool = False) -> str:
-    """What a shell on the machine runs: in the same folder, with the exported variables. percent: pdsh replaces %h, so % is doubled."""
+def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: str | None) -> str:
+    """What a shell on the machine runs: in the same folder, with the exported variables."""
     words = [f"export {key}={shlex.quote(value)};" for key, value in exports.items()]
     words.append(f"cd {shlex.quote(os.getcwd())} &&")
     if prepare is not None:
         words.append(f". {shlex.quote(prepare)} &&")
-    words += ["exec", shlex.quote(sys.executable), "-u", "-m", "ztk.deepspeed.runner.node", plan.encoded()]
-    line = " ".join(words)
-    return f"{line.replace('%', '%%') if percent else line} {node}"
+    words += ["exec", shlex.quote(sys.executable), "-u", "-m", "ztk.deepspeed.runner.node", plan.encoded(), node]
+    return " ".join(words)
 
 
 def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[str, str]:
@@ -112,22 +96,17 @@ def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[s
     return found
 
 
-def choose_launcher(wanted: str | None) -> str:
-    """pdsh where it is installed, else ssh. Raises ValueError for one whose program is missing."""
-    if wanted is None:
-        return "pdsh" if shutil.which("pdsh") else "ssh"
-    program = _PROGRAM.get(wanted, wanted)
+def check_launcher(launcher: str) -> None:
+    """Raises ValueError for a launcher whose program is missing."""
+    program = {"slurm": "srun"}.get(launcher, launcher)
     if shutil.which(program) is None:
-        raise ValueError(
-            f"--launcher={wanted}: this machine has no program {program}; install it, or use --launcher=ssh"
-        )
-    return wanted
+        raise ValueError(f"--launcher={launcher}: this machine has no program {program}; install it")
 
 
 def address_of(host: Host, *, launcher: str, ssh_port: int | None) -> str:
     """Where the other machines find `host`. Raises ValueError if it does not say."""
-    if launcher not in ("pdsh", "ssh"):
-        return host.name  # of srun and mpirun: names of the cluster
+    if launcher == "slurm":
+        return host.name  # a name of the cluster
     port = () if ssh_port is None else ("-p", str(ssh_port))
     there = () if is_local(host) else ("ssh", *port, host.name)
     try:

@@ -21,10 +21,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from ztk.deepspeed.watch.flops_text import (
     ProfileHead,
     StageProfile,
-    aggregated_text,
-    detailed_text,
     duration_to_string,
     macs_to_string,
+    module_table,
     number_to_string,
     params_to_string,
     pipeline_text,
@@ -147,32 +146,24 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """A summary, the most costly modules at every depth, and every module if detailed. output_file: None for the terminal."""
+        """A summary, and a table: of every module if detailed, else of the most costly ones at every depth. output_file: None for the
+        terminal."""
         if not self.started:
             return
-        text = profile_text(
-            self.model,
-            of=self.of,
-            parameters=parameters_of,
-            head=self._head(profile_step),
-            module_depth=module_depth,
-            top_modules=top_modules,
-            detailed=detailed,
-        )
+        rows = self._table(module_depth=module_depth, top_modules=top_modules, detailed=detailed)
+        text = profile_text(self.model, of=self.of, parameters=parameters_of, head=self._head(profile_step), rows=rows)
         _write(text, output_file=output_file)
 
     def stage_profile(self, *, layers: range, module_depth: int, top_modules: int, detailed: bool) -> StageProfile:
         """What a rank of a pipeline says of its layers, for one micro-batch."""
         total = self.of(self.model)
-        shown = {"of": self.of, "parameters": parameters_of}
-        lines = aggregated_text(self.model, module_depth=module_depth, top_modules=top_modules, **shown)
         return StageProfile(
             layers=layers,
             params=self.get_total_params(),
             flops=total.flops,
             macs=total.macs,
             seconds=total.seconds,
-            lines=(*lines, *(detailed_text(self.model, **shown) if detailed else ())),
+            lines=tuple(self._table(module_depth=module_depth, top_modules=top_modules, detailed=detailed)),
         )
 
     def print_pipeline_profile(
@@ -183,10 +174,10 @@ class FlopsProfiler:
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Prints the most costly modules at every depth."""
-        lines = aggregated_text(
-            self.model, of=self.of, parameters=parameters_of, module_depth=module_depth, top_modules=top_modules
-        )
-        print("\n".join(lines), flush=True)
+        print("\n".join(self._table(module_depth=module_depth, top_modules=top_modules, detailed=False)), flush=True)
+
+    def _table(self, **shown: Any) -> list[str]:
+        return module_table(self.model, of=self.of, parameters=parameters_of, **shown)
 
     def _head(self, step: int) -> ProfileHead:
         engine = self.ds_engine

@@ -1,23 +1,12 @@
-"""How a FLOPs profile reads."""
+"""How a FLOPs profile reads: a summary, and a table of modules like that of torch.utils.flop_counter."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 
 from torch import nn
 
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1, ""), (1e-3, "m"), (1e-6, "u"))
-_NOTATIONS = """Notations:
-data parallel size (dp_size), model parallel size(mp_size),
-number of parameters (params), number of multiply-accumulate operations(MACs),
-number of floating-point operations (flops), floating-point operations per second (FLOPS),
-fwd latency (forward propagation latency), bwd latency (backward propagation latency),
-step (weights update latency), iter latency (sum of fwd, bwd and step latency)
-"""
-_COLUMNS = (
-    "Each module: params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, "
-    "fwd FLOPS. What a module computes outside of its submodules makes the difference between it and their sum."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,29 +39,46 @@ class StageProfile:
 
 
 def profile_text(
-    model: nn.Module,
-    *,
-    of: Callable,
-    parameters: Callable,
-    head: ProfileHead,
-    module_depth: int,
-    top_modules: int,
-    detailed: bool,
+    model: nn.Module, *, of: Callable, parameters: Callable, head: ProfileHead, rows: Sequence[str]
 ) -> str:
-    """of: module -> its costs, submodules included; parameters: module -> how many."""
-    lines = _title(head)
-    lines += _rows(_summary(of(model), params=parameters(model), head=head))
-    lines += ["", "----------------------------- Aggregated Profile per GPU -----------------------------"]
-    lines += aggregated_text(model, of=of, parameters=parameters, module_depth=module_depth, top_modules=top_modules)
-    if detailed:
-        lines += detailed_text(model, of=of, parameters=parameters)
-    return "\n".join([*lines, "-" * 78])
+    """of: module -> its costs, submodules included; parameters: module -> how many. rows: of `module_table`."""
+    summary = _rows(_summary(of(model), params=parameters(model), head=head))
+    return "\n".join([*_title(head), *summary, "", *rows, "-" * 78])
 
 
-def detailed_text(model: nn.Module, *, of: Callable, parameters: Callable) -> list[str]:
-    """Every module."""
-    title = "------------------------------ Detailed Profile per GPU ------------------------------"
-    return ["", title, _COLUMNS, "", *_tree(model, of=of, parameters=parameters)]
+def module_table(
+    model: nn.Module, *, of: Callable, parameters: Callable, module_depth: int, top_modules: int, detailed: bool
+) -> list[str]:
+    """A row per module, indented as it lies in the model: all of them if detailed, else at every depth down to `module_depth` (-1: the
+    innermost) the `top_modules` with the most MACs. What a module computes outside of its submodules is in its own row alone."""
+    found: list[tuple[int, str, nn.Module]] = []
+
+    def walk(module: nn.Module, name: str, depth: int) -> None:
+        found.append((depth, name, module))
+        for key, child in module.named_children():
+            walk(child, key, depth + 1)
+
+    walk(model, "", 0)
+    if not detailed:
+        depths = range(max(depth for depth, _, _ in found) + 1)
+        shown = {
+            id(row)
+            for depth in (depths if module_depth == -1 else depths[: module_depth + 1])
+            for row in nlargest(top_modules, (row for row in found if row[0] == depth), key=lambda row: of(row[2]).macs)
+        }
+        found = [row for row in found if id(row) in shown]
+    total, params = of(model), parameters(model)
+    lines = [f"{'module':<44}{'params':>10}{'%':>8}{'MACs':>14}{'%':>8}{'fwd latency':>13}{'%':>8}{'FLOPS':>14}"]
+    for depth, name, module in found:
+        cost, own = of(module), parameters(module)
+        lines.append(
+            f"{'  ' * depth + (f'{name}: ' if name else '') + type(module).__name__:<44}"
+            f"{params_to_string(own):>10}{_percent(own, params):>8}"
+            f"{macs_to_string(cost.macs):>14}{_percent(cost.macs, total.macs):>8}"
+            f"{duration_to_string(cost.seconds):>13}{_percent(cost.seconds, total.seconds):>8}"
+            f"{_rate(cost.flops, seconds=cost.seconds):>14}"
+        )
+    return lines
 
 
 def pipeline_text(stages: Sequence[StageProfile], *, head: ProfileHead) -> str:
@@ -114,7 +120,7 @@ def pipeline_text(stages: Sequence[StageProfile], *, head: ProfileHead) -> str:
 
 def _title(head: ProfileHead) -> list[str]:
     lines = ["", "-------------------------- DeepSpeed Flops Profiler --------------------------"]
-    return [*lines, f"Profile Summary at step {head.step}:", _NOTATIONS]
+    return [*lines, f"Profile Summary at step {head.step}:"]
 
 
 def _rows(pairs: Sequence[tuple[str, object]]) -> list[str]:
@@ -175,52 +181,6 @@ def _phases(flops: int, *, forward: float, head: ProfileHead) -> list[tuple[str,
         ),
         ("samples/second: ", samples),
     ]
-
-
-def aggregated_text(
-    model: nn.Module, *, of: Callable, parameters: Callable, module_depth: int, top_modules: int
-) -> list[str]:
-    """The most costly classes of modules at every depth down to module_depth (-1: the innermost)."""
-    depths: dict[int, dict[str, list]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0.0]))
-
-    def walk(module: nn.Module, depth: int) -> None:
-        row, cost = depths[depth][type(module).__name__], of(module)
-        row[0] += parameters(module)
-        row[1] += cost.macs
-        row[2] += cost.seconds
-        for child in module.children():
-            walk(child, depth + 1)
-
-    walk(model, 0)
-    last = len(depths) - 1 if module_depth == -1 else min(module_depth, len(depths) - 1)
-    lines = [f"Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:"]
-    words = (("params     ", params_to_string), ("MACs       ", macs_to_string), ("fwd latency", duration_to_string))
-    for depth in range(last + 1):
-        lines.append(f"depth {depth}:")
-        for column, (word, text) in enumerate(words):
-            ranked = sorted(depths[depth].items(), key=lambda item: item[1][column], reverse=True)[:top_modules]
-            lines.append(f"    {word} - { {name: text(row[column]) for name, row in ranked} }")
-    return lines
-
-
-def _tree(model: nn.Module, *, of: Callable, parameters: Callable) -> list[str]:
-    """Every module with its costs, indented as it lies in the model."""
-    total, params = of(model), parameters(model)
-
-    def line(module: nn.Module, name: str, depth: int) -> list[str]:
-        cost, own = of(module), parameters(module)
-        cells = [
-            f"{params_to_string(own)} = {_percent(own, params)} Params",
-            f"{macs_to_string(cost.macs)} = {_percent(cost.macs, total.macs)} MACs",
-            f"{duration_to_string(cost.seconds)} = {_percent(cost.seconds, total.seconds)} latency",
-            _rate(cost.flops, seconds=cost.seconds),
-            *filter(None, [module.extra_repr()]),
-        ]
-        head = f"({name}): " if name else ""
-        own_line = f"{'  ' * depth}{head}{type(module).__name__}({', '.join(cells)})"
-        return [own_line, *(row for key, child in module.named_children() for row in line(child, key, depth + 1))]
-
-    return line(model, "", 0)
 
 
 def _percent(part: float, total: float) -> str:
