@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from ztk.deepspeed.device import get_accelerator
+from ztk.deepspeed.engine_names import is_zero_param
 from ztk.deepspeed.zero.external import register_external_parameter, unregister_external_parameter
 from ztk.deepspeed.zero.gathered import GatheredParameters
 from ztk.deepspeed.zero.init import DeepSpeedTensorOverride, Init
-from ztk.deepspeed.zero.parameter import ZeroNames, ZeroParamStatus, ZeroParamType
+from ztk.deepspeed.zero.parameter import ZeroParamStatus, ZeroParamType
 
 __all__ = [
     "DeepSpeedTensorOverride",
@@ -25,11 +25,6 @@ __all__ = [
 ]
 
 _orig_torch_arange = torch.arange  # transformers compares with it when it replaces the wrapper below
-
-
-def is_zero_param(parameter: object) -> bool:
-    """Whether the parameter was built under Init, or is an engine's at stage 3."""
-    return isinstance(parameter, nn.Parameter) and isinstance(parameter, ZeroNames) and hasattr(parameter, "ds_id")
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None) -> Callable:
