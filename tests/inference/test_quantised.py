@@ -12,7 +12,6 @@ from ztk.inference.quantised import (
     GROUP,
     Int4Product,
     Int8Product,
-    dequantise_int4,
     quantise_int4,
     quantise_int8,
 )
@@ -28,6 +27,13 @@ def weights(*, out: int, columns: int) -> torch.Tensor:
     drawn[::3] *= 100
     drawn[1], drawn[2], drawn[4, 7] = 0.3, 0.0, 50.0
     return drawn
+
+
+def dequantise_int4(steps: torch.Tensor, *, scales: torch.Tensor) -> torch.Tensor:
+    """The weights that the steps stand for, fp32 [out, in]; scales as from `quantise_int4`."""
+    out, columns = steps.shape
+    scale, zero = (part.float().t().unsqueeze(2) for part in scales.unbind(-1))  # [out, groups, 1]
+    return ((steps.view(out, columns // GROUP, GROUP) - 8) * scale + zero).view(out, columns)
 
 
 def test_an_int8_weight_is_within_half_a_step():

@@ -1,6 +1,5 @@
 """One logger; it writes to standard output unless the program has set up logging itself."""
 
-import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -36,9 +35,3 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     rank = dist.get_rank() if connected else -1
     if not connected or (ranks and (ranks[0] == -1 or rank in ranks)):
         sys.stdout.write(f"[Rank {rank}] {message}\n")
-
-
-@functools.cache
-def warning_once(message: str) -> None:
-    """A warning that the process says once."""
-    logger.warning(message)

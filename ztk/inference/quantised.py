@@ -46,13 +46,6 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return steps.to(torch.int32).view(out, columns), torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous()
 
 
-def dequantise_int4(steps: Tensor, *, scales: Tensor) -> Tensor:
-    """The weights that the steps stand for, fp32 [out, in]; scales as from `quantise_int4`."""
-    out, columns = steps.shape
-    scale, zero = (part.float().t().unsqueeze(2) for part in scales.unbind(-1))  # [out, groups, 1]
-    return ((steps.view(out, columns // GROUP, GROUP) - 8) * scale + zero).view(out, columns)
-
-
 class Int8Product(Product):
     """A product with int8 weights, one scale per output channel. See [Note: Quantised weights]."""
 

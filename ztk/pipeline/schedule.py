@@ -41,10 +41,6 @@ class Schedule:
         """The pipeline rank that runs `stage`."""
         return stage % self.num_ranks
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that run on pipeline rank `rank`."""
-        return tuple(range(rank, self.num_stages, self.num_ranks))
-
     def computes(self, rank: int) -> list[Action]:
         """`ranks[rank]` without its transfers."""
         return [action for action in self.ranks[rank] if action.kind.computes]

@@ -21,22 +21,6 @@ def validate(schedule: Schedule, *, is_training: bool = True) -> None:
     _check_rendezvous(schedule)
 
 
-def live_micro_batches(schedule: Schedule) -> list[int]:
-    """Per rank: the largest number of (stage, micro-batch) pairs whose activations are held at one time.
-
-    They are held from the forward on, until the backward, or until the gradients of the weights where those come apart.
-    """
-    last = Kind.backward_weight if schedule.is_split else Kind.backward
-    peaks = []
-    for rank in range(schedule.num_ranks):
-        live = peak = 0
-        for action in schedule.computes(rank):
-            live += (action.kind is Kind.forward) - (action.kind is last)
-            peak = max(peak, live)
-        peaks.append(peak)
-    return peaks
-
-
 def _check_once(schedule: Schedule, *, is_training: bool) -> None:
     backward = (Kind.backward_input, Kind.backward_weight) if schedule.is_split else (Kind.backward,)
     kinds = (Kind.forward, *(backward if is_training else ()))
