@@ -1,4 +1,7 @@
-"""Direct preference optimisation: losses over log-probabilities of chosen and rejected answers."""
+"""Direct preference optimisation: losses over log-probabilities of chosen and rejected answers.
+
+Losses have the dtype of the log-probabilities.
+"""
 
 from dataclasses import dataclass
 

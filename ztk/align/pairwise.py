@@ -1,4 +1,7 @@
-"""Losses of a reward model over pairs of sequences: all chosen ones, then the rejected ones in the same order."""
+"""Losses of a reward model over pairs of sequences: all chosen ones, then the rejected ones in the same order.
+
+Losses are float32, or float64 where that is the dtype of the values.
+"""
 
 from dataclasses import dataclass
 

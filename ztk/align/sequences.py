@@ -1,4 +1,7 @@
-"""Packed sequences: S of them one after another, T tokens in all, and the tokens that count in a loss. No padding."""
+"""Packed sequences: S of them one after another, T tokens in all, and the tokens that count in a loss. No padding.
+
+Sums have the dtype of the values.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Ranges of flattened tensors as boxes. Overlaps are arithmetic on corners: no list of positions, whatever the size."""
+"""Ranges of flattened tensors as boxes. Overlaps are arithmetic on corners: no list of positions, whatever the size.
+
+Views have the dtype of their tensor.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Layout of a folder `global_stepN` (as of 0.19, unchanged for years; see DeepSpee
     *_model_states.pt   names and shapes of the parameters per group, frozen parameters, buffers, counters
     *_optim_states.pt   one per rank: fp32 master weights and moments, flat
 Stages 1 and 2 concatenate the parameters of a group and cut the result into one partition per rank. Stage 3 cuts every parameter into
-equal parts, the last one padded, and each rank's file has its parts one after the other.
+equal parts, the last one padded, and each rank's file has its parts one after the other. Values have the dtype that they have in the files.
 """
 
 import pickle

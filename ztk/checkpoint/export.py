@@ -1,6 +1,7 @@
 """Exports a checkpoint in other formats, one range of a tensor at a time.
 
 Formats: a safetensors folder as Hugging Face has it, one state_dict file, or a folder of torch.distributed.checkpoint.
+Values have the dtype that was asked for, buffers their own.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The full model's state_dict, assembled from the ranks' shards and, where a mesh divides the model, their parts of it.
 
 Phases: every rank copies its model's parameters into main memory, gathering one bucket at a time; the ranks exchange what they have; the
-first rank that has a part broadcasts it if another rank lacks it.
+first rank that has a part broadcasts it if another rank lacks it. Weights have the dtype that the model computes in, buffers their own.
 """
 
 from collections.abc import Iterator

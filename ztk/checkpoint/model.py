@@ -1,4 +1,7 @@
-"""The model in a checkpoint: its parameters, ties, persistent buffers, and the step control's scalars."""
+"""The model in a checkpoint: its parameters, ties, persistent buffers, and the step control's scalars.
+
+Buffers have any dtype; the control's scalars are fp32.
+"""
 
 import math
 from collections.abc import Iterator

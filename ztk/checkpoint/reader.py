@@ -1,4 +1,7 @@
-"""Reads any range of any state of a checkpoint by offset, and verifies the checksum of every byte it uses."""
+"""Reads any range of any state of a checkpoint by offset, and verifies the checksum of every byte it uses.
+
+Values have the dtype that was saved; states of generators are uint8.
+"""
 
 import os
 import zlib

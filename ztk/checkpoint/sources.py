@@ -1,4 +1,7 @@
-"""Weights and optimizer states in other formats, one range of one tensor at a time."""
+"""Weights and optimizer states in other formats, one range of one tensor at a time.
+
+Values have the dtype that they have in the files.
+"""
 
 import json
 import os

@@ -5,7 +5,7 @@
     save_dir/zero_to_fp32.py            makes full fp32 weights of it
     save_dir/TAG/step-000120/           a checkpoint of `ztk.checkpoint`
     save_dir/TAG/latest                 its name
-Saving a tag again writes the complete new checkpoint before it removes the old one.
+Saving a tag again writes the complete new checkpoint before it removes the old one. Weights have the dtype that the model computes in.
 """
 
 import base64

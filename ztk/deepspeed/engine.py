@@ -1,4 +1,7 @@
-"""What a DeepSpeed script calls: DeepSpeed's names and counting over the one engine."""
+"""What a DeepSpeed script calls: DeepSpeed's names and counting over the one engine.
+
+A loss has the dtype that the model computes it in.
+"""
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping

@@ -1,4 +1,7 @@
-"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils` that scripts import."""
+"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils` that scripts import.
+
+A norm has the dtype of the gradients.
+"""
 
 import functools
 import os

@@ -1,4 +1,7 @@
-"""`DeepSpeedHybridEngine`: one model that trains and generates, as DeepSpeed-Chat's step 3 uses it."""
+"""`DeepSpeedHybridEngine`: one model that trains and generates, as DeepSpeed-Chat's step 3 uses it.
+
+A loss has the dtype that the model computes it in.
+"""
 
 import time
 from collections.abc import Iterator

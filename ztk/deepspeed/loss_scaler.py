@@ -1,6 +1,7 @@
 """`deepspeed.runtime.fp16.loss_scaler`: loss scales for loops that scripts write themselves, and the engine's own to read.
 
 The engine decides on its scale on the device (`ztk.kernels.step_control`); `optimizer.loss_scaler` shows it.
+Results have the dtype of their inputs.
 """
 
 from collections.abc import Callable, Iterable

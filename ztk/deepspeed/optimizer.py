@@ -1,4 +1,7 @@
-"""The second item that `initialize` returns: what a script sees of the sharded optimizer."""
+"""The second item that `initialize` returns: what a script sees of the sharded optimizer.
+
+A loss has the dtype that the model computes it in.
+"""
 
 import copy
 from collections.abc import Container, Iterable, Iterator

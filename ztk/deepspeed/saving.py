@@ -1,4 +1,4 @@
-"""The engine's methods around checkpoints and full weights."""
+"""The engine's methods around checkpoints and full weights. Weights have the dtype that the model computes in."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -2,6 +2,7 @@
 
 state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")
 python zero_to_fp32.py checkpoints weights          # the script that every save leaves beside the checkpoints
+Buffers have the dtype of the file.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""A batch in one call, for engines whose caller may also write the loop: forward, backward, step."""
+"""A batch in one call, for engines whose caller may also write the loop: forward, backward, step.
+
+A loss has the dtype that the model computes it in.
+"""
 
 from collections.abc import Iterable
 from itertools import islice

@@ -1,4 +1,7 @@
-"""The scalars of a step: they are on the device, one small kernel decides, and the host reads them when it needs them."""
+"""The scalars of a step: they are on the device, one small kernel decides, and the host reads them when it needs them.
+
+They have the dtype fp32.
+"""
 
 from dataclasses import dataclass
 

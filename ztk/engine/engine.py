@@ -1,4 +1,7 @@
-"""The engine: trains a model under a memory strategy, of which the model knows nothing."""
+"""The engine: trains a model under a memory strategy, of which the model knows nothing.
+
+A loss has the dtype that the model computes it in.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""The engine of a model that is cut into stages: every rank of the pipeline runs its part of the schedule, a batch at a time."""
+"""The engine of a model that is cut into stages: every rank of the pipeline runs its part of the schedule, a batch at a time.
+
+A loss has the dtype that the last stage computes it in.
+"""
 
 import time
 from collections.abc import Iterable, Iterator

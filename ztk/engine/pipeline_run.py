@@ -1,4 +1,7 @@
-"""One batch through a pipeline, as one rank sees it: the actions of its schedule, one after the other."""
+"""One batch through a pipeline, as one rank sees it: the actions of its schedule, one after the other.
+
+A loss has the dtype that the last stage computes it in.
+"""
 
 import time
 from collections.abc import Callable, Iterator

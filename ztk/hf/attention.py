@@ -2,7 +2,7 @@
 
 The kernel attends over full sequences (a prompt's first pass, an encoder) and over packed documents, whose borders come as transformers'
 `cu_seq_lens_q`. Where there is a mask (padding, a window that is shorter than
-the text) or a cache with more keys than queries, torch's attention computes as before.
+the text) or a cache with more keys than queries, torch's attention computes as before. Results have the dtype of the query.
 """
 
 import sys

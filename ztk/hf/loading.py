@@ -3,7 +3,7 @@
 transformers reads the full checkpoint into every rank's memory and distributes it module by module from rank 0. Here a parameter that was
 built sharded is filled where its shard is stored: a rank reads 1/n of the bytes and never has a full parameter in memory. The exception
 are parameters that the checkpoint stores in another form than the model (experts one by one, fused projections): they are converted one
-group at a time.
+group at a time. Values have the dtype that transformers gives them.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Safetensors files, one range of one tensor at a time."""
+"""Safetensors files, one range of one tensor at a time. Values have the dtype of the file."""
 
 from contextlib import ExitStack
 from math import prod

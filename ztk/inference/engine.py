@@ -1,4 +1,7 @@
-"""`Generator`: answers from a model, many sequences at a time, each as if it were alone."""
+"""`Generator`: answers from a model, many sequences at a time, each as if it were alone.
+
+Parameters have the dtype that the trainer computes in.
+"""
 
 import itertools
 from collections.abc import Iterator

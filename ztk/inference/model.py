@@ -1,4 +1,7 @@
-"""The forward of every family over the cache: rows of several sequences at once."""
+"""The forward of every family over the cache: rows of several sequences at once.
+
+Rows have the dtype that the engine computes in.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -7,6 +7,7 @@ last norm, head and rotary tables. `packed.json` describes both and is written l
 
 oneDNN's layout and that of int4 depend on processor and build of torch, so the manifest has a digest of how a known weight of every shape
 is laid out, and a folder from another kind of processor is refused. The embedding is mapped, not read: only rows that are used are in memory.
+Parameters have any floating-point dtype.
 """
 
 import json

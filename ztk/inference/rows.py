@@ -1,6 +1,6 @@
 """Operations on rows, without autograd and registration, which cost more than the operation itself when a step has few rows.
 
-The same formulas as the CPU implementations of `ztk.kernels`.
+The same formulas as the CPU implementations of `ztk.kernels`. Results have the dtype of their inputs.
 """
 
 import torch

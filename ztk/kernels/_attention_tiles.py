@@ -1,4 +1,7 @@
-"""What forward and backward of `attention` share: which blocks a block sees, the CPU's view of sequences."""
+"""What forward and backward of `attention` share: which blocks a block sees, the CPU's view of sequences.
+
+A mask has the dtype of the scores.
+"""
 
 import torch
 import triton

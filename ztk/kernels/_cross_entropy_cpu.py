@@ -1,4 +1,4 @@
-"""Cross entropy on CPU tensors; shapes, options and results as in cross_entropy.py."""
+"""Cross entropy on CPU tensors; shapes, options and results as in cross_entropy.py. Dtypes are as there."""
 
 import torch
 from torch import Tensor

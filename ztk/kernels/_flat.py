@@ -2,7 +2,7 @@
 
 [Note: Four per thread]
 A thread holds four elements where float32 and 16-bit tensors are combined: more make Triton convert layouts between them through
-shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow.
+shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow. Tensors have the dtypes that the op gives them.
 """
 
 import inspect

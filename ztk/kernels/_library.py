@@ -5,7 +5,7 @@ Each op is a `torch.library` schema `ztk::name` with one implementation per disp
 the Triton launcher, CPU the fast torch implementation, Meta and fake tensors the shape function. An op has no autograd of
 its own: the public function wraps forward and backward ops in a `torch.autograd.Function`, which costs 13 us per call
 less than `register_autograd` and traces under torch.compile all the same. `set_backend("reference")` acts in the public
-functions, so that plain torch autograd differentiates the reference.
+functions, so that plain torch autograd differentiates the reference. Tensors have any dtype.
 """
 
 from collections.abc import Callable

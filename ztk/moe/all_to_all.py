@@ -2,6 +2,7 @@
 
 Work between `start` and `wait` in the forward also overlaps the all-to-all of the backward: among the nodes that are ready, autograd
 runs the one created last, and the backward of `wait` only starts the all-to-all for which the backward of `start` waits.
+What arrives has the dtype of what was sent.
 """
 
 from collections.abc import Sequence

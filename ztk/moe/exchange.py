@@ -3,6 +3,7 @@
 Rank r of the expert axis has experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so the rows for one rank are contiguous.
 Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather how many
 choices fell on each expert: one small collective, and the only time in a layer that the host waits for the device.
+Counts have an integer dtype.
 """
 
 from collections.abc import Callable

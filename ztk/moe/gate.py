@@ -6,6 +6,7 @@ come from torch's own generator in DeepSpeed's order, so that the same seed give
 and take their first rank's random numbers, so that they choose alike.
 
 Lepikhin et al. 2020 (GShard), https://arxiv.org/abs/2006.16668; random token selection: Kim et al. 2021, https://arxiv.org/abs/2109.10465
+Results have the dtype of x.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Rows of tokens in the order of slots, differentiable without atomics."""
+"""Rows of tokens in the order of slots, differentiable without atomics.
+
+Results have the dtype of x; orders and positions are int64.
+"""
 
 import torch
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 Such a module has `num_experts`, parameters that all start with that dimension, and is called as `experts(hidden [T, C], choices [T, k],
 weights [T, k])` for the weighted sum [T, C]. When it is spread over ranks it keeps its own forward, which then sees this rank's weights and
-one choice of weight 1 per row.
+one choice of weight 1 per row. Results have the dtype of their inputs.
 """
 
 import inspect

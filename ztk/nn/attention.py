@@ -1,7 +1,7 @@
 """Causal self-attention with grouped queries and rotary positions.
 
 Shapes: B batch, T time, H query heads, K key and value heads, G = H / K, D head size, C width of the residual stream. H and K follow from
-the shapes of the projections' weights: a tensor-parallel rank has some of the heads.
+the shapes of the projections' weights: a tensor-parallel rank has some of the heads. Results have the dtype of x.
 """
 
 import torch

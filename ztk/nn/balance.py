@@ -6,7 +6,7 @@ probability of e:
     balance = E * sum_e f_e P_e      1 when even, up to E / k when not  (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)
     z = mean over tokens of logsumexp(logits)^2                          (Zoph et al. 2022, https://arxiv.org/abs/2202.08906)
 
-A micro-batch with a loss weight has this weight in f_e, in P_e and in the mean of z.
+A micro-batch with a loss weight has this weight in f_e, in P_e and in the mean of z. Losses have the dtype fp32, counts any.
 """
 
 from collections.abc import Iterator

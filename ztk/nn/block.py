@@ -1,4 +1,4 @@
-"""One layer of the decoder."""
+"""One layer of the decoder. Results have the dtype of x."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, norm, head."""
+"""The language model: embedding, blocks, norm, head. Logits have the dtype of the parameters; the loss is fp32."""
 
 import torch
 from torch import Tensor, nn

@@ -2,7 +2,7 @@
 
 The backward of a linear layer computes two products: the gradient of its input, for which the layer before waits, and the gradient of its
 weight, which is first needed by the optimizer. Zero-bubble pipelines defer the second. The input and the gradient of the output are
-kept until then; nothing is computed twice, and the weight itself is not read again.
+kept until then; nothing is computed twice, and the weight itself is not read again. Gradients have the dtype of their parameters.
 """
 
 import functools

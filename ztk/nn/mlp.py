@@ -1,4 +1,4 @@
-"""The feed-forward part of a block."""
+"""The feed-forward part of a block. Results have the dtype of x."""
 
 from torch import Tensor, nn
 

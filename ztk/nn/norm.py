@@ -1,4 +1,4 @@
-"""Normalisation by the root mean square."""
+"""Normalisation by the root mean square. Results have the dtype of x."""
 
 import torch
 from torch import Tensor, nn

@@ -3,6 +3,7 @@
 The receiver needs the shapes first. They are sent only when they change: before a batch the first stage broadcasts a hash of the shapes of
 each micro-batch, so every rank knows which of its transfers have shapes that it has not seen. Only for those the sender sends the
 shapes before the tensors. If activations change shape although micro-batches do not, `dynamic_shapes` sends them every time.
+What arrives has the dtype of what was sent.
 """
 
 from collections import deque

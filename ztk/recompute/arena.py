@@ -1,4 +1,7 @@
-"""One buffer of equal places, allocated for the first input and kept: memory does not fragment, and is page-locked once."""
+"""One buffer of equal places, allocated for the first input and kept: memory does not fragment, and is page-locked once.
+
+A place has the dtype of its input.
+"""
 
 import math
 import threading

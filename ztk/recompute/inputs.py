@@ -1,6 +1,7 @@
 """Where the inputs of recomputed blocks are until the backward: as they are, cut over tensor-parallel ranks, in main memory, in one buffer.
 
 A `SavedInput` is a handle: it returns its tensor as often as the backward asks, and its memory is freed when autograd drops it.
+What is restored has the dtype of what was saved.
 """
 
 import weakref

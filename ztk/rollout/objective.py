@@ -2,6 +2,7 @@
 
 Every function is pure. Sums that go over all samples of a step are taken over given totals, so no loss depends on how samples are divided
 over micro-batches and ranks, but for the order of additions.
+Rewards, values and log-probabilities are fp32, or all of another floating-point dtype.
 """
 
 from dataclasses import dataclass

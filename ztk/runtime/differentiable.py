@@ -1,4 +1,7 @@
-"""Differentiable linear functions that communicate: the backward of one is another one."""
+"""Differentiable linear functions that communicate: the backward of one is another one.
+
+Gradients have the dtype of x.
+"""
 
 from collections.abc import Callable
 

@@ -2,6 +2,7 @@
 
 Techniques that shard parameters (tensor and expert parallelism) record a `Part` per parameter that they shard or replicate. ZeRO shards
 that part again over the ranks that hold the same part, and checkpoints write it under the full parameter's name and shape.
+Views have the dtype of their tensor.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,7 +6,7 @@ A copy starts behind the work that the current stream had been given before the 
 `Copy.synchronize`. A PCIe link carries both directions at full speed at one time, so each has a stream.
 
 Everything here goes through a `StreamApi`. The usual one is torch.cuda's; `tests/streams` has one that checks, on tensors without values,
-that whatever uses a buffer is ordered behind whoever used it before.
+that whatever uses a buffer is ordered behind whoever used it before. Copies are between tensors of one dtype, or cast.
 """
 
 import functools

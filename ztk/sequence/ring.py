@@ -15,6 +15,7 @@ order of the ring, so results depend on N and on nothing else.
 [Note: Volume]
 With n = B (T / N) K D elements of a rank's keys, every rank sends 2 n (N - 1) elements in the forward and 4 n (N - 1) in the backward, per
 layer: half of the latter are gradients in fp32. Ulysses sends about 4 B (T / N) H D per direction, whatever N is.
+Results have the dtype of the query.
 """
 
 from collections.abc import Iterator

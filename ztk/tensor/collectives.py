@@ -10,6 +10,8 @@ sequence-parallel forms (Korthikanti et al. 2022, https://arxiv.org/abs/2205.051
     scatter_out reduce-scatter along dim 1  all-gather along dim 1
     split_last  own part of the last dim    all-gather along the last dim
     gather_last all-gather along the last   own part of the last dim
+
+Results have the dtype of x.
 """
 
 import torch

@@ -3,7 +3,7 @@
 [Note: Shared inputs]
 Query, key and value multiply the same input, so its gradient needs one sum over the ranks, not three. The axis therefore caches the copied
 (or gathered) input as long as the input lives, and layers that get the same tensor share it. The cache owns the copy: in a recomputed
-block nothing else would keep it alive. Recomputed activations are new tensors with copies of their own.
+block nothing else would keep it alive. Recomputed activations are new tensors with copies of their own. Results have the dtype of x.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Each rank exchanges two numbers per row: the log-sum-exp of its own columns, and the target's logit (zero if another rank has that column).
 The backward needs no communication: d_logits = (exp(logits - lse) (1 + 2 z lse) - onehot) / number of targets, written over the logits; z is
-the weight of the z-loss, see `ztk.nn.LanguageLoss`.
+the weight of the z-loss, see `ztk.nn.LanguageLoss`. The loss has the dtype fp32.
 """
 
 import torch

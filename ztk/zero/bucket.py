@@ -1,4 +1,4 @@
-"""A bucket: the parameters that share one flat buffer."""
+"""A bucket: the parameters that share one flat buffer. All of it has one dtype."""
 
 from torch import Tensor, nn
 

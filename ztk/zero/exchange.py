@@ -3,6 +3,7 @@
 Per parameter of 2 bytes on N ranks, in groups of K that share a node's fast links: the forward's gather takes 1.02 bytes instead of 2 when
 weights are sent as int8. The backward's gather stays inside the group, whose ranks together keep a second copy, 2 / K bytes each. The
 gradient takes 0.52 bytes as int4, and with groups only 1 / K of that leaves the group, at the price of a second rounding.
+Buffers have the bucket's dtype.
 """
 
 from collections.abc import Callable

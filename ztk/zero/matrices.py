@@ -8,7 +8,7 @@ Momentum and weights are updated elementwise, where they are stored; what is bet
 
 Then the update over pieces applies them like gradients. All this runs in the thread that trains, because it communicates; the
 update over pieces may follow behind the next forward. At stage 0 every rank has every direction, and only the results are sent.
-Bytes are counted as "muon": a rank's elements of all matrices in each direction.
+Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
 """
 
 from collections.abc import Iterator, Sequence

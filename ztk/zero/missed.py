@@ -1,7 +1,7 @@
 """Updates that single parameters have missed: frozen for a while, or without a gradient where such steps leave them alone.
 
 Adam corrects its averages by the number of updates that they have seen. Torch's counts them for every parameter; here the step's control counts
-those of the run, and this object what a parameter has missed of them.
+those of the run, and this object what a parameter has missed of them. The control has the dtype fp32.
 """
 
 from collections.abc import Mapping, Sequence

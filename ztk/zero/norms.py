@@ -5,6 +5,7 @@ and adds up squares; the ranks exchange two numbers per parameter. The update ov
 so that nothing else is kept; it may follow behind the next forward. States on a disk are therefore read and written twice per step.
 
 Squares add up in float64: where pieces are cut shows in the 16th digit, and the norms are rounded to the 7th.
+Control and ratios have the dtype fp32.
 """
 
 from collections.abc import Callable, Iterable, Iterator

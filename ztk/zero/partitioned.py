@@ -2,7 +2,7 @@
 
 Rank r of n has the flat elements [r * k, (r + 1) * k) of a parameter, k = ceil(numel / n). The parameter itself is a placeholder of its
 own shape that reads as NaN. `construction` makes such parameters while a model is built; `ztk.zero.build` takes them over, one at a
-time.
+time. Values have the dtype of their parameter.
 """
 
 import functools

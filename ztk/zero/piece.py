@@ -1,4 +1,7 @@
-"""A piece: the range of a bucket that is fetched, updated and written back at once."""
+"""A piece: the range of a bucket that is fetched, updated and written back at once.
+
+Views have the dtype of their buffer.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""The update of one piece by ztk's own optimizers, in memory."""
+"""The update of one piece by ztk's own optimizers, in memory.
+
+Master weights and gradients have any floating-point dtype, the control is fp32.
+"""
 
 from torch import Tensor
 

@@ -1,4 +1,7 @@
-"""Gradients: from autograd into flat buffers, and from all ranks into shards, while the backward is still running."""
+"""Gradients: from autograd into flat buffers, and from all ranks into shards, while the backward is still running.
+
+They have the dtype in which they are sent.
+"""
 
 import functools
 import weakref

@@ -4,6 +4,7 @@ Its values are on other ranks, in main memory or on a disk, so what a script wri
 writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible, but for an entry of
 a state dict: whoever copies it wants to keep the weights. `torch.save` of one writes what no program can load, warns, and lets the next step
 raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the module on rank 0 at every stage, and the full one after it.
+A placeholder has the dtype of its parameter.
 """
 
 import functools

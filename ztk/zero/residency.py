@@ -1,4 +1,4 @@
-"""Where the parameters of one bucket are, and why they are there."""
+"""Where the parameters of one bucket are, and why they are there. Buffers have the bucket's dtype."""
 
 from concurrent.futures import Future
 from enum import Enum

@@ -1,4 +1,7 @@
-"""Reduced gradients: where a bucket's reduced shard goes, and how micro-batches add up there."""
+"""Reduced gradients: where a bucket's reduced shard goes, and how micro-batches add up there.
+
+Shards have the dtype in which gradients are sent.
+"""
 
 from collections import deque
 

@@ -1,7 +1,7 @@
 """The class of an engine's parameters.
 
 It notes that a script took hold of `.data`, through which writes leave no other trace, and lets hooks of a script that are registered on a
-parameter run before the engine's, which takes the gradient away.
+parameter run before the engine's, which takes the gradient away. Memory has the dtype of its parameter.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""DeepSpeed's gate as a module, and its all-to-all: for layers that other projects build of them."""
+"""DeepSpeed's gate as a module, and its all-to-all: for layers that other projects build of them.
+
+Results have the dtype of their inputs.
+"""
 
 from typing import Any
 

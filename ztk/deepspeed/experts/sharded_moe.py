@@ -2,6 +2,7 @@
 
 T tokens, E experts. C, the capacity: tokens that an expert takes, max(ceil(T / E * k * capacity_factor), min_capacity) if tokens are
 dropped, else those of the busiest expert. `ztk.moe.MoE` itself never makes the [T, E, C] tensors.
+Logits have any floating-point dtype; weights and losses are computed in fp32.
 """
 
 import torch

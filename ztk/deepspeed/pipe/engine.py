@@ -1,4 +1,7 @@
-"""The engine of a `PipelineModule`: batches instead of losses."""
+"""The engine of a `PipelineModule`: batches instead of losses.
+
+A loss has the dtype that the last stage computes it in.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -1,6 +1,7 @@
 """`deepspeed.sequence.layer`: attention between two all-to-alls, for models that divide their sequences themselves.
 
 Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
+Results have the dtype of their inputs.
 """
 
 from collections.abc import Callable

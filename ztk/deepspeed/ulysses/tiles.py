@@ -2,6 +2,7 @@
 
 DeepSpeed's three names over torch's activation checkpointing; gradients of weights add up over the tiles by autograd itself, so
 `compute_params`, which tells DeepSpeed when a gradient is complete, is accepted and not needed.
+Results have the dtype that the function gives them.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,7 @@
-"""What the engine calls around forward, backward and step, and what is printed and written then."""
+"""What the engine calls around forward, backward and step, and what is printed and written then.
+
+A loss has any floating-point dtype.
+"""
 
 import dataclasses
 from collections.abc import Iterator

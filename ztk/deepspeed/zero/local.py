@@ -2,6 +2,7 @@
 
 ztk shards flat buffers of many parameters, so a rank keeps any range of a parameter's elements: a part, all of it, or nothing. What a `get`
 returns, a `set` takes, in the same flat shape. Shapes are [n], of the elements that this rank keeps. Stage 3 only, as in DeepSpeed.
+Values that are set have any floating-point dtype.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """safe_get/set: one parameter's full weight, gradient or optimizer state in fp32.
 
-Shapes of what is read and set are those of the full parameter. Collective calls: every rank makes them alike."""
+Shapes of what is read and set are those of the full parameter. Collective calls: every rank makes them alike.
+Values that are set have any floating-point dtype."""
 
 from collections.abc import Callable, Iterable
 

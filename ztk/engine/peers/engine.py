@@ -1,4 +1,7 @@
-"""The engine's surface over torch's own data parallelism."""
+"""The engine's surface over torch's own data parallelism.
+
+Losses and parameters have the dtype that the model computes in.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

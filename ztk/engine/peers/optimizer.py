@@ -1,4 +1,7 @@
-"""ztk's policies said to torch: optimizer, schedule, gradient scaler, or a refusal."""
+"""ztk's policies said to torch: optimizer, schedule, gradient scaler, or a refusal.
+
+Tables of rates have any floating-point dtype.
+"""
 
 from dataclasses import fields
 

@@ -2,7 +2,7 @@
 
 Blocking transports run on one thread per process, in the order of submission. The order is the same on all ranks because all ranks run
 the same program. So communication overlaps with compute, and no rank can overtake another. Point-to-point messages have their own
-threads.
+threads. What arrives has the dtype of what was sent.
 """
 
 import ctypes

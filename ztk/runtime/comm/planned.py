@@ -1,4 +1,4 @@
-"""The communicator of a plan: its counters count, and nothing moves."""
+"""The communicator of a plan: its counters count, and nothing moves. What arrives has the dtype of what was sent."""
 
 import pickle
 from collections.abc import Callable, Sequence
