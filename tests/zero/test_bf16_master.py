@@ -112,7 +112,7 @@ def test_other_optimizers_and_the_keys_of_deepspeed(ranks):
 
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_updates_over_more_than_an_element_are_refused(name):
-    with pytest.raises(ValueError, match="has an update with adamw, adam, lion or sgd"):
+    with pytest.raises(ValueError, match="works only with adamw, adam, lion or sgd"):
         flat_optimizer(OptimizerPolicy(name=name)).rounded(states=torch.float32)
 
 

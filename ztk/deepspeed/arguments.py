@@ -41,7 +41,7 @@ def init_distributed(
     del verbose, config, auto_mpi_discovery
     if dist_backend not in (None, "gloo", "nccl"):
         raise ValueError(
-            f"dist_backend={dist_backend!r}: ztk speaks gloo between CPUs and nccl between GPUs; leave it out"
+            f"dist_backend={dist_backend!r}: ztk uses gloo between CPUs and nccl between GPUs; leave it out"
         )
     if dist_backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("dist_backend='nccl': torch sees no GPU; leave it out, or use gloo")

@@ -38,7 +38,7 @@ _SHIFT = "DeepSpeed makes one update before the first step of this schedule; run
 
 @dataclasses.dataclass(kw_only=True)
 class Overrides:
-    """words: `key=value` of run.py. notes: what the configuration says and run.py has no word for."""
+    """words: `key=value` of run.py. notes: what the configuration says and run.py has no key for."""
 
     words: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -76,7 +76,7 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
     for key, value in settings.given.items():
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
         if key not in _SAID and key not in told and not is_off:
-            out.notes.append(f"{key}: {_INSTEAD.get(key, 'run.py has no word for it')}")
+            out.notes.append(f"{key}: {_INSTEAD.get(key, 'run.py has no key for it')}")
     if settings.autocast is not None:
         word = _WORD_OF[settings.autocast]
         out.notes.append(f"torch_autocast: run.py computes in one dtype; choose precision={word}")
@@ -315,7 +315,7 @@ def _ds_topology(topology: Mapping) -> dict:
     ):
         if topology[axis] > 1:
             raise ValueError(
-                f"topology.{axis}={topology[axis]}: a ds_config has no word for it; {fix}, or use topology.{axis}=1"
+                f"topology.{axis}={topology[axis]}: a ds_config has no key for it; {fix}, or use topology.{axis}=1"
             )
     made: dict = {}
     if topology["tensor"] > 1:
@@ -328,11 +328,11 @@ def _ds_topology(topology: Mapping) -> dict:
 def _ds_optimizer(optimizer: Mapping) -> dict:
     if optimizer["name"] == "muon":
         raise ValueError(
-            "optimizer=muon: has no place in a ds_config of ztk; use optimizer=adamw, adam, sgd, lion or lamb"
+            "optimizer=muon: a ds_config of ztk cannot choose it; use optimizer=adamw, adam, sgd, lion or lamb"
         )
     if optimizer.get("states") not in (None, "fp32"):
         raise ValueError(
-            f"optimizer.states={optimizer['states']}: a ds_config has no word for states that are rounded stochastically or of 8 bits; use "
+            f"optimizer.states={optimizer['states']}: a ds_config has no key for states that are rounded stochastically or of 8 bits; use "
             "optimizer.states=fp32"
         )
     types = {"lamb": "Lamb", "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
@@ -346,7 +346,7 @@ def _ds_optimizer(optimizer: Mapping) -> dict:
 def _ds_precision(precision: Mapping) -> dict:
     if precision.get("master") == "stochastic":
         raise ValueError(
-            "precision.master=stochastic: a ds_config has no word for master weights that are rounded stochastically; use "
+            "precision.master=stochastic: a ds_config has no key for master weights that are rounded stochastically; use "
             "precision.master=fp32"
         )
     made: dict = {}

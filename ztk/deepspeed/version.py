@@ -1,4 +1,4 @@
-"""Which DeepSpeed ztk answers for. Scripts and Hugging Face compare it with the versions they need."""
+"""Which version of DeepSpeed ztk stands for. Scripts and Hugging Face compare it with the versions they need."""
 
 __version__ = version = "0.19.8+ztk"
 __version_major__, __version_minor__, __version_patch__ = map(int, version.partition("+")[0].split("."))

@@ -103,7 +103,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def forget(self) -> None:
-        """No prefix is reused: the weights are others now."""
+        """No prefix is reused: the weights have changed."""
         self._contents = [[] for _ in self._contents]
 
     def _admit(self) -> None:

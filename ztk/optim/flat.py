@@ -79,7 +79,7 @@ class FlatOptimizer:
         """
         if self.muon is not None or self.lamb is not None or not self.format.is_plain:
             raise ValueError(
-                "precision.bf16_master=true (bf16.bf16_master_weights_and_grads of a ds_config) has an update with adamw, adam, lion or sgd "
+                "precision.bf16_master=true (bf16.bf16_master_weights_and_grads of a ds_config) works only with adamw, adam, lion or sgd "
                 "and optimizer.states=fp32: use one of them, or leave it out"
             )
         rows = tuple(replace(row, dtype=states) for row in self.format.rows)

@@ -177,7 +177,7 @@ def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found
     for state, parameter in zip(states, parameters, strict=True):
         for name, value in state.items():
             if name in RESERVED or not isinstance(name, str):
-                raise Unfit(f"it keeps a state called {name!r}, which is ztk's own word: call it something else")
+                raise Unfit(f"it keeps a state called {name!r}, a name that ztk uses itself: give it another one")
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 if value.dtype not in DTYPES:
                     raise Unfit(

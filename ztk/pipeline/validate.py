@@ -80,4 +80,4 @@ def _check_rendezvous(schedule: Schedule) -> None:
                 break
         else:
             stuck = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
-            raise BadSchedule(f"nobody can go on: {stuck}")
+            raise BadSchedule(f"no rank can continue: {stuck}")

@@ -52,7 +52,7 @@ class PrecisionPolicy:
             raise ValueError(f"precision.master={self.master}: must be one of {', '.join(MASTERS)}, or null")
         if self.bf16_master and self.master is not None:
             raise ValueError(
-                f"precision.bf16_master=true: precision.master={self.master} says something else of the master weights; leave one of them out"
+                f"precision.bf16_master=true: precision.master={self.master} contradicts it about the master weights; leave one of them out"
             )
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"precision.autocast={self.autocast}: must be torch.bfloat16, torch.float16 or None")

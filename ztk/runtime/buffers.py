@@ -57,20 +57,20 @@ class BufferPool:
         """`buffer`, a flat tensor [n], was acquired here and not released yet."""
         return buffer is not None and buffer.untyped_storage()._cdata in self._used
 
-    def release(self, buffer: Tensor, *, has_guests: bool = False, is_changing: bool = True) -> None:
+    def release(self, buffer: Tensor, *, may_be_viewed: bool = False, is_changing: bool = True) -> None:
         """The caller no longer uses `buffer`.
 
-        has_guests: others were shown its memory. As long as one of them has a view, it is not handed out again.
-        is_changing: `spoil_views` is for it.
+        may_be_viewed: others were shown its memory. As long as one of them has a view, it is not handed out again.
+        is_changing: `invalidate_views` applies to it.
         """
         released, numel = self._used.pop(buffer.untyped_storage()._cdata)
         self.elements_in_use -= numel
-        if has_guests and _references(released) > _OWN_REFERENCES:
+        if may_be_viewed and _references(released) > _OWN_REFERENCES:
             self._shown.append((released, is_changing))
         else:
             self._put_back(released)
 
-    def spoil_views(self) -> None:
+    def invalidate_views(self) -> None:
         """What views of released buffers show is about to change elsewhere: from now on they read as NaN, not as what was."""
         self._take_back()
         for buffer, is_changing in self._shown:
@@ -86,7 +86,7 @@ class BufferPool:
         shown, self._shown = self._shown, []
         while shown:
             buffer, is_changing = shown.pop()
-            if _references(buffer) > _OWN_REFERENCES - 1:  # the caller of `release` has gone
+            if _references(buffer) > _OWN_REFERENCES - 1:  # the caller of `release` has returned
                 self._shown.append((buffer, is_changing))
             else:
                 self._put_back(buffer)

@@ -68,14 +68,14 @@ class Gathering:
         bucket.residency.is_used = True
 
     @without_dispatch_modes
-    def reshard(self, bucket: Bucket, *, has_guests: bool = True) -> None:
-        """Releases `bucket`, unless it is never sharded or is kept across passes. has_guests: see `Residency.release`."""
+    def reshard(self, bucket: Bucket, *, may_be_viewed: bool = True) -> None:
+        """Releases `bucket`, unless it is never sharded or is kept across passes. may_be_viewed: see `Residency.release`."""
         residency = bucket.residency
         if not bucket.traits.shards_parameters or residency.state is ParameterState.sharded or residency.is_kept:
             return
         assert bucket.full is not None
         self._by_storage.pop(bucket.full.untyped_storage()._cdata, None)
-        residency.release(has_guests=has_guests)
+        residency.release(may_be_viewed=may_be_viewed)
 
     def reshard_all(self) -> None:
         """Releases, at the end of a pass, whatever is still gathered or prefetched and not kept."""
@@ -95,7 +95,7 @@ class Gathering:
     def parameters_change(self) -> None:
         """The parameters take other values: views from before read as NaN, and graphs from before cannot run backward."""
         self.changes += 1
-        self._pool.spoil_views()
+        self._pool.invalidate_views()
 
     # Keep unsharded
 

@@ -189,7 +189,7 @@ class ModelHooks:
             if saved.changes != self._gathering.changes:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified: this is the backward of a forward from before "
-                    "the optimizer's step, and the weights are others now; run the forward again, or the backward before the step"
+                    "the optimizer's step, and the weights have changed since; run the forward again, or the backward before the step"
                 )
             self._gathering.unshard(saved.bucket)
             assert saved.bucket.full is not None

@@ -83,10 +83,11 @@ class Residency:
         self.state = ParameterState.gathered
 
     @torch.inference_mode(False)
-    def release(self, *, has_guests: bool = True) -> None:
+    def release(self, *, may_be_viewed: bool = True) -> None:
         """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool.
 
-        has_guests: as soon as nobody has a view of a parameter any more. In a backward, autograd has one for a moment, of a node that has run.
+        may_be_viewed: it returns as soon as no view of a parameter is left. In a backward, autograd keeps one for a moment, of a node that has
+        run.
         """
         if self.state is ParameterState.sharded:
             return
@@ -99,7 +100,7 @@ class Residency:
             self._placeholder = placeholder((), dtype=self._traits.dtype, device=self.full.device)
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
             release(parameter, value=self._placeholder.expand(placement.shape))
-        self._pool.release(self.full, has_guests=has_guests, is_changing=self._traits.trainable)
+        self._pool.release(self.full, may_be_viewed=may_be_viewed, is_changing=self._traits.trainable)
         self.full, self.is_used, self.state = None, False, ParameterState.sharded
 
     def keep_full(self, full: Tensor) -> None:

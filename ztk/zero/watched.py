@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ztk.zero.released import change_class
 
 TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
-_in_hand: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
+_returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
 
 
 class _Watched:
@@ -31,7 +31,7 @@ class _Watched:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         value = torch.Tensor.data.__get__(self)
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
-        _in_hand[self] = [*_alive(self), weakref.ref(value)]
+        _returned[self] = [*_alive(self), weakref.ref(value)]
         return value
 
     @data.setter
@@ -77,7 +77,7 @@ def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
 
 def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
     """The references of `parameter` whose tensors exist. A view keeps its base, so that of `p.data.view(-1)` is among them."""
-    return [reference for reference in _in_hand.get(parameter, ()) if reference() is not None]
+    return [reference for reference in _returned.get(parameter, ()) if reference() is not None]
 
 
 @functools.cache

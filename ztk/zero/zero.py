@@ -226,7 +226,7 @@ class Zero:
             for placement, parameter in zip(bucket.layout.placements, bucket.parameters, strict=True):
                 yield placement.name, parameter.data
             if was_sharded:
-                self.gathering.reshard(bucket, has_guests=False)
+                self.gathering.reshard(bucket, may_be_viewed=False)
 
     def is_changed(self, bucket: Bucket, *, name: str) -> bool:
         """A parameter of `bucket` that is gathered was written: its bits in this rank's slice differ from the stored shard's."""

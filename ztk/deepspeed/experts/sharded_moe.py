@@ -55,7 +55,9 @@ def topkgating(
     if k < 3:
         raise ValueError(f"topkgating(k={k}): use top1gating or top2gating")
     if drop_policy != "probs":
-        raise ValueError(f"drop_policy={drop_policy!r}: experts keep the tokens that want them most; use 'probs'")
+        raise ValueError(
+            f"drop_policy={drop_policy!r}: experts keep the tokens that chose them with the largest probability; use 'probs'"
+        )
     return _gated(logits, policy=_policy(k, capacity_factor, min_capacity, drop_tokens), ep_group=ep_group)
 
 

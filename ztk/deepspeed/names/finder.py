@@ -48,7 +48,7 @@ class Finder(DistributionFinder, Loader):
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: ztk answers for {root} here and does not offer it; docs/deepspeed.md says what it "
+                f"No module named {fullname!r}: ztk stands in for {root} here and does not offer this module; docs/deepspeed.md says what it "
                 "offers",
                 name=fullname,
             )

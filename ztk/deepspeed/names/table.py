@@ -1,4 +1,4 @@
-"""Which module of ztk answers for which module of DeepSpeed, and of `deepspeed_chat`.
+"""Which module of ztk stands for which module of DeepSpeed, and of `deepspeed_chat`.
 
 A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names
 (`"*"`: all that `ztk.y` offers). A module above others needs a row of its own and is never ztk's module itself, which would not know

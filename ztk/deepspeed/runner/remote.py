@@ -114,7 +114,7 @@ def address_of(host: Host, *, launcher: str, ssh_port: int | None) -> str:
         return done.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise ValueError(
-            f"{host.name} does not tell its address by `{' '.join([*there, 'hostname', '-I'])}` ({error}): let ssh reach it "
+            f"{host.name} does not print its address by `{' '.join([*there, 'hostname', '-I'])}` ({error}): let ssh reach it "
             "without a password, or give --master_addr"
         ) from error
 
