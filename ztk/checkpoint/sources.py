@@ -176,7 +176,7 @@ _METADATA_NAMES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata` without running what a stranger may have put there: it builds torch's records, sizes and dtypes alone."""
+    """Reads `.metadata` without running code that it may contain: it builds torch's records, sizes and dtypes alone."""
 
     def find_class(self, module: str, name: str) -> object:
         if module in _METADATA_MODULES and "." not in name:
