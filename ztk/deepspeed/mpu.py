@@ -19,7 +19,7 @@ _SEQUENCE = "get_sequence_parallel_world_size"
 
 
 def arranged(process: Process, mpu: object) -> Process:
-    """The process in the mesh that `mpu` describes: get_model_parallel_world_size(), get_data_parallel_group() and their kin, and
+    """The process in the mesh that `mpu` describes: get_model_parallel_world_size(), get_data_parallel_group() and the like, and
     get_sequence_parallel_world_size() for neighbours that have parts of the same sequences.
 
     Raises ValueError if ranks that share a model are not neighbours, which is how Megatron and ztk lay them out.

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers by class: `deepspeed.ops.adam.FusedAdam` and its kin.
+"""DeepSpeed's optimizers by class: `deepspeed.ops.adam.FusedAdam` and others.
 
 Given to `initialize` they say which of ztk's optimizers runs, with their groups: there is one Adam for every place, and it needs no
 compiler. Without an engine they step by themselves, as torch's do.
@@ -85,11 +85,8 @@ class DeepSpeedCPUAdam(_Adam):
         self.adam_w_mode = adamw_mode
 
 
-class _Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of an average, and decoupled decay."""
-
-    def __init__(self, params: Iterable, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+class _Stepping(torch.optim.Optimizer):
+    """Steps as torch's optimizers do: `_update` of every parameter that has a gradient."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -98,15 +95,27 @@ class _Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                direction = average.lerp(parameter.grad, 1 - beta1).sign_()
-                parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
-                average.lerp_(parameter.grad, 1 - beta2)
+                if parameter.grad is not None:
+                    self._update(parameter, group=group)
         return loss
+
+    def _update(self, parameter: torch.Tensor, *, group: dict) -> None:
+        raise NotImplementedError
+
+
+class _Lion(_Stepping):
+    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of an average, and decoupled decay."""
+
+    def __init__(self, params: Iterable, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, parameter: torch.Tensor, *, group: dict) -> None:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+        direction = average.lerp(parameter.grad, 1 - beta1).sign_()
+        parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+        average.lerp_(parameter.grad, 1 - beta2)
 
 
 class FusedLion(_GradNone, _Lion):
@@ -155,7 +164,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class FusedLamb(torch.optim.Optimizer):
+class FusedLamb(_Stepping):
     """`deepspeed.ops.lamb`: Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update.
 
     min_coeff, max_coeff: bounds of that factor. max_grad_norm: must be 0, `gradient_clipping` clips. You et al. 2020,
@@ -185,18 +194,6 @@ class FusedLamb(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group=group)
-        return loss
 
     def _update(self, parameter: torch.Tensor, *, group: dict) -> None:
         beta1, beta2 = group["betas"]

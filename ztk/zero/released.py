@@ -121,7 +121,7 @@ class _Entry(_View):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             entry = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, _Entry)), None)
-            if entry is None:  # in a list: of torch.cat and its kin
+            if entry is None:  # in a list: of torch.cat and the like
                 raise RuntimeError(_kept(None))
             if function.__name__ in _VALUES:
                 raise RuntimeError(_kept(entry))

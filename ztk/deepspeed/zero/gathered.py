@@ -78,7 +78,7 @@ def pin(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def unpin(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
-    """Undoes `hold`. source: the rank whose values are taken over first; None: nobody changed them. A collective call."""
+    """Undoes `pin`. source: the rank whose values are taken over first; None: nobody changed them. A collective call."""
     buckets = _buckets(parameters)
     try:
         if source is not None:

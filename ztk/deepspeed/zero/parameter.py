@@ -1,4 +1,4 @@
-"""What DeepSpeed's users read off a parameter at stage 3: `ds_id`, `ds_shape`, `ds_status` and their kin.
+"""What DeepSpeed's users read off a parameter at stage 3: `ds_id`, `ds_shape`, `ds_status` and the like.
 
 [Note: Shape]
 A released parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements; `numel()` and `shape` are always right, and
