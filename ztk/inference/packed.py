@@ -164,8 +164,8 @@ def pack(
     """
     if subject.description.dense_layers:
         raise ValueError(
-            f"offload=nvme: {len(subject.description.dense_layers)} of the {subject.description.layers} layers have no experts, and layers that "
-            "are streamed are built alike; leave offload out"
+            f"offload=nvme: {len(subject.description.dense_layers)} of the {subject.description.layers} layers have no experts, and "
+            "layers that are streamed are built alike; leave offload out"
         )
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
