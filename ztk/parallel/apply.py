@@ -18,14 +18,13 @@ from ztk.moe import metrics_of_experts, scale_router_losses, shard_experts
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
-from ztk.parallel.plan import Plan
+from ztk.parallel.plan import Plan, check_states
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
-from ztk.policies.compact import compact_faults, master_of
+from ztk.policies.compact import master_of
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.optimizer import TORCH
-from ztk.policies.ranges import refuse
 from ztk.policies.tier import Tier
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy, recompute_blocks
@@ -85,20 +84,7 @@ def parallelize(
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
     """
     precision = precision or PrecisionPolicy()
-    if precision.bf16_master and ema is not None:
-        raise ValueError(
-            "ema: precision.bf16_master=true has no float32 master weights that a moving average could change places with: leave one of "
-            "them out"
-        )
-    refuse(
-        compact_faults(
-            name=optimizer.name,
-            states=optimizer.states,
-            master=precision.master,
-            dtype=precision.name,
-            averages=ema is not None,
-        )
-    )
+    check_states(optimizer, precision=precision, ema=ema)
     plan = Plan(
         model=model,
         process=process,

@@ -13,6 +13,7 @@ from ztk.optim.states import StateFormat
 from ztk.pipeline import PipelinePolicy
 from ztk.pipeline.stages import Stages
 from ztk.policies import layout
+from ztk.policies.compact import compact_faults
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
@@ -87,3 +88,21 @@ class Plan:
     def is_cut(self) -> bool:
         """Some rank has less than the full model, not counting what ZeRO shards."""
         return max(self.mesh.comm(axis).size for axis in ("pp", "tp", "ep")) > 1
+
+
+def check_states(optimizer: OptimizerPolicy, *, precision: PrecisionPolicy, ema: EmaPolicy | None) -> None:
+    """Raises ValueError for states, master weights and an average that do not fit together."""
+    if precision.bf16_master and ema is not None:
+        raise ValueError(
+            "ema: precision.bf16_master=true has no float32 master weights that a moving average could change places with: leave one of "
+            "them out"
+        )
+    refuse(
+        compact_faults(
+            name=optimizer.name,
+            states=optimizer.states,
+            master=precision.master,
+            dtype=precision.name,
+            averages=ema is not None,
+        )
+    )

@@ -11,12 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ztk.runtime.differentiable import through
-
-
-class Handle(Protocol):
-    """An exchange under way."""
-
-    def wait(self) -> object: ...
+from ztk.runtime.pending import Pending
 
 
 class Exchange(Protocol):
@@ -25,7 +20,7 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Handle: ...
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Pending: ...
 
 
 def to_heads(x: Tensor, *, comm: Exchange, label: str) -> Tensor:

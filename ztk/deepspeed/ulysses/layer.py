@@ -12,12 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ztk.sequence.attention import key_repeats
+from ztk.runtime.pending import Handle
 from ztk.sequence.exchange import to_heads, to_sequence
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +30,11 @@ class GroupExchange:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> _Done:
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Handle:
         """Chunk i of `source` goes to rank i; `out` has the chunks in order of ranks."""
         del label
         dist.all_to_all_single(out, source, group=self.group)
-        return _Done()
+        return Handle()
 
 
 class DistributedAttention(nn.Module):
