@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ztk.sequence.attention import key_repeats
 from ztk.runtime.pending import Handle
+from ztk.sequence.attention import key_repeats
 from ztk.sequence.exchange import to_heads, to_sequence
 
 
