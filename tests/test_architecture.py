@@ -233,7 +233,7 @@ def test_docstrings_give_shapes():
 # is any, too. A module speaks for its functions where it has the word "dtype".
 DTYPE = re.compile(
     r"\b(fp(8|16|32|64)|bf16|float(16|32|64)?s?|u?int(8|16|32|64)|bools?|boolean|complex|dtypes?|integers?|(16|8|4|32)[- ]bits?"
-    r"|whole[- ]numbers?|any shapes?|tokens?)\b",
+    r"|any shapes?|tokens?)\b",
     re.IGNORECASE,
 )
 DTYPES_OF_ALL = re.compile(r"\bdtypes?\b", re.IGNORECASE)
