@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from experiments.examples import HELD_OUT
-from experiments.prompts import PAD, STOP, is_right, sorting
+from experiments.prompts import PAD, STOP
 from experiments.reference import BaseModel
+from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.data import ByteTokenizer
 from ztk.engine import Engine
@@ -40,7 +41,8 @@ class Answers:
 
     def _drawn(self, *, temperature: float) -> Samples:
         config = self._config
-        prompts = [sorting(seed=config.train.seed, number=HELD_OUT + int(number)) for number in self._numbers]
+        task = TASKS[name_of(config)]
+        prompts = [task.prompt(seed=config.train.seed, number=HELD_OUT + int(number)) for number in self._numbers]
         longest = max(len(prompt.tokens) for prompt in prompts)
         policy = RolloutPolicy(
             length=config.data.seq_len,
@@ -59,7 +61,7 @@ class Answers:
         )
         samples = generate(self._engine, policy=policy, requests=requests, step=0)
         for row, prompt in enumerate(prompts):
-            samples.rewards[row] = is_right(prompt=prompt.text, answer=_text(samples, row=row), record={})
+            samples.rewards[row] = task.score(prompt=prompt.text, answer=_text(samples, row=row), record={})
         return samples
 
     def _divergence(self, samples: Samples) -> Tensor:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experiments.prompts import PAD, STOP, sorting, wrong_answer
+from experiments.lengths import histogram
+from experiments.prompts import PAD, STOP
+from experiments.tasks import TASKS, name_of
 from ztk.align import Example, RecordFormat, Sequences, Text, read_examples
 from ztk.config import Config
 from ztk.data import Share, SubwordTokenizer
@@ -64,7 +66,7 @@ class Examples:
         self._masks = config.task.name != "sft" or bool(config.sft.mask_prompts)
         self.held_out: list[Example] = []
         self._records: list[Example] | None = None
-        self._epoch = -1  # of `_order`
+        self._epoch, self._task_name = -1, name_of(config)  # the epoch of `_order`
         if data.path is None:
             count = config.train.eval_batches * config.train.global_batch_size
             self.held_out = [self._made(HELD_OUT + number) for number in range(count)]
@@ -105,7 +107,7 @@ class Examples:
     def digest(self) -> str:
         """Names the records, for checkpoints."""
         if self._records is None:
-            return "sorting"
+            return self._task_name
         digest = hashlib.blake2b(digest_size=16)
         for example in self.records:
             for text in example.texts:
@@ -128,11 +130,12 @@ class Examples:
         return self._made(index) if self._records is None else self._records[index]
 
     def _made(self, number: int) -> Example:
-        """Letters to be sorted, the right answer, and of a pair a wrong one."""
+        """A prompt of the task, the right answer, and of a pair a wrong one."""
+        task = TASKS[self._task_name]
         while True:
-            prompt = sorting(seed=self._seed, number=number)
+            prompt = task.prompt(seed=self._seed, number=number)
             assert prompt.answer is not None
-            wrong = wrong_answer(prompt, seed=self._seed, number=number)
+            wrong = task.wrong(prompt.text, seed=self._seed, number=number)
             if wrong != prompt.answer:
                 break
             number += ANOTHER
@@ -211,11 +214,9 @@ class ExampleStream:
 def lengths_of(examples: Examples) -> str:
     """How many texts there are, and their lengths in tokens, for the screen."""
     known = examples.records if examples.num_records is not None else examples.held_out
-    lengths = sorted(len(text) for example in known for text in example.texts)
-    parts = {f"{percent}%": lengths[(len(lengths) - 1) * percent // 100] for percent in (0, 10, 50, 90, 100)}
-    shown = ", ".join(f"{name} {length}" for name, length in parts.items())
+    lengths = [len(text) for example in known for text in example.texts]
     made = "" if examples.num_records is not None else " held out, others are made on the spot"
-    return f"texts: {len(lengths)}{made}, of as many tokens (quantiles): {shown}"
+    return f"texts: {len(lengths)}{made}, {histogram(lengths)}"
 
 
 def _micro_batch(examples: Sequence[Example], *, numbers: Sequence[int], own: range) -> MicroBatch:

@@ -18,7 +18,7 @@ def open_reward_model(config: Config, *, process: Process) -> Engine | None:
     """
     if config.reward.path is None:
         return None
-    engine = build(config, process=process, is_trained=False, is_critic=True)
+    engine = build(config, process=process, is_trained=False, is_critic=True, strategy=config.reward)
     checkpoint.load(engine, path=config.reward.path, weights_only=True)
     return engine
 

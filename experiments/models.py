@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from experiments import policies
 from experiments.pretrain import build_model
-from experiments.prompts import PAD, STOP, sorting, wrong_answer
+from experiments.prompts import PAD, STOP
+from experiments.tasks import TASKS, name_of
 from ztk.config import Config
+from ztk.config.rollout_schema import StrategyConfig
 from ztk.data import ByteTokenizer
 from ztk.engine import Engine
 from ztk.hf.scoring import open_scoring
@@ -36,11 +38,15 @@ def build(
     is_critic: bool = False,
     has_adapters: bool = True,
     accumulation_steps: int | None = None,
+    strategy: StrategyConfig | None = None,
 ) -> Engine:
     """The run's model under its strategy. values: its first ones, where they differ from those of `train.seed` or `model.path`.
 
     lr: None: optimizer.lr. is_critic: the output layer gives one number per token, a value. has_adapters: False: without those of `lora`.
+    strategy: of a model beside the policy, where it differs.
     """
+    if strategy is not None:
+        config = policies.of_model(config, given=strategy)
     model, first_values = open_critic(config) if is_critic else build_model(config, has_adapters=has_adapters)
     if not is_trained:
         model.requires_grad_(False)
@@ -119,14 +125,15 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
             f"warm_start.batch_size={warm.batch_size} cannot be divided over {process.world_size} ranks: use "
             f"warm_start.batch_size={share * process.world_size or process.world_size}"
         )
+    task = TASKS[name_of(config)]
     for step in range(warm.steps):
         rows = torch.full((share, length + 1), PAD)
         counted = torch.zeros_like(rows, dtype=torch.bool)
         for row, mask, index in zip(rows, counted, range(share), strict=True):
             number = -1 - (step * warm.batch_size + process.rank * share + index)  # others than those of rollouts
-            prompt = sorting(seed=seed, number=number)
+            prompt = task.prompt(seed=seed, number=number)
             right = torch.rand((), generator=generator(seed, "right", number)).item() < warm.correct
-            answer = prompt.answer if right else wrong_answer(prompt, seed=seed, number=number)
+            answer = prompt.answer if right else task.wrong(prompt.text, seed=seed, number=number)
             text = ByteTokenizer().encode(f"{prompt.text}{answer}{chr(STOP)}")
             row[: len(text)] = text
             mask[len(prompt.text) : len(text)] = True

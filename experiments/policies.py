@@ -1,5 +1,6 @@
 """From the checked configuration to the small policies that the library takes."""
 
+import copy
 import json
 import os
 from dataclasses import fields
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.config.precision_schema import LossScaleConfig, PrecisionConfig
+from ztk.config.rollout_schema import StrategyConfig
+from ztk.config.schema import OffloadConfig, ParameterTier, ZeroConfig
 from ztk.kernels import Ceilings
 from ztk.nn import DecoderConfig
 from ztk.nn.lora import LoraPolicy
@@ -76,6 +80,23 @@ def zero_policy(config: Config) -> ZeroPolicy:
 
 def offload_policy(config: Config) -> OffloadPolicy:
     return OffloadPolicy(**_given(config.offload))
+
+
+def of_model(config: Config, *, given: StrategyConfig) -> Config:
+    """The configuration as it is for a model beside the policy: where `given` says nothing, the policy's."""
+    own = copy.deepcopy(config)
+    stage, tier = own.zero.stage, own.offload.optimizer
+    if given.zero is not None and (chosen := int(given.zero.value.removeprefix("stage"))) != stage:
+        own.zero = ZeroConfig(engine=own.zero.engine, stage=chosen, bucket_size=own.zero.bucket_size)
+    if given.offload is not None and given.offload is not tier:
+        own.offload = OffloadConfig(optimizer=given.offload, parameters=ParameterTier("none"))
+        own.offload.nvme_path, own.offload.pin_memory = config.offload.nvme_path, config.offload.pin_memory
+    if (own.zero.stage, own.offload.optimizer) != (stage, tier):
+        follows = own.zero.stage == 3
+        own.offload.parameters = ParameterTier(own.offload.optimizer.value if follows else "none")
+    if given.precision is not None and given.precision is not own.precision.dtype:
+        own.precision = PrecisionConfig(dtype=given.precision, loss_scale=LossScaleConfig())
+    return own
 
 
 def topology(config: Config) -> Topology:

@@ -1,12 +1,11 @@
 """Prompts, their answers and rewards: made on the spot, or lines of a file."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from experiments.lengths import histogram
+from experiments.tasks import TASKS, Prompt, Task, name_of
 from ztk.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.config import Config
 from ztk.data import ByteTokenizer, SubwordTokenizer
@@ -15,47 +14,6 @@ from ztk.rollout.rewards import RewardFunction
 from ztk.runtime.seed import generator
 
 STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
-LETTERS, COUNT = "abcdefgh", 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """text, tokens: what the policy sees. answer: the right one, if it is known. record: what the reward function gets beside the texts."""
-
-    text: str
-    tokens: list[int]
-    answer: str | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
-
-
-def sorting(*, seed: int, number: int) -> Prompt:
-    """Letters to be sorted: `dbace>` -> `abcde`. Prompt `number` of the endless sequence for `seed`."""
-    drawn = torch.randint(len(LETTERS), (COUNT,), generator=generator(seed, "sorting", number)).tolist()
-    letters = "".join(LETTERS[index] for index in drawn)
-    text = f"{letters}>"
-    return Prompt(
-        text=text,
-        tokens=ByteTokenizer().encode(text).tolist(),
-        answer="".join(sorted(letters)),
-        record={"number": number},
-    )
-
-
-def is_right(*, prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-    """1 for the letters of `prompt` in order, else 0."""
-    return float(answer == "".join(sorted(prompt.removesuffix(">"))))
-
-
-def wrong_answer(prompt: Prompt, *, seed: int, number: int) -> str:
-    """As many letters as the right answer has, in an order of chance that is not the right one if there is another."""
-    assert prompt.answer is not None
-    letters = list(prompt.answer)
-    for attempt in range(8):
-        order = torch.randperm(len(letters), generator=generator(seed, "wrong", number, attempt)).tolist()
-        answer = "".join(letters[index] for index in order)
-        if answer != prompt.answer:
-            break
-    return answer
 
 
 class Prompts:
@@ -68,7 +26,8 @@ class Prompts:
         self._records = None if config.rollout.task is not None else self._read(config)
         by_template = config.data.chat_template == "tokenizer"
         self.stop = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
-        self._reward: RewardFunction | None = is_right if config.rollout.task is not None else None
+        self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
+        self._reward: RewardFunction | None = None if self._task is None else self._task.score
         if config.reward.function is not None:
             self._reward = load_reward(config.reward.function)
 
@@ -88,7 +47,8 @@ class Prompts:
     def __getitem__(self, number: int) -> Prompt:
         """Lines of a file come in another order in every pass over it."""
         if self._records is None:
-            return sorting(seed=self._seed, number=number)
+            assert self._task is not None, "the configuration is checked"
+            return self._task.prompt(seed=self._seed, number=number)
         epoch, index = divmod(number, len(self._records))
         order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
         found = self._records[int(order[index])]
@@ -108,15 +68,11 @@ class Prompts:
     def describe(self) -> str:
         """How many prompts there are, their lengths in tokens, and how many are cut."""
         if self._records is None:
-            return f"prompts: made on the spot, of {len(self[0].tokens)} tokens each"
+            return "prompts: made on the spot"
         lengths = self.lengths
-        parts = {f"{percent}%": lengths[(len(lengths) - 1) * percent // 100] for percent in (0, 10, 50, 90, 100)}
-        shown = ", ".join(f"{name} {length}" for name, length in parts.items())
         longest = max(len(record.tokens) for record in self._records)
         cut = sum(length > longest for length in lengths)
-        return f"prompts: {len(lengths)}, of as many tokens (quantiles): {shown}" + (
-            f"; {cut} cut to {longest}" if cut else ""
-        )
+        return f"prompts: {len(lengths)}, {histogram(lengths)}" + (f"\n{cut} cut to {longest}" if cut else "")
 
     def score(self, prompt: Prompt, *, answer: str) -> float | None:
         """The function's reward; None: the sample is left out. Raises RewardError."""

@@ -16,6 +16,7 @@ from ztk.config import Config
 from ztk.engine import Engine
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
+from ztk.rollout import large_answers
 from ztk.runtime import Process
 
 FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
@@ -64,9 +65,13 @@ class Reference(Protocol):
 def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int) -> PairLogprobs:
     """The log-probabilities that `engine` gives the answers of micro-batch number `index`."""
     batch, device = step.micro_batches[index], engine.process.device
-    sequences = batch.sequences.to(device)
-    logits = sequences.pack(engine(step.rows(batch, device=device)))
-    return PairLogprobs.of(token_logprobs(logits, sequences=sequences), sequences=sequences)
+    sequences, rows = batch.sequences.to(device), step.rows(batch, device=device)
+    large = large_answers(engine, rows=len(rows), length=step.length)
+    if large is not None:
+        logprobs = sequences.pack(large.logprobs(rows, mask=batch.sequences.mask(length=step.length)))
+    else:
+        logprobs = token_logprobs(sequences.pack(engine(rows)), sequences=sequences)
+    return PairLogprobs.of(logprobs, sequences=sequences)
 
 
 class NoReference:
@@ -95,7 +100,12 @@ class FrozenReference:
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
         self._is_base = config.lora.rank > 0 and config.warm_start.path is None
-        options = {"values": first_values, "is_trained": False, "has_adapters": not self._is_base}
+        options = {
+            "values": first_values,
+            "is_trained": False,
+            "has_adapters": not self._is_base,
+            "strategy": config.reference,
+        }
         self.engine: Engine = build(config, process=process, **options)
         start_from(config, engine=self.engine)
         saves = config.checkpoint.every and not self._is_base

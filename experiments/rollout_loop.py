@@ -50,6 +50,8 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
     past = resume(run)
     with build_reporter(config, engine=run.actor, past=past) as reporter:
         reporter.say(run.prompts.describe())
+        if config.rollout.weights is not None:
+            reporter.say(f"rollout.weights={run.weights.weights}: {run.weights.reason}")
         if run.reward_before is None:
             run.reward_before = evaluate(run)
         train(run, reporter=reporter, fill=fill, update=update)

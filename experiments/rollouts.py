@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from experiments.alignment import start_from
+from experiments.answer_losses import losses_of
 from experiments.learned_reward import learned_rewards, open_reward_model
 from experiments.models import Values, build
 from experiments.prompts import PAD, Prompt, Prompts
@@ -25,13 +26,16 @@ from ztk.rollout import (
     RolloutPolicy,
     RolloutWeights,
     Samples,
+    SettledWeights,
     compare,
     generate,
+    large_answers,
+    settle_weights,
     share_of_rank,
     token_logprobs,
     use_cached_attention,
 )
-from ztk.rollout.objective import PolicyLoss, divergence, equal_groups, policy_loss, token_weights
+from ztk.rollout.objective import PolicyLoss, divergence, equal_groups, token_weights
 from ztk.runtime import Process
 
 EVALUATED = 4  # rollouts, before the first step and after the last
@@ -44,9 +48,9 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 class Run:
     """What a run goes on with.
 
-    reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before:
-    the mean reward before the first step. function_rewards: what the function gives this rank's newest samples beside a reward model, float64
-    [S], NaN for None.
+    weights: how a rollout sees parameters. reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made.
+    metrics: of the newest one. reward_before: the mean reward before the first step. function_rewards: what the function gives this rank's
+    newest samples beside a reward model, float64 [S], NaN for None.
     """
 
     config: Config
@@ -57,6 +61,7 @@ class Run:
     prompts: Prompts
     buffer: Buffer
     guards: Guards
+    weights: SettledWeights
     reward_model: Engine | None = None
     cached: CachedRollouts | None = None
     function_rewards: Tensor | None = None
@@ -97,7 +102,11 @@ def open_run(
     samples = config.rollout.prompts * config.rollout.group_size
     actor = build(config, lr_table=lr_table, **common)
     start_from(config, engine=actor)
-    critic = build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, **common) if has_critic else None
+    critic = (
+        build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, strategy=config.critic, **common)
+        if has_critic
+        else None
+    )
     if critic is not None:
         start_from(config, engine=critic, body_only=True)
     reference = open_reference(config, actor=actor, first_values=first_values)
@@ -115,14 +124,31 @@ def open_run(
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         cached=CachedRollouts(actor) if config.rollout.engine == "generator" else None,
+        weights=open_weights(config, actor=actor),
         guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
     )
+
+
+def open_weights(config: Config, *, actor: Engine) -> SettledWeights:
+    """What `rollout.weights` asks for, `auto` decided. A collective call."""
+    name = config.rollout.weights
+    if name is not None and name.value == "auto":
+        return settle_weights(actor)
+    if name is None:
+        return SettledWeights(
+            weights=RolloutWeights.whole, reason="parameters are not sharded, or not read by forwards"
+        )
+    return SettledWeights(weights=RolloutWeights(name.value), reason="it was given")
 
 
 def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:
     """What `kl.reference` names. New adapters add nothing, so the reference is the base alone; those of `warm_start.path` are part of it."""
     if config.kl.reference == "frozen":
-        options = {"is_trained": False, "has_adapters": config.warm_start.path is not None}
+        options = {
+            "is_trained": False,
+            "has_adapters": config.warm_start.path is not None,
+            "strategy": config.reference,
+        }
         reference = build(config, process=actor.process, values=first_values, **options)
         start_from(config, engine=reference)
         return reference
@@ -161,7 +187,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         pad=PAD,
         temperature=rollout.temperature,
         seed=config.train.seed,
-        weights=RolloutWeights(rollout.weights.value if rollout.weights else "full"),
+        weights=run.weights.weights,
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
     samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
@@ -203,8 +229,12 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
     parts, device = [], run.process.device
     with engine.evaluating():
         for rows in micro_batches(run, samples=samples):
-            tokens = samples.tokens[rows].to(device)
-            logprobs = token_logprobs(engine(tokens), tokens=tokens, temperature=run.config.rollout.temperature)
+            batch, temperature = samples[rows], run.config.rollout.temperature
+            tokens = batch.tokens.to(device)
+            if (large := large_answers(engine, rows=len(batch), length=tokens.shape[1])) is not None:
+                logprobs = large.logprobs(tokens, mask=batch.answer_mask, temperature=temperature)
+            else:
+                logprobs = token_logprobs(engine(tokens), tokens=tokens, temperature=temperature)
             parts.append(logprobs.cpu())
     return torch.cat(parts)
 
@@ -375,21 +405,15 @@ def update_policy(run: Run) -> Update:
     for part in micro_batches(run, samples=samples):
         batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
         tokens = batch.tokens.to(device)
-        logits = engine(tokens)
-        logprobs = token_logprobs(logits, tokens=tokens, temperature=config.rollout.temperature)
-        differing = compared(run, samples=batch, logprobs=logprobs) if compares else 0
-        found = policy_loss(
-            logprobs,
-            policy=policy,
-            old=own["old"],
-            advantages=own["advantages"],
-            weights=own["weights"],
-            correction=own.get("correction"),
-            reference=own.get("reference"),
+        given = {name: own.get(name) for name in ("old", "advantages", "weights", "correction", "reference")}
+        found = losses_of(
+            engine, batch=batch, tokens=tokens, policy=policy, temperature=config.rollout.temperature, **given
         )
+        differing = compared(run, samples=batch, logprobs=found.logprobs) if compares else 0
         loss = found.loss * scale
         engine.backward(loss)
-        sums += measured(logits, batch=batch, clipped=found.clipped, differing=differing)
+        counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
+        sums += torch.tensor([counts[0], int(batch.answer_lengths.sum()), counts[1], differing], dtype=torch.float64)
         engine.step()
         losses.append(loss.detach())
     totals = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
@@ -412,16 +436,6 @@ def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
             f"first: {difference.first}. Use rollout.identity=corrected, and report this"
         )
     return difference.count
-
-
-@torch.no_grad()
-def measured(logits: Tensor, *, batch: Samples, clipped: Tensor, differing: int) -> Tensor:
-    """Sum of entropies over the tokens of answers, their number, clipped and differing tokens: float64 [4]."""
-    mask = batch.answer_mask.to(logits.device)[:, 1:]
-    logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    sums = torch.stack([(entropies * mask).sum().double(), mask.sum().double(), clipped.double()]).cpu()
-    return torch.cat([sums, torch.tensor([float(differing)], dtype=torch.float64)])
 
 
 def loss_of(config: Config) -> PolicyLoss:

@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.examples import HELD_OUT
 from experiments.models import build, warm_start
-from experiments.prompts import PAD, STOP, sorting
+from experiments.prompts import PAD, STOP
 from experiments.ranks import started
+from experiments.tasks import TASKS
 from ztk.config import Config, Machine, compose
 from ztk.report.folder import read_rows
 from ztk.report.status import read_summary
@@ -139,7 +140,9 @@ def probabilities(config: Config) -> Tensor:
     """The first policy's probability of the right answer, its end included, to each of `PROMPTS` prompts that training does not see: [P]."""
     with started(config) as process:
         engine = build(config, process=process, values=warm_start(config, process=process), is_trained=False)
-        prompts = [sorting(seed=config.train.seed, number=HELD_OUT + number) for number in range(PROMPTS)]
+        prompts = [
+            TASKS["sorting"].prompt(seed=config.train.seed, number=HELD_OUT + number) for number in range(PROMPTS)
+        ]
         rows = torch.full((PROMPTS, config.data.seq_len), PAD)
         answers = torch.zeros_like(rows, dtype=torch.bool)
         for row, mask, prompt in zip(rows, answers, prompts, strict=True):

@@ -28,6 +28,8 @@ HOT_PATHS = {
     "attention_varlen": "attention over documents of different lengths in one row",
     "cross_entropy": "loss over logits",
     "linear_cross_entropy": "loss over the head's weight, where the logits would be larger than what it keeps",
+    "linear_logprob": "log-probabilities of answers over the head's weight, where the logits would be large",
+    "segment_scan": "advantages of answers, from rewards and a critic's values",
     "moe_route": "experts: choice and order of tokens",
     "moe_combine": "experts: weighted sum of their results",
     "grouped_matmul": "experts: products",

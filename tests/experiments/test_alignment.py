@@ -303,7 +303,7 @@ def test_held_out_records_are_not_trained_on(ranks, tmp_path):
             ("task=dpo", "warm_start.batch_size=5", "launch.ranks=2"),
             "warm_start.batch_size=5 .* use warm_start.batch_size=6",
         ),
-        (("task=sft", "data.seq_len=8"), "data.seq_len=8: texts of the built-in task have 12 tokens"),
+        (("task=sft", "data.seq_len=8"), "data.seq_len=8: texts of rollout.task=sorting have 12 tokens"),
         (("task=sft", "data.stop=0"), "data.stop=0"),
         (("data.stop=3",), "data.stop=3 has no effect here"),
         (("task=sft", "checkpoint=periodic", "launch.elastic=true"), "launch.elastic=true: task=sft"),

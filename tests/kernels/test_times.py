@@ -26,10 +26,11 @@ SHAPES = {
     "dequantize": (2, 4096),
     "dequantize_reduce": (2, 4096),
     "step_control": (64,),
+    "segment_scan": (8, 512),
 }
-# linear_cross_entropy and moe_route count what their steps keep between each other; random lengths leave attention_varlen and rows behind the
-# last expert's slots out of the SPEC's shape.
-OTHERS = ("linear_cross_entropy", "moe_route", "attention_varlen", "grouped_matmul_pair")
+# linear_cross_entropy, linear_logprob and moe_route count what their steps keep between each other; random lengths leave attention_varlen and
+# rows behind the last expert's slots out of the SPEC's shape.
+OTHERS = ("linear_cross_entropy", "linear_logprob", "moe_route", "attention_varlen", "grouped_matmul_pair")
 
 
 def ops_of(spec, *, shape, dtype):

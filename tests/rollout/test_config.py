@@ -22,6 +22,7 @@ def faults(*overrides: str) -> str:
                 *("task=grpo", "topology=tp2", "zero.quantized_weights=true", "model.vocab_size=300", "launch.elastic=true"),
                 *("checkpoint=periodic", "checkpoint.asynchronous=true", "train.log_every=3", "rollout.max_tokens=5"),
                 *("rollout.prompts=3", "rollout.group_size=1", "rollout.weights=streamed", "critic.lr=0.1", "kl.place=reward"),
+                *("critic.zero=stage3", "reward.offload=cpu"),
                 *("advantage.gamma=0.9", "policy.form=cispo", "policy.dual_clip=3", "rollout.correction_max=3"),
                 *("rollout.temperature=0", "advantage.baseline=mean"),
             ),
@@ -37,6 +38,8 @@ def faults(*overrides: str) -> str:
                 "use rollout.group_size=8, or advantage.baseline=critic",
                 "rollout.weights=streamed has no effect here, only with task=grpo or task=ppo and zero=stage3",
                 "critic.lr=0.1 has no effect here, only with task=ppo",
+                "critic.zero=stage3 has no effect here, only with task=ppo",
+                "reward.offload=cpu has no effect here, only with task=grpo or task=ppo and reward.path",
                 "advantage.gamma=0.9 has no effect here",
                 "policy.dual_clip=3.0 has no effect here, only with task=grpo or task=ppo and policy.form=clipped",
                 "rollout.correction_max=3.0 has no effect here",
@@ -63,7 +66,7 @@ def faults(*overrides: str) -> str:
         (
             (
                 *("task=ppo", "advantage.baseline=mean", "rollout.task=null", "kl.estimator=k3_weighted", "data.seq_len=10"),
-                *("rollout.weights=full", "warm_start.batch_size=63"),
+                *("rollout.weights=whole", "warm_start.batch_size=63"),
             ),
             (
                 "use task=grpo, or advantage.baseline=critic",

@@ -9,7 +9,7 @@ import torch
 from experiments import policies
 from experiments.models import build
 from tests.rollout.runs import composed
-from ztk.rollout import Requests, RolloutPolicy, RolloutWeights, generate
+from ztk.rollout import Requests, RolloutPolicy, RolloutWeights, generate, settle_weights
 from ztk.runtime import Process
 from ztk.runtime.memory import Tier
 
@@ -41,7 +41,7 @@ def rolled_out(process: Process, *, config, weights: RolloutWeights) -> dict:
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("weights", list(RolloutWeights))
+@pytest.mark.parametrize("weights", [RolloutWeights.whole, RolloutWeights.streamed])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_rollout_takes_what_the_formula_says(ranks, offload, weights, dtype):
     """To the byte, each bucket filled up as it is stored. What is stored stays where it is, on every tier."""
@@ -52,7 +52,7 @@ def test_a_rollout_takes_what_the_formula_says(ranks, offload, weights, dtype):
         full, width = sum(found["units"]), 4 if dtype == "fp32" else 2
         assert found["parameters"] * width <= full < 1.03 * found["parameters"] * width
         assert max(blocks) + root < full / 2
-        expected = full if weights is RolloutWeights.full else max(blocks) + root
+        expected = full if weights is RolloutWeights.whole else max(blocks) + root
         assert found["most"]["device"].pop("gathered") == expected
         assert found["most"] == found["before"]
         stored = found["before"]["device" if offload == "none" else "host"]
@@ -63,7 +63,28 @@ def test_a_rollout_takes_what_the_formula_says(ranks, offload, weights, dtype):
 def test_gathered_once_takes_no_more_than_the_limit(ranks):
     """zero.max_live_parameters, elements: what does not fit beside two of the largest units is gathered for every forward."""
     options = ("zero=stage3", "zero.prefetch_bucket_size=0", "zero.max_live_parameters=30000", "model.layers=4")
-    found = ranks(2).run(rolled_out, config=composed("grpo", *options, ranks=2), weights=RolloutWeights.full)[0]
+    found = ranks(2).run(rolled_out, config=composed("grpo", *options, ranks=2), weights=RolloutWeights.whole)[0]
     *blocks, root = found["units"]
     gathered = found["most"]["device"]["gathered"]
     assert max(blocks) + root < gathered <= 30_000 * 4 < sum(found["units"])
+
+
+def settled(process: Process, *, config, free_bytes: int) -> tuple[str, str]:
+    engine = build(config, process=process.arrange(policies.topology(config)))
+    found = settle_weights(engine, free_bytes=free_bytes + process.rank)  # the smallest counts
+    engine.close()
+    return found.weights.value, found.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "free_bytes", "expected", "reason"),
+    [
+        (10**9, 1 << 30, "whole", "1,024 MiB are free on every rank"),
+        (10**9, 1 << 14, "streamed", "0 MiB are free on a rank"),
+        (9_000, 1 << 30, "streamed", "more than zero.max_live_parameters=9,000"),
+    ],
+)
+def test_auto_follows_the_sizes_and_says_why(ranks, limit, free_bytes, expected, reason):
+    config = composed("grpo", "zero=stage3", f"zero.max_live_parameters={limit}", ranks=2)
+    for weights, said in ranks(2).run(settled, config=config, free_bytes=free_bytes):
+        assert weights == expected and reason in said

@@ -8,7 +8,8 @@ import pytest
 
 from experiments.prompts import Prompts
 from tests.rollout.runs import REWARD, config_of, play, rows_of
-from ztk.config.rollout_schema import KlEstimator, KlPlace, RolloutWeightsName
+from ztk.config.rollout_schema import KlEstimator, KlPlace, RolloutWeightsName, StageName
+from ztk.policies.tier import Tier
 from ztk.rollout import Samples
 
 LAYOUTS = {
@@ -19,6 +20,14 @@ LAYOUTS = {
     "cpu": {"zero__stage": 3, "offload__optimizer": "cpu", "offload__parameters": "cpu"},
 }
 NVME = ("zero=stage3", "offload=nvme", f"offload.nvme_path={tempfile.gettempdir()}")
+
+
+OTHERS = {  # models beside the policy, which stays at stage 0
+    "critic__zero": StageName.stage3,
+    "critic__offload": Tier.nvme,
+    "reference__zero": StageName.stage3,
+    "reference__offload": Tier.cpu,
+}
 
 
 def samples_of(result: list[dict], *, rollout: int) -> list[dict]:
@@ -58,6 +67,13 @@ def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size,
     for rollout in range(2):
         assert samples_of(found, rollout=rollout) == samples_of(result, rollout=rollout)
     assert rows_of(tmp_path) == rows
+
+
+def test_models_beside_the_policy_may_have_a_strategy_of_their_own(plain, ranks, tmp_path):
+    result, rows = plain("ppo", 2)
+    config = config_of("ppo", folder=tmp_path, ranks=2, offload__nvme_path=str(tmp_path / "nvme"), **OTHERS)
+    found = ranks(2).run(play, config=config)
+    assert samples_of(found, rollout=1) == samples_of(result, rollout=1) and rows_of(tmp_path) == rows
     assert len(rows) == 4 and all(row["rollout_differing"] == 0 for row in rows)
     assert rows[0]["grad_norm"] > 0 and rows[0]["kl"] == 0 != rows[-1]["kl"] and rows[1]["loss"] != rows[0]["loss"]
 

@@ -14,6 +14,7 @@ from tests.rollout.runs import config_of, digest_of, play, rows_of
 from ztk import checkpoint
 from ztk.align import ChatTemplate, Truncation, fitted, read_prompts
 from ztk.config import ConfigError, Machine, compose
+from ztk.config.rollout_schema import StageName
 from ztk.data import ByteTokenizer
 from ztk.rollout import Samples
 from ztk.runtime import Process
@@ -93,7 +94,7 @@ def values_by_row(process: Process, *, config, samples: dict) -> list[float]:
 def test_a_reward_model_gives_the_rewards_and_the_true_ones_are_shown(ranks, tmp_path):
     first, second = tmp_path / "reward", tmp_path / "second"
     ranks(2).run(play_pairs, configs=[config_of_pairs("reward", *SHAPE, *SAVES, "optimizer.lr=0.01", folder=first)])
-    options = {"folder": second, "ranks": 2, "zero__stage": 3, "reward__path": str(first)}
+    options = {"folder": second, "ranks": 2, "reward__zero": StageName.stage3, "reward__path": str(first)}
     config = config_of("grpo", "data.seq_len=16", **options)
     results = ranks(2).run(play, config=config)
     samples = results[0]["rollouts"][0]

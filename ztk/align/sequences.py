@@ -97,6 +97,12 @@ class Sequences:
         rows[self._is_token(length=length)] = torch.where(self.answer, self.tokens, IGNORED)
         return torch.cat([rows[:, 1:], rows.new_full((len(self), 1), IGNORED)], dim=1)
 
+    def mask(self, *, length: int) -> Tensor:
+        """Whether a token of `rows` counts: bool [S, length]."""
+        mask = self.answer.new_zeros(len(self), length)
+        mask[self._is_token(length=length)] = self.answer
+        return mask
+
     def pack(self, rows: Tensor) -> Tensor:
         """Of values [S, length, ...], one per position of `rows`, those of tokens: [T, ...]."""
         return rows[self._is_token(length=rows.shape[1])]

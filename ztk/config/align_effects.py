@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from ztk.config.effect import Effect, keys_of
 from ztk.config.machine import Machine
-from ztk.config.rollout_schema import PolicyForm, RolloutEngineName, RolloutIdentity
+from ztk.config.rollout_schema import PolicyForm, ReferenceName, RolloutEngineName, RolloutIdentity
 from ztk.config.schema import Config, DataName, ZeroEngine
 from ztk.config.text import has_tokenizer
 
@@ -33,6 +33,15 @@ def _warms(config: Config, machine: Machine) -> bool:
     return config.task.name in ("grpo", "ppo", "dpo")
 
 
+_STRATEGY = ("zero", "offload", "precision")  # of a model beside the policy
+
+
+def _references(config: Config) -> tuple[str | None, ...]:
+    if config.task.name == "dpo":
+        return (config.dpo.reference,)
+    return (config.kl.reference,) if config.task.name in ("grpo", "ppo") else ()
+
+
 def _rollout_effects() -> Iterator[Effect]:
     only = "task=grpo or task=ppo"
     required = {
@@ -45,7 +54,13 @@ def _rollout_effects() -> Iterator[Effect]:
     for section, names in required.items():
         yield Effect(keys=keys_of(section, *names.split()), when=_draws, only=only)
     yield Effect(keys=("warm_start.steps",), when=_warms, only="task=grpo, task=ppo or task=dpo")
-    optional = ("rollout.task", "rollout.stop_entropy_below", "kl.stop_above", "reward.function", "reward.path")
+    yield Effect(
+        keys=("rollout.task",),
+        when=lambda c, m: c.task.name in ("sft", "reward", "dpo", "grpo", "ppo") and c.data.path is None,
+        only="task=sft, reward, dpo, grpo or ppo without data.path",
+        required=False,
+    )
+    optional = ("rollout.stop_entropy_below", "kl.stop_above", "reward.function", "reward.path")
     yield Effect(keys=optional, when=_draws, only=only, required=False)
     yield Effect(
         keys=("rollout.weights",),
@@ -77,6 +92,24 @@ def _rollout_effects() -> Iterator[Effect]:
         keys=("advantage.gamma", "advantage.lam", "critic.lr", "critic.value_clip"),
         when=lambda c, m: c.task.name == "ppo",
         only="task=ppo",
+    )
+    yield Effect(
+        keys=keys_of("critic", *_STRATEGY),
+        when=lambda c, m: c.task.name == "ppo",
+        only="task=ppo",
+        required=False,
+    )
+    yield Effect(
+        keys=keys_of("reference", *_STRATEGY),
+        when=lambda c, m: ReferenceName.frozen in _references(c),
+        only="kl.reference=frozen or dpo.reference=frozen",
+        required=False,
+    )
+    yield Effect(
+        keys=keys_of("reward", *_STRATEGY),
+        when=lambda c, m: _draws(c, m) and c.reward.path is not None,
+        only=f"{only} and reward.path",
+        required=False,
     )
     yield Effect(
         keys=("rollout.correction_max",),

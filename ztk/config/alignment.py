@@ -6,13 +6,13 @@ from ztk.config.align_schema import ChatTemplateName, DpoLossName, DpoReferenceN
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
+from ztk.config.rollout_schema import TASK_LENGTHS, PromptTask
 from ztk.config.schema import Config, DataName, ZeroEngine
 from ztk.config.text import has_tokenizer
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 
 ALIGNMENT_TASKS = ("sft", "reward", "dpo")
 RECORDS = (DataName.chat, DataName.preferences)
-BUILT_IN_LENGTH = 12  # bytes of a prompt and an answer of the sorting task
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -37,8 +37,9 @@ def _record_faults(config: Config) -> Iterator[str]:
     """Every record is read here, so that a bad one is named before ranks start."""
     data = config.data
     if data.path is None:
-        if data.seq_len < BUILT_IN_LENGTH:
-            yield f"data.seq_len={data.seq_len}: texts of the built-in task have {BUILT_IN_LENGTH} tokens; use data.seq_len={BUILT_IN_LENGTH}"
+        task = config.rollout.task or PromptTask.sorting
+        if data.seq_len < (longest := sum(TASK_LENGTHS[task])):
+            yield f"data.seq_len={data.seq_len}: texts of rollout.task={task.value} have {longest} tokens; use data.seq_len={longest}"
         return
     if not data.seq_len or not (data.stop or has_tokenizer(config)):
         return  # the ranges say so

@@ -16,7 +16,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, record_of, settle_batch
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import ANSWERING, device_of, null_inactive_keys, settle_parameter_tier, times_kernels
+from ztk.config.effects import (
+    ANSWERING,
+    device_of,
+    null_inactive_keys,
+    others_offload,
+    settle_parameter_tier,
+    times_kernels,
+)
 from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
@@ -31,6 +38,7 @@ from ztk.config.text import BYTES, TRAIN
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 from ztk.policies.schedule import wsd_steps
+from ztk.policies.tier import Tier
 
 _OVERLAYS = (
     "algorithm.",
@@ -269,7 +277,8 @@ def _nvme_path(config: Config) -> str | None:
         return _absolute(path)
     if config.task.name in ANSWERING:
         return None  # packed weights without a folder of the user's end with the run
-    return os.path.join(config.output_dir, "nvme") if "nvme" in (offload.optimizer, offload.parameters) else None
+    is_used = "nvme" in (offload.optimizer, offload.parameters) or others_offload(config, tier=Tier.nvme)
+    return os.path.join(config.output_dir, "nvme") if is_used else None
 
 
 def _absolute(path: str) -> str:

@@ -40,6 +40,11 @@ def offloads(config: Config, *, tier: Tier) -> bool:
     return tier in (config.offload.optimizer, config.offload.parameters)
 
 
+def others_offload(config: Config, *, tier: Tier) -> bool:
+    """Whether a model beside the policy is stored on `tier` by a choice of its own."""
+    return tier in (config.reference.offload, config.critic.offload, config.reward.offload)
+
+
 def _on_nvme(config: Config, machine: Machine) -> bool:
     return offloads(config, tier=Tier.nvme)
 
@@ -96,7 +101,12 @@ EFFECTS = (
         only="offload=nvme in a run that trains",
     ),
     Effect(keys=keys_of("offload", "block_bytes", "threads", "direct_io"), when=_on_nvme, only="offload=nvme"),
-    Effect(keys=("offload.nvme_path",), when=_on_nvme, only="offload=nvme", required=False),
+    Effect(
+        keys=("offload.nvme_path",),
+        when=lambda c, m: _on_nvme(c, m) or others_offload(c, tier=Tier.nvme),
+        only="offload=nvme, or reference.offload, critic.offload or reward.offload",
+        required=False,
+    ),
     Effect(
         keys=("offload.pin_memory",),
         when=lambda c, m: (_on_nvme(c, m) or offloads(c, tier=Tier.cpu)) and device_of(c, machine=m) == "cuda",

@@ -50,6 +50,7 @@ _NUMBERLESS = {
         "train.evaluate",
     ),
     *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
+    *(f"{model}.{choice}" for model in ("reference", "critic", "reward") for choice in ("zero", "offload")),
 }
 _LOSSY = ("zero.quantized_weights", "zero.quantized_gradients")
 

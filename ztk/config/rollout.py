@@ -8,11 +8,11 @@ from ztk.config.effects import device_of
 from ztk.config.hugging_face import dropouts_of, family_of, is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import (
+    TASK_LENGTHS,
     AdvantageScale,
     BaselineName,
     KlEstimator,
     KlPlace,
-    PromptTask,
     ReferenceName,
     RolloutEngineName,
     RolloutIdentity,
@@ -22,7 +22,6 @@ from ztk.config.text import has_tokenizer
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 
 ROLLOUT_TASKS = ("grpo", "ppo")
-TASK_LENGTHS = {PromptTask.sorting: (6, 6)}  # bytes of a prompt and of an answer, its end included
 
 
 def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -137,8 +136,6 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use {fix}"
     if rollout.task is None and data.path is None:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
-    if rollout.task is not None and data.path is not None:
-        yield f"data.path has no effect beside rollout.task={rollout.task.value}: use rollout.task=null, or leave out data.path"
     if rollout.task is None and config.reward.function is None and config.reward.path is None:
         yield (
             "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score, or reward.path=RUN, "
@@ -164,7 +161,7 @@ def _first_weights_faults(config: Config) -> Iterator[str]:
     warm = config.warm_start
     if config.rollout.task is None and warm.steps:
         yield (
-            "warm_start.steps: answers to learn from are made for rollout.task=sorting alone; use warm_start.steps=0, and warm_start.path=RUN "
+            "warm_start.steps: answers to learn from are made for rollout.task alone; use warm_start.steps=0, and warm_start.path=RUN "
             "for a model that task=sft has trained"
         )
     elif warm.path is not None and warm.steps:

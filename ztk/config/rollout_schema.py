@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from ztk.config.align_schema import RewardLossName
 from ztk.config.key import key
+from ztk.config.precision_schema import DType
+from ztk.policies.tier import Tier
 
 
 class RolloutEngineName(StrEnum):
@@ -17,7 +19,8 @@ class RolloutEngineName(StrEnum):
 class RolloutWeightsName(StrEnum):
     """rollout.weights: when parameters are gathered at stage 3."""
 
-    full = "full"
+    auto = "auto"
+    whole = "whole"
     streamed = "streamed"
 
 
@@ -95,6 +98,18 @@ class PromptTask(StrEnum):
     """rollout.task: prompts that are made on the spot."""
 
     sorting = "sorting"
+    arithmetic = "arithmetic"
+    copying = "copying"
+    lexicon = "lexicon"
+
+
+# Most bytes of a prompt and of an answer, its end included.
+TASK_LENGTHS = {
+    PromptTask.sorting: (6, 6),
+    PromptTask.arithmetic: (6, 3),
+    PromptTask.copying: (6, 6),
+    PromptTask.lexicon: (7, 7),
+}
 
 
 @dataclass(kw_only=True)
@@ -102,7 +117,9 @@ class RolloutConfig:
     """What is drawn from the policy, and how it is checked."""
 
     task: PromptTask | None = key(
-        "prompts and exact rewards that are made on the spot; null: data.path has them", default=None
+        "prompts, answers and exact rewards that are made on the spot. sorting, copying: of letters; arithmetic: sums; lexicon: words to be "
+        "translated. null: data.path has them",
+        default=None,
     )
     prompts: int | None = key("prompts of a rollout, over all ranks", default=None)
     group_size: int | None = key("answers per prompt", default=None)
@@ -114,8 +131,8 @@ class RolloutConfig:
         default=None,
     )
     weights: RolloutWeightsName | None = key(
-        "at stage 3: full: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
-        "forward, in the memory of training",
+        "at stage 3: whole: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
+        "forward, in the memory of training; auto: whole if they fit into what is free on every rank, and the run says so",
         default=None,
     )
     identity: RolloutIdentity | None = key(
@@ -201,17 +218,42 @@ class KlConfig:
     stop_above: float | None = key("the run saves and stops above so many nats per answer; null: never", default=None)
 
 
+class StageName(StrEnum):
+    """What a model beside the policy shards."""
+
+    stage0 = "stage0"
+    stage1 = "stage1"
+    stage2 = "stage2"
+    stage3 = "stage3"
+
+
 @dataclass(kw_only=True)
-class CriticConfig:
-    """The second model of advantage.baseline=critic: an engine of its own with the policy's shape, strategy and first weights."""
+class StrategyConfig:
+    """Where a model beside the policy differs from the policy's zero, offload and precision."""
+
+    zero: StageName | None = key("what it shards; null: as zero.stage", default=None)
+    offload: Tier | None = key(
+        "where its shards are stored, at stage 3 its parameters, too; null: as offload", default=None
+    )
+    precision: DType | None = key("dtype of its parameters; null: as precision.dtype", default=None)
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(StrategyConfig):
+    """The engine of kl.reference=frozen or dpo.reference=frozen, which never steps."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig(StrategyConfig):
+    """The second model of advantage.baseline=critic: an engine of its own with the policy's shape and first weights."""
 
     lr: float | None = key("learning rate of the critic", default=None)
     value_clip: float | None = key("a value may move by this much from the old one; 0: no clipping", default=None)
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
-    """The reward of an answer, and the model that learns it."""
+class RewardConfig(StrategyConfig):
+    """The reward of an answer, and the model that learns it, or gives it (reward.path): an engine of its own, as the critic."""
 
     function: str | None = key(
         "FILE.py:FUNCTION, called as FUNCTION(prompt=, answer=, record=); a number, or None to leave the answer out; null: the task's own",

@@ -9,7 +9,7 @@ from pathlib import Path
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
-from ztk.config.effects import device_of, effect_faults, offloads
+from ztk.config.effects import device_of, effect_faults, offloads, others_offload
 from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
 from ztk.config.kernels import kernel_faults
@@ -205,7 +205,7 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _nvme(config: Config, machine: Machine) -> Iterator[str]:
-    if not offloads(config, tier=Tier.nvme):
+    if not offloads(config, tier=Tier.nvme) and not others_offload(config, tier=Tier.nvme):
         return
     yield from offload.page_faults(config.offload)
     folder = Path(config.offload.nvme_path or config.output_dir).expanduser().absolute()

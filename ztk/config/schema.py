@@ -24,6 +24,7 @@ from ztk.config.rollout_schema import (
     CriticConfig,
     KlConfig,
     PolicyConfig,
+    ReferenceConfig,
     RewardConfig,
     RolloutConfig,
     WarmStartConfig,
@@ -440,6 +441,7 @@ class Config:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     kl: KlConfig = field(default_factory=KlConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)

@@ -12,7 +12,7 @@ from ztk.engine import Engine
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
-def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeights.full, **options: Any) -> Tensor:
+def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeights.whole, **options: Any) -> Tensor:
     """The model's `generate`, without gradients and in eval mode. A collective call where parameters are sharded. Tokens [B, T].
 
     model: a DeepSpeed engine, or anything with such a model as `module`. weights: gathered once, or for every forward. Ranks may end
@@ -30,7 +30,7 @@ def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeig
 
 
 @contextmanager
-def evaluating(model: nn.Module, *, weights: RolloutWeights = RolloutWeights.full) -> Iterator[None]:
+def evaluating(model: nn.Module, *, weights: RolloutWeights = RolloutWeights.whole) -> Iterator[None]:
     """Inside, `model.module` runs forwards without gradients in eval mode."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):

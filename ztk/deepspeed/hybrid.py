@@ -40,7 +40,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         settings = self.settings.hybrid
         assert settings is not None
         self._check_length(inputs, options, limit=settings.max_out_tokens)
-        with self._times.generating(), self._merged(wanted=settings.weights is RolloutWeights.full):
+        with self._times.generating(), self._merged(wanted=settings.weights is RolloutWeights.whole):
             tokens = generate(self, *inputs, weights=settings.weights, **options)
         if settings.releases:
             self.empty_partition_cache()

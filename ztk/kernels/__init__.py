@@ -14,12 +14,14 @@ from ztk.kernels import geglu as _geglu
 from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import linear_cross_entropy as _linear_cross_entropy
+from ztk.kernels import linear_logprob as _linear_logprob
 from ztk.kernels import lion as _lion
 from ztk.kernels import moe_combine as _moe_combine
 from ztk.kernels import moe_routing as _moe_routing
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import rms_norm as _rms_norm
 from ztk.kernels import rope as _rope
+from ztk.kernels import segment_scan as _segment_scan
 from ztk.kernels import sgd as _sgd
 from ztk.kernels import step_control as _step_control
 from ztk.kernels import sum_of_squares as _sum_of_squares
@@ -49,12 +51,14 @@ from ztk.kernels.geglu import geglu
 from ztk.kernels.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.linear_cross_entropy import bytes_kept, linear_cross_entropy
+from ztk.kernels.linear_logprob import chosen_logprobs, linear_logprob, linear_token_loss
 from ztk.kernels.lion import lion
 from ztk.kernels.moe_combine import moe_combine
 from ztk.kernels.moe_routing import Routing, Slots, moe_route, moe_slots
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
+from ztk.kernels.segment_scan import segment_scan
 from ztk.kernels.sgd import sgd
 from ztk.kernels.step_control import step_control
 from ztk.kernels.sum_of_squares import sum_of_squares
@@ -86,6 +90,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _grouped_gemm.PAIR_SPEC,
     _linear_cross_entropy.SPEC,
     _moe_combine.SPEC,
+    _segment_scan.SPEC,
+    _linear_logprob.SPEC,
 )
 
 __all__ = [
@@ -120,6 +126,7 @@ __all__ = [
     "behind_step",
     "bytes_kept",
     "cast_copy",
+    "chosen_logprobs",
     "cross_entropy",
     "decode_master",
     "decode_moments",
@@ -132,6 +139,8 @@ __all__ = [
     "grouped_matmul_pair",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logprob",
+    "linear_token_loss",
     "lion",
     "moe_combine",
     "moe_route",
@@ -142,6 +151,7 @@ __all__ = [
     "quantized_bytes",
     "rms_norm",
     "rope",
+    "segment_scan",
     "set_backend",
     "sgd",
     "step_control",

@@ -40,7 +40,7 @@ def chunk_rows(*, tokens: int, vocabulary: int, itemsize: int, chunk_bytes: int)
     return full if full <= fit else min(fit, rows)
 
 
-def _operand(x: Tensor) -> Tensor:
+def operand(x: Tensor) -> Tensor:
     """x as it enters a product: float16 on a CPU in float32, which is seven times as fast there."""
     return x.float() if x.dtype == torch.float16 and not x.is_cuda else x
 
@@ -50,7 +50,7 @@ def _logits(x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
     return torch.mm(x, weight.T, out=out) if out.dtype == x.dtype else out.copy_(x @ weight.T)
 
 
-def _multiply(g: Tensor, weight: Tensor, *, out: Tensor) -> None:
+def multiply(g: Tensor, weight: Tensor, *, out: Tensor) -> None:
     """g weight into the float32 `out`; a CPU rounds a product of bfloat16 to bfloat16 first."""
     if g.dtype == torch.float32:
         torch.mm(g, weight, out=out)
@@ -60,7 +60,7 @@ def _multiply(g: Tensor, weight: Tensor, *, out: Tensor) -> None:
         out.copy_(g @ weight)
 
 
-def _accumulate(d_weight: Tensor, *, g: Tensor, x: Tensor) -> None:
+def accumulate(d_weight: Tensor, *, g: Tensor, x: Tensor) -> None:
     """d_weight += g^T x, summed in float32; a CPU rounds each chunk's product of bfloat16 first."""
     if g.dtype == torch.float32:
         d_weight.addmm_(g.T, x)
@@ -88,16 +88,16 @@ def _run(
     loss = torch.empty(T, dtype=torch.float32, device=x.device)
     d_x = torch.empty((T if with_gradients else 0, H), dtype=torch.float32, device=x.device)
     d_weight = torch.zeros((V, H) if with_gradients else (0, H), dtype=torch.float32, device=x.device)
-    weight = _operand(weight)
+    weight = operand(weight)
     for start in range(0, T, rows):
         cut = slice(start, start + rows)
-        x_cut = _operand(x[cut])
+        x_cut = operand(x[cut])
         g = _logits(x_cut, weight, out=logits[: min(rows, T - start)])
         if with_gradients:
             loss[cut] = torch.ops.ztk.cross_entropy_in_place(g, target[cut], row_weight, *options)
-            g = _operand(g)
-            _multiply(g, weight, out=d_x[cut])
-            _accumulate(d_weight, g=g, x=x_cut)
+            g = operand(g)
+            multiply(g, weight, out=d_x[cut])
+            accumulate(d_weight, g=g, x=x_cut)
         else:
             loss[cut] = torch.ops.ztk.cross_entropy(g, target[cut], *options)[0]
     return loss, d_x, d_weight

@@ -72,7 +72,7 @@ class Decoder(nn.Module):
     def finish(self, x: Tensor, *, targets: Tensor | None = None) -> Tensor:
         """x [B, T, C] -> logits [B, T, V], or with targets the loss, as `forward`."""
         x = self.norm(x)
-        if type(self.loss) is LanguageLoss:
+        if isinstance(self.loss, LanguageLoss):
             return self.loss.of_head(self.head, x=x, targets=targets)
         return self.loss(self.head(x), targets)
 

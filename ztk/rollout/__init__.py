@@ -6,11 +6,13 @@ from ztk.rollout.cached import CachedRollouts
 from ztk.rollout.draws import choose, sample_keys, uniforms
 from ztk.rollout.equality import Difference, RolloutMismatch, compare, token_logprobs
 from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
+from ztk.rollout.head import Answers, large_answers
 from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
 from ztk.rollout.rewards import RewardError, RewardFunction, load_reward, score
-from ztk.rollout.weights import RolloutWeights, rollout_weights
+from ztk.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
 
 __all__ = [
+    "Answers",
     "Buffer",
     "CachedAttention",
     "CachedRollouts",
@@ -25,13 +27,16 @@ __all__ = [
     "RolloutStopped",
     "RolloutWeights",
     "Samples",
+    "SettledWeights",
     "choose",
     "compare",
     "generate",
+    "large_answers",
     "load_reward",
     "rollout_weights",
     "sample_keys",
     "score",
+    "settle_weights",
     "share_of_rank",
     "token_logprobs",
     "uniforms",

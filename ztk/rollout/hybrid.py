@@ -10,6 +10,7 @@ from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
+from ztk.rollout.head import large_answers
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
@@ -31,7 +32,7 @@ class RolloutPolicy:
     pad: int
     temperature: float = 1.0
     seed: int = 0
-    weights: RolloutWeights = RolloutWeights.full
+    weights: RolloutWeights = RolloutWeights.whole
 
     def __post_init__(self) -> None:
         for name in ("length", "micro_batch", "max_tokens"):
@@ -114,9 +115,13 @@ def _answer(
     rows, device = torch.arange(len(tokens)), engine.process.device
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
+    large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
     for index in range(policy.max_tokens):
         positions = lengths + index  # of the tokens that are drawn now
-        logits = engine(tokens.to(device))[rows.to(device), (positions - 1).to(device)]
+        if large is None:
+            logits = engine(tokens.to(device))[rows.to(device), (positions - 1).to(device)]
+        else:
+            logits = large.logits(tokens.to(device), positions=positions - 1)
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
         drawn = choose(distribution, uniforms=uniforms(keys, positions=positions))
         where = rows[active], positions[active]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.kernels import segment_scan
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
@@ -79,16 +81,8 @@ def generalised_advantages(rewards: Tensor, *, values: Tensor, mask: Tensor, gam
 
     values: of the state before a token. After the last token the value is 0.
     """
-    advantages = torch.zeros_like(rewards)
-    following = torch.zeros_like(rewards[:, 0])
-    next_value = torch.zeros_like(following)
-    for position in reversed(range(rewards.shape[1])):
-        inside = mask[:, position]
-        delta = rewards[:, position] + gamma * next_value - values[:, position]
-        following = torch.where(inside, delta + gamma * lam * following, following)
-        advantages[:, position] = torch.where(inside, following, 0.0)
-        next_value = torch.where(inside, values[:, position], next_value)
-    return advantages
+    found = segment_scan(rewards[mask], values[mask], mask.sum(1), gamma=gamma, lam=lam)
+    return torch.zeros_like(rewards).masked_scatter_(mask, found)
 
 
 def divergence(logprobs: Tensor, *, reference: Tensor, old: Tensor, estimator: str) -> Tensor:

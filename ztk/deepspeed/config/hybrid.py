@@ -67,6 +67,6 @@ def read_hybrid(given: object, *, stage: int, world_size: int, tensor_degree: in
         )
     return Hybrid(
         max_out_tokens=values.get("max_out_tokens", 512),
-        weights=RolloutWeights.full if pinned and size == 1 else RolloutWeights.streamed,
+        weights=RolloutWeights.whole if pinned and size == 1 else RolloutWeights.streamed,
         releases=values.get("release_inference_cache", False),
     )

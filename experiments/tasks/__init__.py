@@ -1,0 +1,22 @@
+"""Tasks whose prompts, answers and exact rewards are made on the spot, by the names of `rollout.task`."""
+
+from experiments.tasks.arithmetic import Arithmetic
+from experiments.tasks.copying import Copying
+from experiments.tasks.lexicon import Lexicon
+from experiments.tasks.sorting import Sorting
+from experiments.tasks.task import Prompt, Task
+from ztk.config import Config
+
+TASKS: dict[str, Task] = {
+    "sorting": Sorting(),
+    "arithmetic": Arithmetic(),
+    "copying": Copying(),
+    "lexicon": Lexicon(),
+}
+
+__all__ = ["TASKS", "Prompt", "Task", "name_of"]
+
+
+def name_of(config: Config) -> str:
+    """The task of a run without files."""
+    return "sorting" if config.rollout.task is None else config.rollout.task.value
