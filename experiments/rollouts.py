@@ -28,6 +28,7 @@ from ztk.rollout import (
     Samples,
     SettledWeights,
     compare,
+    first_layer,
     generate,
     large_answers,
     settle_weights,
@@ -409,7 +410,7 @@ def update_policy(run: Run) -> Update:
         found = losses_of(
             engine, batch=batch, tokens=tokens, policy=policy, temperature=config.rollout.temperature, **given
         )
-        differing = compared(run, samples=batch, logprobs=found.logprobs) if compares else 0
+        differing = compared(run, samples=batch, tokens=tokens, logprobs=found.logprobs) if compares else 0
         loss = found.loss * scale
         engine.backward(loss)
         counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
@@ -427,14 +428,20 @@ def update_policy(run: Run) -> Update:
     )
 
 
-def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
-    """How many log-probabilities of a micro-batch are not those that were stored. Raises RolloutMismatch where rollout.identity=exact."""
+def compared(run: Run, *, samples: Samples, tokens: Tensor, logprobs: Tensor) -> int:
+    """How many log-probabilities of a micro-batch are not those that were stored. A collective call with rollout.identity=exact, where it
+    raises RolloutMismatch on the ranks that have one."""
     difference = compare(samples, logprobs=logprobs)
-    if difference.count and run.config.rollout.identity == "exact":
-        raise RolloutMismatch(
-            f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
-            f"first: {difference.first}. Use rollout.identity=corrected, and report this"
-        )
+    if run.config.rollout.identity != "exact":
+        return difference.count
+    own = torch.tensor([float(difference.count)], device=run.process.device)
+    if run.process.comm.gather_scalars(own, label="differing").any():
+        layer = first_layer(run.actor, tokens=tokens, row=difference.row, position=difference.position)
+        if difference.count:
+            raise RolloutMismatch(
+                f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
+                f"first: {difference.first}; {layer}. Use rollout.identity=corrected, and report this"
+            )
     return difference.count
 
 

@@ -5,12 +5,15 @@ import re
 import tempfile
 
 import pytest
+import torch
 
+from experiments import rollout_loop
 from experiments.prompts import Prompts
 from tests.rollout.runs import REWARD, config_of, play, rows_of
 from ztk.config.rollout_schema import KlEstimator, KlPlace, RolloutWeightsName, StageName
 from ztk.policies.tier import Tier
 from ztk.rollout import Samples
+from ztk.runtime import Process
 
 LAYOUTS = {
     "stage1": {"zero__stage": 1},
@@ -125,6 +128,30 @@ def test_one_changed_bit_stops_the_run_and_is_named(ranks, tmp_path):
     (found,) = ranks(1).run(play, config=config, planted=5, fails=True)
     said = r"RolloutMismatch: step 1: 1 log-probabilities .* sample 5, position 7 \(token \d+\): the rollout"
     assert re.match(said, found["error"])
+
+
+def play_with_a_fault(process: Process, *, config, layer: str) -> dict:
+    """The last bit of what `layer` computes differs while the policy trains."""
+    open_run = rollout_loop.open_run
+
+    def opened(*args, **options):
+        run = open_run(*args, **options)
+        one_up = lambda part, args, out: torch.nextafter(out, torch.tensor(9.0)) if part.training else out  # noqa: E731
+        run.actor.module.get_submodule(layer).register_forward_hook(one_up)
+        return run
+
+    rollout_loop.open_run = opened
+    try:
+        return play(process, config=config, fails=True)
+    finally:
+        rollout_loop.open_run = open_run
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_layer_that_differs_is_named(stage, ranks, tmp_path):
+    config = config_of("grpo", folder=tmp_path, zero__stage=stage)
+    error = ranks(1).run(play_with_a_fault, config=config, layer="blocks.1.attention")[0]["error"]
+    assert "is blocks.1.attention (" in error and ", from position 0 on. Use rollout.identity=corrected" in error
 
 
 @pytest.mark.parametrize("identity", ["corrected", "off"])

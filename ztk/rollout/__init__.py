@@ -4,7 +4,7 @@ from ztk.rollout.attention import CachedAttention, use_cached_attention
 from ztk.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rollout.cached import CachedRollouts
 from ztk.rollout.draws import choose, sample_keys, uniforms
-from ztk.rollout.equality import Difference, RolloutMismatch, compare, token_logprobs
+from ztk.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rollout.head import Answers, large_answers
 from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
@@ -30,6 +30,7 @@ __all__ = [
     "SettledWeights",
     "choose",
     "compare",
+    "first_layer",
     "generate",
     "large_answers",
     "load_reward",

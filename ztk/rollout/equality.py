@@ -7,13 +7,18 @@ and the same kernel on the same shapes rounds in the same way. What is compared 
 Experts are the exception: how many rows an expert multiplies depends on later tokens, too.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.buffer import Samples
+from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
 class RolloutMismatch(RuntimeError):
@@ -22,10 +27,13 @@ class RolloutMismatch(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """count: tokens whose log-probabilities differ in any bit. first: what to say of the first one; "" if there is none."""
+    """count: tokens whose log-probabilities differ in any bit. first: what to say of the first one; "" if there is none. row, position: its
+    place in the rows of the samples."""
 
     count: int
     first: str = ""
+    row: int = 0
+    position: int = 1
 
 
 def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
@@ -47,8 +55,54 @@ def compare(samples: Samples, *, logprobs: Tensor) -> Difference:
     stored, found = samples.logprobs[row, position].item(), trainer[row, position].item()
     return Difference(
         count=count,
+        row=row,
+        position=position,
         first=(
             f"sample {int(samples.numbers[row])}, position {position} (token {int(samples.tokens[row, position])}): the rollout stored "
             f"{stored!r}, the trainer computes {found!r}"
         ),
     )
+
+
+def first_layer(engine: Engine, *, tokens: Tensor, row: int, position: int) -> str:
+    """Which layer computes another value in the trainer's forward than in a rollout's, for what precedes a token: a sentence.
+
+    tokens: int64 [S, T] on the engine's device, those of the micro-batch. Both forwards run again. A collective call; afterwards the engine is
+    in the middle of a step.
+    """
+    with rollout_weights(engine, weights=RolloutWeights.streamed), _recorded(engine.module, row, position) as drawn:
+        engine(tokens)
+    with _recorded(engine.module, row, position) as trained:
+        engine(tokens)
+    for (name, kind, first), (other, _, second) in zip(drawn, trained, strict=False):
+        if name != other:
+            break
+        if first.shape != second.shape or not torch.equal(first, second):
+            where = f"position {_first_position(first, second)}"
+            return f"the first layer that differs between a rollout's forward and the trainer's is {name} ({kind}), from {where} on"
+    return "a rollout's forward has the trainer's bits in every layer, so what drew computes in another way, or the weights have changed since"
+
+
+def _first_position(first: Tensor, second: Tensor) -> int:
+    return int((first != second).flatten(1).any(1).nonzero()[0]) if first.shape == second.shape else 0
+
+
+@contextmanager
+def _recorded(module: nn.Module, row: int, position: int) -> Iterator[list[tuple[str, str, Tensor]]]:
+    """Name, class and result [position, ...] of every module inside, in the order in which their forwards end."""
+    found: list[tuple[str, str, Tensor]] = []
+
+    def hook(name: str) -> Any:
+        def record(part: nn.Module, args: tuple, out: Any) -> None:
+            result = out[0] if isinstance(out, tuple) else out
+            if isinstance(result, Tensor) and result.dim() > 2:
+                found.append((name, type(part).__name__, result.detach()[row, :position].clone()))
+
+        return record
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
