@@ -13,7 +13,7 @@ from experiments.models import warm_start
 from experiments.pretrain import build_reporter
 from experiments.prompts import Prompts
 from experiments.ranks import started
-from experiments.rollouts import Run, Scored, Update, draw, evaluate, measure, open_run, score_samples
+from experiments.rollouts import Run, Scored, Update, draw, drawing, evaluate, measure, open_run, score_samples
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine
@@ -90,7 +90,8 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
 def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
     """Draws, scores, measures and shows samples, and fills the buffer with them. Raises RolloutStopped, after a checkpoint, for a guard."""
     config, step = run.config, run.actor.global_steps + 1
-    scored = score_samples(run, samples=draw(run))
+    with drawing(run):
+        scored = score_samples(run, samples=draw(run))
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
     run.metrics = entropy | measure(run, scored=scored)
     if config.rollout.show_every and (step == 1 or step % config.rollout.show_every == 0):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from ztk.rollout import (
     large_answers,
     settle_weights,
     share_of_rank,
+    states_away,
     token_logprobs,
     use_cached_attention,
 )
@@ -159,6 +161,11 @@ def open_reference(config: Config, *, actor: Engine, first_values: Values | None
 # A rollout
 
 
+def drawing(run: Run) -> AbstractContextManager[None]:
+    """Inside, what only updates read is off the device. The inference engine's copy of the weights may be made from master weights."""
+    return nullcontext() if run.cached is not None else states_away(run.actor, *([run.critic] if run.critic else []))
+
+
 def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     """This rank's samples of a rollout, with rewards. first_prompt: the number of its first prompt; None: the next one of the run.
 
@@ -216,10 +223,11 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
 def evaluate(run: Run) -> float:
     """The mean reward of sampled answers to `EVALUATED` rollouts with draws of their own, over all ranks."""
     rewards = []
-    for number in range(EVALUATED):
-        samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
-        table = table_of(run, samples=samples)
-        rewards.append(table["reward"][table["included"].bool()])
+    with drawing(run):
+        for number in range(EVALUATED):
+            samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
+            table = table_of(run, samples=samples)
+            rewards.append(table["reward"][table["included"].bool()])
     return torch.cat(rewards).mean().item() if any(len(part) for part in rewards) else 0.0
 
 

@@ -1,6 +1,6 @@
 """Reward over KL divergence of the methods that align a policy, beside the most reward that a divergence can buy.
 
-    python scripts/frontier.py --work FOLDER                       the default methods: a few minutes on two cores
+    python scripts/frontier.py --work FOLDER                       all methods: about ten minutes on two cores
     python scripts/frontier.py --work FOLDER --methods grpo dpo --steps 150 --jobs 1
 
 Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.csv
@@ -56,7 +56,6 @@ METHODS = {  # name -> its choices
     "hinge": ("task=dpo", "dpo.loss=hinge"),
     "dpo without sft": ("task=dpo", "dpo.sft_weight=0"),
 }
-DEFAULT = ("grpo", "rloo", "ppo", "dpo", "ipo", "dpo without sft")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Point]:
         required=True,
         help="a folder; runs of the same words that are done there are not made again",
     )
-    parser.add_argument("--methods", nargs="+", default=list(DEFAULT), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
     parser.add_argument("overrides", nargs="*", help="for every run, such as model.dim=64")

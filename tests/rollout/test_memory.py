@@ -9,7 +9,7 @@ import torch
 from experiments import policies
 from experiments.models import build
 from tests.rollout.runs import composed
-from ztk.rollout import Requests, RolloutPolicy, RolloutWeights, generate, settle_weights
+from ztk.rollout import Requests, RolloutPolicy, RolloutWeights, generate, settle_weights, states_away
 from ztk.runtime import Process
 from ztk.runtime.memory import Tier
 
@@ -88,3 +88,26 @@ def test_auto_follows_the_sizes_and_says_why(ranks, limit, free_bytes, expected,
     config = composed("grpo", "zero=stage3", f"zero.max_live_parameters={limit}", ranks=2)
     for weights, said in ranks(2).run(settled, config=config, free_bytes=free_bytes):
         assert weights == expected and reason in said
+
+
+def away(process: Process, *, config) -> list[dict[str, dict[str, int]]]:
+    """Bytes by tier and category before, while and after the states are away."""
+    engine, found = build(config, process=process.arrange(policies.topology(config))), []
+
+    def look() -> None:
+        found.append({tier.label: engine.memory.by_category(tier) for tier in Tier})
+
+    look()
+    with states_away(engine):
+        look()
+    look()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_optimizer_states_leave_the_device_meanwhile(ranks, dtype):
+    config = composed("grpo", "zero=stage2", f"precision={dtype}", ranks=2)
+    for before, during, after in ranks(2).run(away, config=config):
+        assert before == after and before["device"]["optimizer"] > 0
+        assert during["host"]["optimizer"] == before["device"]["optimizer"] and not during["device"].get("optimizer", 0)

@@ -9,6 +9,7 @@ from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rollout.head import Answers, large_answers
 from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
 from ztk.rollout.rewards import RewardError, RewardFunction, load_reward, score
+from ztk.rollout.states import states_away
 from ztk.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "score",
     "settle_weights",
     "share_of_rank",
+    "states_away",
     "token_logprobs",
     "uniforms",
     "use_cached_attention",
