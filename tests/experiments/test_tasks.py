@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.lengths import histogram
 from experiments.tasks import TASKS
 from ztk.config import Machine, compose
 from ztk.config.rollout_schema import TASK_LENGTHS, PromptTask
@@ -46,3 +47,12 @@ def test_files_take_the_place_of_the_task(tmp_path):
         task_of("task=dpo") is PromptTask.sorting and task_of("task=sft", "rollout.task=lexicon") is PromptTask.lexicon
     )
     assert task_of("task=dpo", f"data.path={file}", "warm_start.steps=0") is None
+
+
+def test_a_histogram_of_lengths():
+    assert histogram([7]) == f"7 to 7 tokens, median 7\n  7 {'#' * 32} 1"
+    lengths = [*range(1, 17), *[2] * 100, 80]
+    first, *rows = histogram(lengths).splitlines()
+    assert first == "1 to 80 tokens, median 2" and len(rows) == 8
+    assert [int(row.split()[-1]) for row in rows] == [110, 6, 0, 0, 0, 0, 0, 1]  # ten lengths each
+    assert [row.count("#") for row in rows] == [32, 2, 0, 0, 0, 0, 0, 1]
