@@ -41,7 +41,7 @@ def chunk_rows(*, tokens: int, vocabulary: int, itemsize: int, chunk_bytes: int)
 
 
 def operand(x: Tensor) -> Tensor:
-    """x as it enters a product: float16 on a CPU in float32, which is seven times as fast there."""
+    """x, of any shape, as it enters a product: float16 on a CPU in float32, which is seven times as fast there; else as it is."""
     return x.float() if x.dtype == torch.float16 and not x.is_cuda else x
 
 
@@ -51,7 +51,7 @@ def _logits(x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
 
 
 def multiply(g: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """g weight into the float32 `out`; a CPU rounds a product of bfloat16 to bfloat16 first."""
+    """g [n, V] weight [V, H], of one dtype, into the float32 `out` [n, H]; a CPU rounds a product of bfloat16 to bfloat16 first."""
     if g.dtype == torch.float32:
         torch.mm(g, weight, out=out)
     elif g.is_cuda:
@@ -61,7 +61,7 @@ def multiply(g: Tensor, weight: Tensor, *, out: Tensor) -> None:
 
 
 def accumulate(d_weight: Tensor, *, g: Tensor, x: Tensor) -> None:
-    """d_weight += g^T x, summed in float32; a CPU rounds each chunk's product of bfloat16 first."""
+    """d_weight [V, H] += g^T x, g [n, V] and x [n, H] of one dtype, summed in float32; a CPU rounds each chunk's product of bfloat16 first."""
     if g.dtype == torch.float32:
         d_weight.addmm_(g.T, x)
     elif g.is_cuda:
