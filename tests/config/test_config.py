@@ -170,7 +170,6 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("zero=fsdp2", "offload=nvme"), "offload=none"),
         (("zero=ddp", "optimizer=lion"), "optimizer=adamw"),
         (("zero=fsdp2", "optimizer=muon"), "use zero=stage0 to stage3"),
-        (("optimizer=muon", "topology.tensor=2"), "use topology.tensor=1"),
         (("optimizer=lamb", "topology.tensor=2"), "use topology.tensor=1"),
         (("optimizer=lamb", "topology.expert=2", "model=tiny_moe"), "use topology.expert=1"),
         (("optimizer=muon", "optimizer.adam_names='('"), "not a regular expression"),

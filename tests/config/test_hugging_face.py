@@ -44,8 +44,8 @@ def test_sizes_follow_from_the_folder(folder):
         ),
         (("model.path={folder}", "zero=ddp"), "model=hf: zero=ddp is there to compare ztk's own decoder with"),
         (
-            ("model.path={folder}", "topology=sp2"),
-            "topology.sequence=2: sequences are divided for ztk's own decoder only",
+            ("model.path={folder}", "topology=sp2", "task=dpo", "data=preferences"),
+            "topology.sequence: task=dpo gives models of transformers full sequences",
         ),
         (
             ("model.path={folder}", "topology=tp2", "topology.sequence_parallel=true"),
@@ -67,6 +67,38 @@ def test_sizes_follow_from_the_folder(folder):
 def test_what_does_not_fit_is_refused(folder, overrides, message):
     with pytest.raises(ConfigError, match=message):
         composed(*(word.format(folder=folder) for word in overrides))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "overrides", "message"),
+    [
+        ("Bloom", {}, "topology=sp2", "topology.sequence: sequences of models of type bloom are not divided, only"),
+        ("Falcon", {}, "topology=cp2", "topology.context: sequences of models of type falcon are not divided, only"),
+        ("GPT2", {"resid_pdrop": 0.1}, "topology=sp2", r"in dropout \(resid_pdrop=0.1 in config.json .*: set it to 0"),
+        ("Qwen3Moe", {"output_router_logits": True}, "topology=sp2", "set output_router_logits to false"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "topology=cp2",
+            "rotary positions of rope_type=dynamic depend on the length",
+        ),
+        (
+            "Mistral",
+            {"sliding_window": 8},
+            "topology=cp2 data.path={path}/a.jsonl data.packing=documents",
+            "does not combine it with the window of 8 tokens",
+        ),
+    ],
+    ids=["Bloom", "Falcon", "dropout", "router", "rotary", "window and documents"],
+)
+def test_models_whose_sequences_are_not_divided(tmp_path, family, changes, overrides, message):
+    model = make(family, vocab_size=300)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ConfigError, match=message):
+        composed(f"model.path={tmp_path}", *overrides.format(path=tmp_path).split())
 
 
 def test_adapters_are_added_to_a_frozen_model(folder):

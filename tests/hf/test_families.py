@@ -8,13 +8,17 @@ AGREE = [
     ("GPTNeoX", "stage 3"),
     ("Phi", "tp2"),
     ("OPT", "pp2"),
+    ("Mpt", "pp2"),  # its list of layers has a name of its own
+    ("GPT2", "sp2"),
+    ("Gemma2", "sp2"),
+    ("Mistral", "cp2"),
+    ("Qwen2Moe", "cp2"),
     ("StableLm", "kernels"),
     ("Falcon", "LoRA"),  # its linear layers are a class of their own
     ("Mixtral", "LoRA"),
 ]
 REFUSED = [
-    ("Falcon", "pp2", "models of type falcon are not cut into stages, .*; use topology.pipeline=1"),
-    ("Bloom", "sp2", "sequences are divided for ztk's own decoder only, not for model=hf; use topology.sequence=1"),
+    ("Bloom", "sp2", "sequences of models of type bloom are not divided, only .*; use topology.sequence=1"),
     ("GPTBigCode", "tp2", "is more than model.kv_heads=1, and heads are not cut: use topology.tensor=1"),
 ]
 

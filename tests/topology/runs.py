@@ -40,6 +40,7 @@ class Strategy:
     seed: int = 3  # of the first weights
     z_loss: float = 0.0  # the loss's; the one value here that changes numbers
     states: str = "fp32"  # of AdamW
+    optimizer: OptimizerPolicy | None = None  # another one than AdamW
     zero: dict = field(default_factory=dict)  # of `ZeroPolicy`
     options: dict = field(default_factory=dict)  # of `parallelize`
 
@@ -92,7 +93,8 @@ def make_engine(process: Process, *, strategy: Strategy, config: DecoderConfig =
     return parallelize(
         model,
         process=process,
-        optimizer=OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8, states=strategy.states),
+        optimizer=strategy.optimizer
+        or OptimizerPolicy(lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8, states=strategy.states),
         precision=PrecisionPolicy(
             dtype=DTYPES[strategy.dtype],
             loss_scale=LossScalePolicy(initial=strategy.loss_scale, window=4, hysteresis=1)

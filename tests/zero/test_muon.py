@@ -130,10 +130,13 @@ def test_bytes_of_the_exchange(ranks, stage, ns_dtype):
 
 
 def refusal(process: Process) -> None:
-    with pytest.raises(ValueError, match="is cut over ranks: use topology.tensor=1"):
+    with pytest.raises(
+        ValueError,
+        match="the parts of blocks.0.down.weight are not on the tensor-parallel ranks: use topology.expert=1",
+    ):
         part = Part.cut((2 * WIDTH, 4 * WIDTH), dim=0, start=0, stop=WIDTH)
         make_engine(process, layout=Layout(), optimizer=MUON, parts={"blocks.0.down.weight": part})
 
 
-def test_matrices_that_are_cut_are_refused(ranks):
+def test_matrices_whose_parts_nobody_brings_together_are_refused(ranks):
     ranks(1).run(refusal)

@@ -7,7 +7,7 @@ from ztk.zero.owners import Matrix, balance, plan_rounds
 def matrix(name: str, *, cuts: tuple[int, ...], shape: tuple[int, int]) -> Matrix:
     ends = (0, *cuts, shape[0] * shape[1])
     held = tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
-    return Matrix(name=name, shape=shape, held=held, cost=Muon().flops(shape))
+    return Matrix(name=name, shape=shape, held=held, planned=shape[0] * shape[1], cost=Muon().flops(shape))
 
 
 def test_flops_are_those_of_the_products():

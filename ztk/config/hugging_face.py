@@ -15,6 +15,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DROPS = ("dropout", "pdrop", "layerdrop")
 _OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither a policy nor a model of values has
+_DIVIDING = ("pretrain", "sft", "plan")  # tasks whose loss is that of targets, which parts of sequences have
 _ENDLESS = 1 << 30  # no learned positions: as long as memory allows
 
 
@@ -107,16 +108,8 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
         )
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"model=hf: zero={config.zero.engine.value} is there to compare ztk's own decoder with; use zero=stage0 to stage3"
-    if topology.sequence > 1:
-        yield (
-            f"topology.sequence={topology.sequence}: sequences are divided for ztk's own decoder only, not for model=hf; use "
-            "topology.sequence=1"
-        )
-    if topology.context > 1:
-        yield (
-            f"topology.context={topology.context}: attention goes around a ring for ztk's own decoder only, not for model=hf; use "
-            "topology.context=1"
-        )
+    if topology.context * topology.sequence > 1:
+        yield from _parts_faults(config, folder=folder)
     if topology.pipeline > 1:
         from ztk.hf.causal import read_config  # here: it takes torch and transformers
         from ztk.hf.stages import stages_fault
@@ -142,6 +135,32 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
     reads_bytes = config.data.name is not DataName.synthetic and config.data.tokenizer in (None, "bytes")
     if reads_bytes and model.vocab_size < 256:
         yield f"model.path={model.path}: text is read as bytes, and its vocabulary has {model.vocab_size} tokens; use data=synthetic"
+
+
+def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
+    """Of sequences that several ranks share."""
+    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+    from ztk.hf.sequences import sequences_fault
+
+    key = "topology.sequence" if config.topology.sequence > 1 else "topology.context"
+    if config.task.name not in _DIVIDING:
+        yield (
+            f"{key}: task={config.task.name} gives models of transformers full sequences, not parts of them; use {key}=1"
+        )
+    read = read_config(str(folder))
+    if (fault := sequences_fault(read, key=key)) is not None:
+        yield fault
+    for name, value in dropouts_of(config.model).items():
+        yield (
+            f"{key}: ranks with parts of one sequence would draw the same numbers in dropout ({name}={value:g} in config.json of "
+            f"{config.model.path}): set it to 0 there, or use {key}=1"
+        )
+    window = getattr(read.get_text_config(), "sliding_window", None) or 0
+    if config.topology.context > 1 and config.data.packing is Packing.documents and 0 < window < config.data.seq_len:
+        yield (
+            f"data.packing=documents: attention around a ring does not combine it with the window of {window} tokens in config.json of "
+            f"{config.model.path}; use data.packing=concatenate, or topology.sequence in place of topology.context"
+        )
 
 
 def lora_faults(config: Config) -> Iterator[str]:

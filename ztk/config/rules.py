@@ -372,11 +372,6 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
                 )
     if config.optimizer.name is OptimizerName.muon:
         yield from optimizer.pattern_faults(config.optimizer.adam_names)
-        if config.topology.tensor > 1:
-            yield (
-                f"optimizer=muon orthogonalises full matrices, and topology.tensor={config.topology.tensor} cuts them: use "
-                "topology.tensor=1, or optimizer=adamw"
-            )
     end = config.train.steps if scheduler.total_steps is None else scheduler.total_steps
     if scheduler.warmup_steps is not None and scheduler.warmup_steps >= end > 0:
         key = "train.steps" if scheduler.total_steps is None else "scheduler.total_steps"

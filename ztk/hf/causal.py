@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ztk.hf.documents import arguments_of
 from ztk.hf.kernels import inject_kernels
+from ztk.hf.sequences import divisible, own_places
 from ztk.hf.stages import CausalLayers
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.kernels import cross_entropy
@@ -49,7 +50,7 @@ def open_causal(
         all ranks.
     lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
         is logged.
-    The model has `full_parameter_count` and `pipeline_layers`, and its forward is `(tokens, targets=None,
+    The model has `full_parameter_count`, `pipeline_layers` and `divisible`, and its forward is `(tokens, targets=None,
     documents=None)`: see `CausalForward`.
 
     Raises:
@@ -73,6 +74,7 @@ def open_causal(
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
     model.forward = CausalForward(model)
     model.pipeline_layers = functools.partial(CausalLayers, model)
+    model.divisible = functools.partial(divisible, model)
     return model.train(), values
 
 
@@ -153,11 +155,12 @@ class CausalForward:
 
     def __init__(self, model: nn.Module) -> None:
         self.original: Callable[..., Any] = model.forward
-        self._config = model.config
+        self._model, self._config = model, model.config
         self._router_weight = getattr(model.config, "router_aux_loss_coef", 0.0)
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
-        given = arguments_of(documents, config=self._config)
+        own = own_places(self._model)
+        given = arguments_of(documents, config=self._config, own=own, device=tokens.device)
         out = self.original(input_ids=tokens, use_cache=False, **given)
         if targets is None:
             return out.logits

@@ -8,6 +8,9 @@ documents' borders, too, and needs no mask.
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ztk.hf.attention import NAME
 from ztk.nn import Documents
 
@@ -28,14 +31,25 @@ def documents_fault(config: Any) -> str | None:
     )
 
 
-def arguments_of(documents: Documents | None, *, config: Any) -> dict[str, Any]:
-    """What the forward of a model is given for `documents`. Raises ValueError for a model that would attend across them."""
+def arguments_of(
+    documents: Documents | None, *, config: Any, own: Tensor | slice | None = None, device: torch.device | None = None
+) -> dict[str, Any]:
+    """What the forward of a model is given for `documents` and for `own`, the places of its tokens in the sequences (int64 [T / n] or a
+    slice; None: all tokens are there), on `device`. Raises ValueError for a model that would attend across documents."""
     if documents is None:
-        return {}
+        return {} if own is None else {"position_ids": _places(own, device=device)[None]}
     if (fault := documents_fault(config)) is not None:
         raise ValueError(fault)
+    if own is not None:  # the attention of parts knows the documents by themselves
+        positions = documents.positions
+        inside = _places(own, device=positions.device).clamp(max=positions.shape[1] - 1)  # behind the end is padding
+        return {"position_ids": positions[:, inside], "documents": documents}
     given: dict[str, Any] = {"position_ids": documents.positions}
     if config._attn_implementation == NAME:
         given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.cu_seqlens)
         given |= dict.fromkeys(("max_length_q", "max_length_k"), documents.longest)
     return given
+
+
+def _places(own: Tensor | slice, *, device: torch.device | None) -> Tensor:
+    return torch.arange(own.start, own.stop, device=device) if isinstance(own, slice) else own

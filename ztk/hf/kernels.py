@@ -8,15 +8,18 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ztk.hf.attention import restore_attention, use_attention
+from ztk.hf.rotary import by_kernel, rotation_of
 from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
 from ztk.runtime.own_forward import replace_forward
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
+_IN_ONE = ("gate_up_proj", "down_proj")
 _WIDTH, _INNER = 8, 12  # of twins
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # fp32 rounding in another order; the two forms of gelu differ by 1e-4
 Forward = Callable[[Tensor], Tensor]
@@ -55,13 +58,18 @@ def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_injec
     for module in model.modules():
         if "forward" in module.__dict__:  # somebody else's
             continue
-        for recognise in (_root_mean_square, _layer_norm, _gated):
+        for recognise in (_root_mean_square, _layer_norm, _gated, _gated_in_one):
             if (found := recognise(module, tried=tried)) is not None:
                 kernel, forward = found
                 replace_forward(module, by=forward)
                 made.forwards.append((module, module.forward))
                 made.counts[f"{type(module).__name__} -> {kernel}"] += 1
                 break
+        else:
+            if rotation_of(module, model=model) is not None:
+                replace_forward(module, by=_rotating(module.forward))
+                made.forwards.append((module, module.forward))
+                made.counts[f"{type(module).__name__} -> rope"] += 1
     made.attention = use_attention(model)
     if made.attention is not None:
         # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
@@ -69,7 +77,7 @@ def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_injec
     if not made.counts:
         raise ValueError(
             f"{option}=true: {type(model).__name__} has no module that a kernel of ztk could compute (RMS and layer "
-            "norms, gated MLPs with gate_proj, up_proj and down_proj, attention by transformers' interface): use "
+            "norms, gated MLPs, rotary positions, attention by transformers' interface): use "
             f"{option}=false"
         )
     return made
@@ -113,6 +121,35 @@ def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
         return None
     # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
     return op.__name__, lambda x: module.down_proj(op(module.gate_proj(x), module.up_proj(x)))
+
+
+def _gated_in_one(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
+    """down(act(gate) * up) with (gate, up) the two halves of one projection, act silu or gelu's tanh form."""
+    others = [child for name, child in module.named_children() if name not in _IN_ONE]
+    if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in _IN_ONE):
+        return None
+    if len(others) > 1 or any(True for child in others for _ in child.parameters()):
+        return None
+    key = type(module), f"gated in one {others}"
+    if key not in tried:
+        both, down = _linear(_WIDTH, 2 * _INNER), _linear(_INNER, _WIDTH)
+        twin = _twin(module, modules=dict(zip(_IN_ONE, (both, down), strict=True)))
+        tried[key] = _first_equal(
+            twin, {op: lambda x, op=op: down(op(*both(x).chunk(2, dim=-1))) for op in (swiglu, geglu)}
+        )
+    op = tried[key]
+    if op is None:
+        return None
+    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+    return op.__name__, lambda x: module.down_proj(op(*module.gate_up_proj(x).chunk(2, dim=-1)))
+
+
+def _rotating(forward: Callable) -> Callable:
+    def run(*args: Any, **options: Any) -> Any:
+        with by_kernel():
+            return forward(*args, **options)
+
+    return run
 
 
 def _twin(module: nn.Module, *, parameters: dict[str, Tensor] | None = None, modules: dict | None = None) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.hf.documents import arguments_of
+from ztk.hf.sequences import own_places
 from ztk.kernels import cross_entropy
 from ztk.nn.loss import IGNORED
 from ztk.nn.staged import argument
@@ -21,8 +22,8 @@ from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop
 _TOKENS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 _POSITIONS = ("wpe", "embed_positions")
 _BEFORE = ("word_embeddings_layernorm", "emb_dropout", "drop", "embed_dropout")
-_AFTER = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-_LISTS = ("layers", "h")
+_AFTER = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_LISTS = ("layers", "h", "blocks")
 
 
 class CausalLayers:
@@ -66,7 +67,10 @@ class CausalLayers:
         """Layers `indices` of a micro-batch `(tokens, targets)`: hidden states, or the last layer's loss or logits."""
         has_first, has_last = indices.start == 0, indices.stop == len(self.layers)
         given = {"input_ids": argument(batch, index=0, name="tokens")} if has_first else {"inputs_embeds": carry}
-        given |= arguments_of(argument(batch, index=2, name="documents"), config=self.module.config)
+        documents, own = argument(batch, index=2, name="documents"), own_places(self.module)
+        [x] = given.values()
+        device = None if x is None else x.device
+        given |= arguments_of(documents, config=self.module.config, own=own, device=device)
         with self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last):
             if not has_last:
                 return self._decoder(**given, use_cache=False)[0]
@@ -128,7 +132,21 @@ _KINDS = {"tokens": _TOKENS, "positions": _POSITIONS, "before": _BEFORE, "after"
 # Families whose stages are tested to compute what the full model computes.
 TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
-    *("gpt2", "gpt_neox", "opt", "bloom", "phi", "stablelm"),
+    *(
+        "gpt2",
+        "gpt_bigcode",
+        "gptj",
+        "codegen",
+        "gpt_neo",
+        "gpt_neox",
+        "opt",
+        "bloom",
+        "falcon",
+        "mpt",
+        "phi",
+        "stablelm",
+    ),
+    *("cohere", "starcoder2"),
 )
 
 

@@ -244,7 +244,7 @@ def _embeddings(plan: Plan) -> frozenset[str]:
 
 
 def _check_matrices(plan: Plan, *, groups: GroupTable) -> None:
-    """Raises ValueError for a matrix of which no rank of the data group has all, or a parameter of which LAMB needs the norm."""
+    """Raises ValueError for a matrix that the tensor-parallel ranks do not have together, or a parameter of which LAMB needs the norm."""
     for name, row in groups.row_of.items():
         part = plan.parts.get(name)
         if plan.optimizer.name == "lamb" and part is not None and not part.is_full:
@@ -252,10 +252,12 @@ def _check_matrices(plan: Plan, *, groups: GroupTable) -> None:
                 f"optimizer=lamb takes norms of full parameters, and {name} is cut over ranks: use topology.tensor=1 (and topology.expert=1 "
                 "for an expert), or optimizer=adamw"
             )
-        if groups.rows[row].muon_scale and part is not None and not part.is_full:
+        if part is None or part.is_full or not groups.rows[row].muon_scale:
+            continue
+        if part.axis != "data" or plan.mesh.comm("tp").size == 1:
             raise ValueError(
-                f"optimizer=muon orthogonalises full matrices, and {name} is cut over ranks: use topology.tensor=1 (and "
-                "topology.expert=1 for an expert), optimizer=adamw, or an optimizer.adam_names that matches it"
+                f"optimizer=muon orthogonalises full matrices, and the parts of {name} are not on the tensor-parallel ranks: use "
+                "topology.expert=1 for an expert, optimizer=adamw, or an optimizer.adam_names that matches it"
             )
 
 

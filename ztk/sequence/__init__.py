@@ -2,6 +2,6 @@
 tokens of some heads (DeepSpeed-Ulysses). Applied to a plain module from outside.
 """
 
-from ztk.sequence.cut import cut_sequences
+from ztk.sequence.cut import Divisible, cut_sequences
 
-__all__ = ["cut_sequences"]
+__all__ = ["Divisible", "cut_sequences"]

@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ztk.nn import Decoder, Documents
 from ztk.nn.attention import Attention
@@ -17,7 +19,22 @@ from ztk.sequence.attention import UlyssesAttention, key_repeats
 from ztk.sequence.ring import CHUNKS, RingAttention
 
 
-def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = False) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divisible:
+    """What `cut_sequences` has to know of a model.
+
+    layers: names and attention layers, which call their `core` with parts of sequences, and whose `positions` are set to the places of the
+    tokens that they get. last_position: the last one that the model has, None: any. check_length: raises ValueError for tokens [B, T] that
+    are too many; None: all lengths are good.
+    """
+
+    layers: list[tuple[str, Any]]
+    has_experts: bool = False
+    last_position: int | None = None
+    check_length: Callable[[Tensor], None] | None = None
+
+
+def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False) -> None:
     """Rewires `model` in place: `model(tokens, targets)` takes full sequences [B, T], equal on all ranks that share them, and works on this
     rank's part [B, T / n].
 
@@ -28,35 +45,48 @@ def cut_sequences(model: Decoder, *, mesh: Mesh, tokens_cut_along_tp: bool = Fal
     targets every rank works on the full sequences.
 
     Raises:
-        ValueError: for a model other than the native decoder, and for heads that the ranks do not divide; when the model is called, for
-            sequences that they do not divide, and experts with padding.
+        ValueError: for a model that is neither the native decoder nor brings a `Divisible` by its method `divisible()`, and for heads that
+            the ranks do not divide; when the model is called, for sequences that they do not divide, and experts with padding.
     """
-    if not isinstance(model, Decoder):
-        raise ValueError(
-            f"topology.sequence, topology.context: {type(model).__name__} is not a ztk.nn.Decoder; use topology.sequence=1 "
-            "topology.context=1"
-        )
+    parts_of = _divisible(model)
     context, heads = mesh.comm("cp"), mesh.comm("sp")
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
     cores: list[nn.Module] = []
-    for name, layer in layers:
+    for name, layer in parts_of.layers:
         if context.size > 1:
             layer.core = RingAttention(layer.core, comm=context, name=name)
             cores.append(layer.core)
         if heads.size > 1:
-            query_heads, key_heads = (x.weight.shape[0] // layer.head_dim for x in (layer.query, layer.key))
-            key_repeats(heads=query_heads, key_heads=key_heads, ranks=heads.size)
+            if isinstance(layer, Attention):
+                query_heads, key_heads = (x.weight.shape[0] // layer.head_dim for x in (layer.query, layer.key))
+                key_repeats(heads=query_heads, key_heads=key_heads, ranks=heads.size)
             layer.core = UlyssesAttention(layer.core, comm=heads, name=name)
             cores.append(layer.core)
     parts = Parts(
         context=context,
         heads=heads,
         further=mesh.comm("tp").size if tokens_cut_along_tp else 1,
-        has_experts=bool(model.config.experts),
-        last_position=model.config.max_seq_len - 1,
+        has_experts=parts_of.has_experts,
+        last_position=parts_of.last_position,
     )
-    own = _Layers(model, layers=[layer for _, layer in layers], cores=cores, parts=parts)
+    own = _Layers(parts_of, cores=cores, parts=parts)
     model.forward = _cut_stages(model, own=own) if hasattr(model.forward, "num_stages") else _cut_model(model, own=own)
+
+
+def _divisible(model: Any) -> Divisible:
+    if isinstance(model, Decoder):
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+        return Divisible(
+            layers=layers,
+            has_experts=bool(model.config.experts),
+            last_position=model.config.max_seq_len - 1,
+            check_length=model.check_length,
+        )
+    if not hasattr(model, "divisible"):
+        raise ValueError(
+            f"topology.sequence, topology.context: {type(model).__name__} is not a ztk.nn.Decoder; use topology.sequence=1 "
+            "topology.context=1"
+        )
+    return model.divisible()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +100,7 @@ class Parts:
     heads: Comm
     further: int
     has_experts: bool
-    last_position: int
+    last_position: int | None
 
     @property
     def count(self) -> int:
@@ -110,27 +140,32 @@ class Parts:
             return slice(start, start + length // self.heads.size)
         with torch.device("cpu"):
             places = torch.arange(self.padded(length))[None]
-            own = self.own(places, fill=0)[0].clamp_(max=min(length - 1, self.last_position))
+            last = length - 1 if self.last_position is None else min(length - 1, self.last_position)
+            own = self.own(places, fill=0)[0].clamp_(max=last)
         return own.to(device)
 
 
 class _Layers:
     """The attention layers of a model, and where this rank's part of the sequences lies."""
 
-    def __init__(self, model: Decoder, *, layers: list[Attention], cores: list[nn.Module], parts: Parts) -> None:
+    def __init__(self, model: Divisible, *, cores: list[nn.Module], parts: Parts) -> None:
         self.parts = parts
-        self._model, self._layers, self._cores = model, layers, cores
+        self._model, self._cores = model, cores
         self._positions: dict[tuple[int, torch.device], Tensor | slice] = {}
 
-    def begin(self, *, length: int, is_cut: bool, documents: Documents | None) -> None:
+    def check(self, tokens: Tensor) -> None:
+        """Raises ValueError for full sequences [B, T] that are too long; the embedding sees a part."""
+        if self._model.check_length is not None:
+            self._model.check_length(tokens)
+
+    def begin(self, *, length: int, is_cut: bool, documents: Documents | None, device: torch.device) -> None:
         """Tells them. length: of full sequences, on a stage without tokens with their padding. Raises ValueError for sequences that cannot
         be cut."""
         length = length if documents is None else documents.positions.shape[1]
         for core in self._cores:
             core.active = is_cut
-        # The device of a buffer: to ask a parameter for its device would gather it at stage 3.
-        positions = self._at(length, device=self._model.rope_cos.device) if is_cut else None
-        for layer in self._layers:
+        positions = self._at(length, device=device) if is_cut else None
+        for _, layer in self._model.layers:
             layer.positions = positions
 
     def _at(self, length: int, *, device: torch.device) -> Tensor | slice:
@@ -140,16 +175,17 @@ class _Layers:
         return self._positions[key]
 
 
-def _cut_model(model: Decoder, *, own: _Layers) -> Callable:
+def _cut_model(model: Any, *, own: _Layers) -> Callable:
     """The forward `(tokens, targets, documents)` of a model without stages."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
-        own.begin(length=tokens.shape[1], is_cut=targets is not None, documents=documents)
+        is_cut = targets is not None
+        own.begin(length=tokens.shape[1], is_cut=is_cut, documents=documents, device=tokens.device)
         if targets is None:
             return original(tokens, documents=documents)
-        model.check_length(tokens)  # the embedding sees a part
+        own.check(tokens)
         part = own.parts.own(targets, fill=IGNORED)
         loss = original(own.parts.own(tokens, fill=0), part, documents)
         return loss * _share(part, targets=targets, parts=own.parts.count)
@@ -157,7 +193,7 @@ def _cut_model(model: Decoder, *, own: _Layers) -> Callable:
     return forward
 
 
-def _cut_stages(model: Decoder, *, own: _Layers) -> Callable:
+def _cut_stages(model: Any, *, own: _Layers) -> Callable:
     """The forward `(stage, carry, micro-batch)` of a pipeline."""
     original = model.forward
 
@@ -167,15 +203,16 @@ def _cut_stages(model: Decoder, *, own: _Layers) -> Callable:
         documents = argument(batch, index=2, name="documents")  # of the full sequences
         length = sequence_length(batch, carry=carry, parts=own.parts.count * own.parts.further)
         is_absent = tokens is None and targets is None  # on a middle rank, in training
-        own.begin(length=length, is_cut=is_absent or targets is not None, documents=documents)
+        device = next(leaf.device for leaf in tree_leaves((tokens, targets, carry)) if isinstance(leaf, Tensor))
+        own.begin(length=length, is_cut=is_absent or targets is not None, documents=documents, device=device)
         if targets is None:
             return original(stage, carry, batch)
         part = own.parts.own(targets, fill=IGNORED)
         if tokens is not None:
-            model.check_length(tokens)  # the embedding sees a part
+            own.check(tokens)
             tokens = own.parts.own(tokens, fill=0)
         out = original(stage, carry, replace(batch, args=(tokens, part, documents), kwargs={}))
-        if stage < original.num_stages - 1:  # pyrefly: ignore[missing-attribute]  # as above
+        if stage < original.num_stages - 1:
             return out
         return out * _share(part, targets=targets, parts=own.parts.count)
 

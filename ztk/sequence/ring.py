@@ -19,6 +19,7 @@ Results have the dtype of the query.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -44,12 +45,14 @@ class RingAttention(nn.Module):
         self.core, self.active = core, False
         self._comm, self._name = comm, name
 
-    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
-        """documents: of the full sequences."""
+    def forward(
+        self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None, **options: Any
+    ) -> Tensor:
+        """documents: of the full sequences. options: window and scale, of a core that takes them."""
         if not self.active:
-            return self.core(query, key=key, value=value, documents=documents)
+            return self.core(query, key=key, value=value, documents=documents, **options)
         given = {"comm": self._comm, "label": self._name, "documents": documents}
-        return ring_attention(query, key=key, value=value, **given)
+        return ring_attention(query, key=key, value=value, **given, **options)
 
 
 def ring_attention(

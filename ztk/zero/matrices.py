@@ -8,6 +8,7 @@ Momentum and weights are updated elementwise, where they are stored; what is bet
 
 Then the update over pieces applies them like gradients. All this runs in the thread that trains, because it communicates; the
 update over pieces may follow behind the next forward. At stage 0 every rank has every direction, and only the results are sent.
+Where tensor-parallel ranks hold parts of a matrix, its owners bring these together first: see `ztk.zero.cut_matrices`.
 Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
 """
 
@@ -23,6 +24,7 @@ from ztk.runtime import Comm
 from ztk.runtime.buffers import BufferPool
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
+from ztk.zero.cut_matrices import CutMatrices
 from ztk.zero.norms import FetchStates
 from ztk.zero.owners import Matrix, Round, plan_rounds
 from ztk.zero.piece import Piece
@@ -54,6 +56,7 @@ class MatrixUpdate:
         """buckets: the trained ones, in the order of the update."""
         self._muon, self._clock, self._states = muon, context.clock, PieceStates(context)
         self._is_replicated = not context.policy.shards_optimizer  # every rank updates everything
+        self._cut = CutMatrices(muon=muon, context=context)
         self.pool = BufferPool(device=context.device, ledger=context.ledger, category="matrices")
         self._batches = list(self._plan(buckets, groups=context.groups))
 
@@ -90,9 +93,11 @@ class MatrixUpdate:
                         self._held(bucket, start=placement.offset, stop=placement.stop, rank=rank)
                         for rank in range(comm.size)
                     ),
-                    cost=self._muon.flops(placement.shape),
+                    planned=planned[0],
+                    cost=planned[1],
                 )
                 for name, (bucket, placement) in of_name.items()
+                for planned in (self._cut.planned(name, shape=placement.shape),)
             ]
             for planned in plan_rounds(matrices, num_ranks=comm.size):
                 names = {matrix.name for matrix in planned.matrices}
@@ -170,10 +175,7 @@ class MatrixUpdate:
             flat = [parts[batch.places[matrix.name] :][: matrix.numel].clone() for matrix in own]
         else:
             flat = self._collect(batch, parts=parts)
-        return [
-            self._muon.orthogonalised(values.view(matrix.shape)).reshape(-1)
-            for values, matrix in zip(flat, own, strict=True)
-        ]
+        return self._cut.orthogonalised(flat, matrices=own)
 
     def _collect(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
         """This rank's matrices, each [numel] in memory of its own, so that all begin at an aligned address."""

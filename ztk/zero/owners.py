@@ -13,11 +13,16 @@ ROUND_ELEMENTS = 2**25  # of matrices, per rank and round: 64 MiB in 16 bit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A parameter [rows, columns]. held: by rank, its flat elements that the rank updates. cost: of its orthogonalisation, in FLOPs."""
+    """A parameter [rows, columns], or the part of it that this rank and those of its data group have.
+
+    held: by rank, its flat elements that the rank updates. planned: its elements, the same number on all ranks that have another part. cost:
+    of its orthogonalisation, in FLOPs, the same there, too.
+    """
 
     name: str
     shape: tuple[int, ...]
     held: tuple[range, ...]
+    planned: int
     cost: int
 
     @property
@@ -63,11 +68,11 @@ def plan_rounds(matrices: Sequence[Matrix], *, num_ranks: int, limit: int = ROUN
     rounds: list[list[Matrix]] = []
     room = 0
     for matrix in matrices:
-        if matrix.numel > room:
+        if matrix.planned > room:
             rounds.append([])
             room = num_ranks * limit
         rounds[-1].append(matrix)
-        room -= matrix.numel
+        room -= matrix.planned
     return [
         Round(matrices=tuple(chosen), owners=balance([matrix.cost for matrix in chosen], num_ranks=num_ranks))
         for chosen in rounds

@@ -15,9 +15,9 @@ FP32 = 1e-5
 HALF = {torch.float16: 8 * 2 * 2**-11, torch.bfloat16: 8 * 2 * 2**-8}
 FULL_PROMPTS = "2 attention of full prompts -> attention"
 EXPECTED = {
-    small.llama: {"2 LlamaMLP -> swiglu", "5 LlamaRMSNorm -> rms_norm", FULL_PROMPTS},
+    small.llama: {"2 LlamaAttention -> rope", "2 LlamaMLP -> swiglu", "5 LlamaRMSNorm -> rms_norm", FULL_PROMPTS},
     small.gpt2: {"5 LayerNorm -> layer_norm", FULL_PROMPTS},
-    small.gemma: {"2 GemmaMLP -> geglu", FULL_PROMPTS},  # its norms compute something else
+    small.gemma: {"2 GemmaAttention -> rope", "2 GemmaMLP -> geglu", FULL_PROMPTS},  # its norms compute something else
     small.bert: {"5 LayerNorm -> layer_norm", FULL_PROMPTS},
 }
 

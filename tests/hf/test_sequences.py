@@ -1,0 +1,102 @@
+"""Models of transformers on parts of sequences: the loss of one rank, with windows, packed documents, and beside other strategies."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.hf.test_causal import RELATIVE, saved
+from tests.topology.families import VOCABULARY, make
+from ztk.hf.causal import open_causal
+from ztk.nn import Documents
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.pipeline import MicroBatch
+from ztk.recompute import RecomputePolicy
+from ztk.runtime import Process, Topology
+from ztk.zero import ZeroPolicy
+
+SIZES = (5, 1, 6, 4, 8)  # of documents, two sequences of 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What must not change the losses; of the model and its batches, what does."""
+
+    family: str = "Llama"
+    world: int = 2
+    topology: Topology = field(default_factory=Topology)
+    stage: int = 2
+    kernels: bool = False
+    recompute: str = "none"
+    changes: dict = field(default_factory=dict)
+    packed: bool = False
+    length: int = 12
+
+
+def batches(case: Case) -> list[MicroBatch]:
+    tokens = torch.randint(3, VOCABULARY, (2, case.length), generator=torch.Generator().manual_seed(4))
+    targets = tokens.roll(-1, 1)
+    targets[1, :5] = -100  # unevenly
+    documents = Documents.at(torch.cat([torch.arange(size) for size in SIZES]).view(2, 12)) if case.packed else None
+    return [MicroBatch(args=(tokens, targets, documents)), MicroBatch(args=(tokens.flip(0), targets.flip(0), None))]
+
+
+def losses_of(process: Process, *, folder: str, case: Case) -> list[float]:
+    """Of three steps, means over all ranks."""
+    model, values = open_causal(folder, init="pretrained", seed=1, kernels=case.kernels)
+    engine = parallelize(
+        model,
+        process=process.arrange(case.topology),
+        optimizer=OptimizerPolicy(name="adamw", lr=1e-3),
+        zero=ZeroPolicy(stage=case.stage, bucket_size=1 << 12, param_persistence_threshold=0),
+        recompute=RecomputePolicy(mode=case.recompute),
+        accumulation_steps=2,
+        initial_values=values,
+    )
+    losses = []
+    for _ in range(3):
+        loss = engine.train_batch(batches(case))
+        losses.append(float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
+    engine.close()
+    return losses
+
+
+SEQUENCE, CONTEXT = Topology(sequence=2), Topology(context=2)
+CASES = {
+    "window, sp2": Case(family="Mistral", topology=SEQUENCE, changes={"sliding_window": 3}),
+    "window, cp2": Case(family="Mistral", topology=CONTEXT, changes={"sliding_window": 3}),
+    "window and documents, sp2": Case(family="Mistral", topology=SEQUENCE, changes={"sliding_window": 3}, packed=True),
+    "documents, sp2": Case(family="GPT2", topology=SEQUENCE, packed=True),
+    "documents, cp2, recomputed": Case(topology=CONTEXT, packed=True, recompute="full"),
+    "odd length, cp2, kernels, stage 3": Case(family="Gemma2", topology=CONTEXT, length=11, kernels=True, stage=3),
+    "tp2 sp2, documents": Case(world=4, topology=Topology(tensor=2, sequence=2), packed=True),
+    "pp2 cp2": Case(family="GPT2", world=4, topology=Topology(pipeline=2, context=2)),
+    "pp2 sp2": Case(world=4, topology=Topology(pipeline=2, sequence=2), packed=True),
+    "ep2 sp2": Case(family="Qwen3Moe", topology=Topology(expert=2, sequence=2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_one_rank(ranks, tmp_path, name):
+    case = CASES[name]
+    folder = str(tmp_path / case.family)
+    make(case.family, **case.changes).save_pretrained(folder)
+    alone = Case(family=case.family, changes=case.changes, packed=case.packed, length=case.length)
+    [expected] = ranks(1).run(losses_of, folder=folder, case=alone)
+    for losses in ranks(case.world).run(losses_of, folder=folder, case=case):
+        assert losses == pytest.approx(expected, rel=RELATIVE)
+    assert expected[-1] < expected[0]
+
+
+def refusal_of(process: Process, *, folder: str) -> str:
+    try:
+        losses_of(process, folder=folder, case=Case(topology=SEQUENCE))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_attention_that_is_not_the_interfaces_is_refused(ranks, tmp_path):
+    for text in ranks(2).run(refusal_of, folder=saved(tmp_path, family="Falcon")):
+        assert "sequences of models of type falcon are not divided" in text

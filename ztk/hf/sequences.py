@@ -1,0 +1,143 @@
+"""A model of transformers on parts of sequences: its attention, called through transformers' interface, is that of `ztk.sequence`.
+
+Everything else in a decoder treats tokens one by one, given their positions. No mask is made: causality, a window and documents are all that
+attention of the tested families knows, and the parts' attention knows them, too.
+"""
+
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ztk.hf.attention import NAME
+from ztk.kernels import attention, attention_varlen
+from ztk.nn import Documents
+from ztk.sequence import Divisible
+
+# Families whose parts are tested to compute what the full sequences do. Others attend by functions of their own (GPT-J, BLOOM, Falcon), by
+# which they do not see this rank's place in the sequence.
+TESTED = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
+    *("gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "cohere", "starcoder2"),
+)
+_BY_LENGTH = ("dynamic", "longrope")  # rotary tables that depend on the longest position that a rank has
+_names = (f"ztk_parts_{number}" for number in itertools.count())
+
+
+def sequences_fault(config: Any, *, key: str) -> str | None:
+    """Why sequences of a model of this configuration of transformers are not divided; None if they are. key: topology.sequence or
+    topology.context."""
+    text = config.get_text_config()
+    if text.model_type not in TESTED:
+        return f"{key}: sequences of models of type {text.model_type} are not divided, only of {', '.join(sorted(TESTED))}; use {key}=1"
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if rotary.get("rope_type") in _BY_LENGTH:
+        return (
+            f"{key}: rotary positions of rope_type={rotary['rope_type']} depend on the length of a sequence, of which a rank has a part; use "
+            f"{key}=1"
+        )
+    if getattr(text, "output_router_logits", False):
+        return (
+            f"{key}: the router's loss is taken over all tokens of a sequence, of which a rank has a part; set output_router_logits to false "
+            f"in config.json, or use {key}=1"
+        )
+    return None
+
+
+class PartAttention:
+    """The attention of all layers of a model. core: `(query [B, T, H, D], key=, value=, documents=, window=, scale=)` -> [B, T, H, D],
+    which `cut_sequences` wraps. positions: which tokens of a sequence a rank has, int64 [T / n] or a slice; None: all."""
+
+    def __init__(self, *, kernels: bool) -> None:
+        self.core: nn.Module = FullAttention(kernels=kernels)
+        self.positions: Tensor | slice | None = None
+
+    def __call__(  # noqa: PLR0917 - as transformers calls it
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]. Raises ValueError with dropout and a mask, which act on full
+        sequences."""
+        del module, is_causal
+        if dropout or attention_mask is not None:
+            raise ValueError(
+                f"attention over parts of sequences: dropout={dropout} and a mask need full sequences: use topology.sequence=1 "
+                "topology.context=1"
+            )
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        options = {"documents": kwargs.get("documents"), "window": kwargs.get("sliding_window") or 0, "scale": scaling}
+        return self.core(query, key=key, value=value, **options), None
+
+
+class FullAttention(nn.Module):
+    """Causal attention over full sequences, by torch or by ztk's kernels; see `PartAttention`."""
+
+    def __init__(self, *, kernels: bool) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None = None,
+        window: int = 0,
+        scale: float | None = None,
+    ) -> Tensor:
+        B, T = query.shape[:2]
+        if documents is not None or 0 < window < T:
+            borders = documents.cu_seqlens if documents is not None else _borders(B, length=T, device=query.device)
+            rows = (x.flatten(0, 1) for x in (query, key, value))
+            longest = documents.longest if documents is not None else T
+            out = attention_varlen(*rows, cu_seqlens=borders, max_seqlen=longest, window=window, scale=scale)
+            return out.view(query.shape)
+        if self._kernels:
+            return attention(query, key, value, causal=True, scale=scale)
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def _borders(count: int, *, length: int, device: torch.device) -> Tensor:
+    return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def divisible(model: Any) -> Divisible:
+    """Makes `model` attend by a `PartAttention`, which it keeps as `part_attention`. Raises ValueError as `sequences_fault`."""
+    if (fault := sequences_fault(model.config, key="topology.sequence, topology.context")) is not None:
+        raise ValueError(fault)
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    own = PartAttention(kernels=model.config._attn_implementation == NAME)
+    functions.register(name := next(_names), _function(own))
+    model.set_attn_implementation(name)  # transformers makes no mask for a name that is not among its masks
+    model.part_attention = own
+    text = model.config.get_text_config()
+    experts = any(isinstance(getattr(text, name, None), int) for name in ("num_local_experts", "num_experts"))
+    return Divisible(layers=[("attention", own)], has_experts=experts)
+
+
+def own_places(model: Any) -> Tensor | slice | None:
+    """Which tokens of a sequence this rank has, int64 [T / n] or a slice; None: all."""
+    attention = getattr(model, "part_attention", None)
+    return None if attention is None else attention.positions
+
+
+def _function(own: PartAttention) -> Callable:
+    def attend(module: nn.Module, *given: Any, **options: Any) -> tuple[Tensor, None]:
+        return own(module, *given, **options)
+
+    return attend
