@@ -2,7 +2,7 @@
 
 Their forwards call a function of their file, `apply_rotary_pos_emb(q, k, cos, sin)`. It is surrounded once; what it computes changes only
 while a module runs that was replaced for it. What kind of rotation it is, halves or neighbours, is found on a sample: of the function, and
-of the tables that the model's own module makes, of which the kernel reads half.
+of the tables that the model's own module makes, of which the kernel reads half. Results have the dtype of q and k.
 """
 
 import sys
@@ -25,7 +25,7 @@ _by_kernel: ContextVar[bool] = ContextVar("ztk_rotary_by_kernel", default=False)
 class Rotation:
     """`apply_rotary_pos_emb` of a file, by the kernel while `by_kernel()` is entered. interleaved: as of `ztk.kernels.rope`."""
 
-    def __init__(self, original: Callable[..., tuple[Tensor, Tensor]], *, interleaved: bool) -> None:
+    def __init__(self, original: Callable, *, interleaved: bool) -> None:
         self.original, self.interleaved = original, interleaved
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any):

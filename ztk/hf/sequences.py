@@ -1,7 +1,7 @@
 """A model of transformers on parts of sequences: its attention, called through transformers' interface, is that of `ztk.sequence`.
 
 Everything else in a decoder treats tokens one by one, given their positions. No mask is made: causality, a window and documents are all that
-attention of the tested families knows, and the parts' attention knows them, too.
+attention of the tested families knows, and the parts' attention knows them, too. Results have the dtype of the query.
 """
 
 import importlib
@@ -98,6 +98,7 @@ class FullAttention(nn.Module):
         window: int = 0,
         scale: float | None = None,
     ) -> Tensor:
+        """query [B, T, H, D], key and value [B, T, K, D] -> [B, T, H, D]. window: 0, or how many tokens see each other; scale: None: D ** -0.5."""
         B, T = query.shape[:2]
         if documents is not None or 0 < window < T:
             borders = documents.cu_seqlens if documents is not None else _borders(B, length=T, device=query.device)

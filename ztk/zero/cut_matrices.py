@@ -46,7 +46,8 @@ class CutMatrices:
         return max(part.numel for part in parts), self._muon.flops(parts[0].full_shape) // len(parts)
 
     def orthogonalised(self, flat: list[Tensor], *, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """The results for this rank's parts of `matrices`, each [numel] as in `flat`. A collective call where one of them is cut."""
+        """The results for this rank's parts of `matrices`, each [numel] in Muon's dtype, as in `flat`. A collective call where one of them is
+        cut."""
         cut = [matrix for matrix in matrices if self.is_cut(matrix.name)]
         own = {matrix.name: values for values, matrix in zip(flat, matrices, strict=True)}
         found = self._exchanged([(matrix.name, own[matrix.name]) for matrix in cut]) if cut else {}
