@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.data.mapping import mapped
 from ztk.data.packing import DIGEST_BYTES, num_held_out, packed_file
 from ztk.data.sources import named_files, standard_library
 
@@ -50,7 +51,7 @@ class ByteCorpus:
                 f"be held out; name more text, or raise data.validation_fraction={validation_fraction}"
             )
         packed = packed_file(files, cache_dir=cache_dir, share=validation_fraction)
-        data = torch.from_file(str(packed), shared=False, size=total + DIGEST_BYTES, dtype=torch.uint8)
+        data = mapped(packed, size=total + DIGEST_BYTES, dtype=torch.uint8)
         train, validation, digest = data.split([total - num_validation, num_validation, DIGEST_BYTES])
         return ByteCorpus(train=train, validation=validation, digest=bytes(digest.tolist()).hex(), num_files=len(files))
 

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from ztk.data.borders import num_targets, positions_of, share_of_targets, without_borders
+from ztk.data.mapping import READ_AROUND, drop_pages
 from ztk.data.permutation import Permutation
 from ztk.runtime.seed import generator
+
+MAPPED_BYTES = 1 << 26  # of a mapped file that a stream keeps in memory, about
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +169,7 @@ class TokenStream(Stream):
         self._digest = digest
         self._epoch = -1
         self._order = None
+        self._read = 0  # bytes of a mapped file that were read since its pages were dropped
 
     @property
     def epoch(self) -> float:
@@ -177,6 +181,10 @@ class TokenStream(Stream):
         if epoch != self._epoch:  # a batch may lie across the end of an epoch: this may go back and forth once
             self._epoch = epoch
             self._order = Permutation(self.num_sequences, seed=(self._seed, "data", epoch))
+        self._read += (self.seq_len + 1) * self.data.element_size() + READ_AROUND
+        if self._read > MAPPED_BYTES:
+            drop_pages(self.data)
+            self._read = 0
         return window(self.data, index=self._order[index], seq_len=self.seq_len)
 
     def identity(self) -> dict[str, object]:

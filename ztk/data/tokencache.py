@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ztk.data.documents import Document, Fault, read_documents
+from ztk.data.mapping import mapped
 from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile
 
@@ -177,8 +178,8 @@ def open_part(
     counts = Counts(**json.loads((folder / "meta.json").read_text(encoding="utf-8")))
     kind = _dtype(tokenizer.vocab_size)
     return TokenPart(
-        train=_mapped(folder / "train.bin", size=counts.train_tokens, dtype=kind),
-        held_out=_mapped(folder / "held_out.bin", size=counts.held_out_tokens, dtype=kind),
+        train=mapped(folder / "train.bin", size=counts.train_tokens, dtype=kind),
+        held_out=mapped(folder / "held_out.bin", size=counts.held_out_tokens, dtype=kind),
         counts=counts,
         digest=digest,
     )
@@ -385,12 +386,6 @@ def _dtype(vocab_size: int) -> torch.dtype:
     if vocab_size <= 1 << 8:
         return torch.uint8
     return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-
-
-def _mapped(path: Path, *, size: int, dtype: torch.dtype) -> Tensor:
-    if not size:
-        return torch.empty(0, dtype=dtype)
-    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
 
 
 def _write_json(path: Path, *, values: dict[str, Any]) -> None:
