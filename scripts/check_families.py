@@ -1,6 +1,6 @@
 """Families of transformers beside strategies: every cell trains as plain transformers and torch's AdamW on one rank, or is refused.
 
-    python scripts/check_families.py                                    all 175 cells on two ranks, about 6 minutes on 2 cores
+    python scripts/check_families.py                                    all 200 cells on two ranks, about 6 minutes on 2 cores
     python scripts/check_families.py --families Llama GPT2 --columns tp2 pp2
 
 A cell is the largest relative difference of a loss over four steps in fp32; with LoRA the one rank is peft's. The bound is 1e-5. A refusal

@@ -171,7 +171,7 @@ def test_bad_input_is_refused_before_ranks_start_or_skipped_and_counted(
     paths = f"data.path=[{tmp_path}/good.jsonl,{tmp_path}/{name}]"
     words = ("data=files", paths, f"data.tokenizer={tokenizer}")
     with pytest.raises(ValueError, match=said):
-        prepare_text(composed(*words), say=print)
+        prepare_text(composed(*words), show=print)
     skipping = composed(*words, "data.on_error=skip")
-    prepare_text(skipping, say=print)
+    prepare_text(skipping, show=print)
     assert open_tokens(text_policy(skipping)).skipped == 1

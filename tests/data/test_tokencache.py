@@ -121,6 +121,17 @@ def test_a_second_opening_tokenises_nothing(lines, tmp_path, monkeypatch):
     assert len(tokenizer.given) == 200
 
 
+def test_a_build_says_how_far_it_is(lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokencache, "BATCH_CHARACTERS", 300)
+    seen = []
+    open_part(
+        named_files([str(lines)]), tokenizer=Wide(), policy=ReadPolicy(), cache_dir=str(tmp_path), progress=seen.append
+    )
+    shares, documents = [done.share for done in seen], [done.documents for done in seen]
+    assert shares == sorted(shares) and 0 < shares[0] < 0.2 and 0.8 < shares[-1] <= 1
+    assert documents == sorted(documents) and documents[-1] <= 200
+
+
 def _open(arguments) -> tuple[str, int, int]:
     path, cache = arguments
     tokenizer = Wide()

@@ -29,6 +29,7 @@ COLUMNS = {
     "pp2": Column(overrides=("topology=pp2",), strategy=Strategy(topology=Topology(pipeline=2))),
     "sp2": Column(overrides=("topology=sp2",), strategy=Strategy(topology=Topology(sequence=2))),
     "cp2": Column(overrides=("topology=cp2",), strategy=Strategy(topology=Topology(context=2))),
+    "ep2": Column(overrides=("topology=ep2",), strategy=Strategy(topology=Topology(expert=2))),
     "kernels": Column(overrides=("model.kernels=true",), strategy=Strategy(stage=1, kernels=True)),
     "LoRA": Column(overrides=("lora=adapter",), strategy=Strategy(stage=1), has_adapters=True),
 }

@@ -13,12 +13,14 @@ AGREE = [
     ("Gemma2", "sp2"),
     ("Mistral", "cp2"),
     ("Qwen2Moe", "cp2"),
+    ("Mixtral", "ep2"),
     ("StableLm", "kernels"),
     ("Falcon", "LoRA"),  # its linear layers are a class of their own
     ("Mixtral", "LoRA"),
 ]
 REFUSED = [
     ("Bloom", "sp2", "sequences of models of type bloom are not divided, only .*; use topology.sequence=1"),
+    ("Llama", "ep2", "use topology.expert=1"),
     ("GPTBigCode", "tp2", "is more than model.kv_heads=1, and heads are not cut: use topology.tensor=1"),
 ]
 

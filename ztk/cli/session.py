@@ -39,6 +39,7 @@ from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import Status
 from ztk.report.sweep import SweepRecord
+from ztk.report.text_progress import shown_progress
 
 # Errors whose text tells a user what to fix; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
@@ -121,7 +122,8 @@ class Session:
     def _prepare(self, config: Config) -> None:
         """Bad text is refused here, before ranks start."""
         try:
-            configuration.prepare_text(config, say=self._say)
+            with shown_progress(say=self._say) as show:
+                configuration.prepare_text(config, show=show)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
 

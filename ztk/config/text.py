@@ -3,7 +3,6 @@
 import functools
 import glob
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 TEXT = (DataName.stdlib, DataName.files)
 BYTES, TRAIN = "bytes", "train"
-_SHOW_SECONDS = 5
 
 
 def has_tokenizer(config: Config) -> bool:
@@ -73,8 +71,9 @@ def text_policy(config: Config) -> "TextPolicy":
     )
 
 
-def prepare_text(config: Config, *, say: Callable[[str], None]) -> None:
-    """Tokenises the text of a run before its ranks start, where no run has done so before. say: shows how far it is, every few seconds.
+def prepare_text(config: Config, *, show: Callable[[int, int, float], None]) -> None:
+    """Tokenises the text of a run before its ranks start, where no run has done so before. show: is called with documents and bytes of text so
+    far, and the share of the files that is read.
 
     Raises:
         ValueError: bad input, with file and place.
@@ -83,12 +82,4 @@ def prepare_text(config: Config, *, say: Callable[[str], None]) -> None:
         return
     from ztk.data import open_tokens
 
-    shown = time.monotonic()
-
-    def progress(documents: int, nbytes: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _SHOW_SECONDS:
-            shown = time.monotonic()
-            say(f"tokenises: {documents:,} documents, {nbytes / 1e6:,.0f} MB")
-
-    open_tokens(text_policy(config), progress=progress)
+    open_tokens(text_policy(config), progress=lambda done: show(done.documents, done.nbytes, done.share))

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 READ_AROUND = 1 << 16  # bytes that the system maps around a byte that is read
-_mappings: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDictionary()  # by the address of the first byte
+_mappings: "weakref.WeakValueDictionary[int, mmap.mmap]" = (
+    weakref.WeakValueDictionary()
+)  # by the address of the first byte
 
 
 def mapped(path: Path, *, size: int, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ from ztk.data.documents import Document, Fault, read_documents
 from ztk.data.mapping import mapped
 from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile
+from ztk.policies.text import COLUMNS, COMPRESSED
 
 _FORMAT = 1  # part of the name: raise it when the layout or the tokens change
 BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once
@@ -96,7 +97,17 @@ class TokenPart:
     digest: str
 
 
-Progress = Callable[[int, int], None]  # documents and bytes of text so far
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a build is. nbytes: of text, as UTF-8. share: of the files' bytes that are read, 0 to 1; compressed files, parquet and arrow
+    count when they are done."""
+
+    documents: int
+    nbytes: int
+    share: float
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def content_of(files: Sequence[SourceFile], *, cache_dir: str | None) -> str:
@@ -156,7 +167,7 @@ def open_part(
     tokenizer: DocumentTokenizer,
     policy: ReadPolicy,
     cache_dir: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> TokenPart:
     """The tokens of `files`, built now if no process has done so yet. See [Note: The cache].
 
@@ -210,7 +221,7 @@ class _Builder:
         tokenizer: DocumentTokenizer,
         policy: ReadPolicy,
         folder: Path,
-        progress: Progress | None,
+        progress: OnProgress | None,
     ) -> None:
         self.folder = folder
         self._files, self._tokenizer, self._policy, self._progress = files, tokenizer, policy, progress
@@ -220,6 +231,7 @@ class _Builder:
         self._texts: list[tuple[str, Document]] = []  # to be tokenised: side and piece
         self._characters = self._unnoted = 0
         self._outs: dict[str, BinaryIO] = {}
+        self._file = self._file_bytes = 0  # which file is read, and characters of its texts so far
 
     def build(self) -> None:
         """Raises ValueError for bad input, and if there is nothing to train on."""
@@ -252,23 +264,39 @@ class _Builder:
         return True
 
     def _read(self) -> None:
-        done = self._items
-        for number, item in enumerate(_items(self._files, policy=self._policy), start=1):
-            if number <= done:
-                continue
-            self._items = number
-            if isinstance(item, Fault):
-                self._skip(item)
-                continue
-            self._take(item)
-            if self._characters >= BATCH_CHARACTERS:
-                self._flush()
-                if self._progress is not None:
-                    counts = self._counts
-                    documents = counts.train_documents + counts.held_out_documents
-                    self._progress(documents, counts.train_bytes + counts.held_out_bytes)
-                if self._unnoted >= JOURNAL_CHARACTERS:
-                    self._note()
+        done, number = self._items, 0
+        for place, file in enumerate(self._files):
+            self._file, self._file_bytes = place, 0
+            for item in read_documents(file.path, field=self._policy.field):
+                number += 1
+                if isinstance(item, Document):
+                    self._file_bytes += len(item.text)
+                if number > done:
+                    self._items = number
+                    self._read_item(item)
+
+    def _read_item(self, item: Document | Fault) -> None:
+        if isinstance(item, Fault):
+            self._skip(item)
+            return
+        self._take(item)
+        if self._characters >= BATCH_CHARACTERS:
+            self._flush()
+            if self._progress is not None:
+                self._progress(self._how_far())
+            if self._unnoted >= JOURNAL_CHARACTERS:
+                self._note()
+
+    def _how_far(self) -> Progress:
+        counts, current = self._counts, self._files[self._file]
+        before, total = (sum(file.size for file in files) for files in (self._files[: self._file], self._files))
+        is_plain = current.path.suffix.lower() not in (*COMPRESSED, *COLUMNS)
+        read = before + (min(self._file_bytes, current.size) if is_plain else 0)
+        return Progress(
+            documents=counts.train_documents + counts.held_out_documents,
+            nbytes=counts.train_bytes + counts.held_out_bytes,
+            share=read / total,
+        )
 
     def _skip(self, fault: Fault) -> None:
         if not self._policy.skips:
@@ -343,17 +371,13 @@ class _Builder:
         _write_json(self.folder / "meta.json", values=asdict(counts))
 
 
-def _items(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[Document | Fault]:
-    for file in files:
-        yield from read_documents(file.path, field=policy.field)
-
-
 def _documents(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[Document]:
-    for item in _items(files, policy=policy):
-        if isinstance(item, Document):
-            yield item
-        elif not policy.skips:
-            raise ValueError(item.text)
+    for file in files:
+        for item in read_documents(file.path, field=policy.field):
+            if isinstance(item, Document):
+                yield item
+            elif not policy.skips:
+                raise ValueError(item.text)
 
 
 def _content(file: SourceFile, *, folder: Path) -> bytes:

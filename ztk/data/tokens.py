@@ -13,7 +13,7 @@ from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile, named_files, standard_library
 from ztk.data.stream import Batch, Share, Stream, TokenStream
 from ztk.data.subword import SubwordTokenizer
-from ztk.data.tokencache import Progress, ReadPolicy, TokenPart, content_of, locked, open_part, training_texts
+from ztk.data.tokencache import OnProgress, ReadPolicy, TokenPart, content_of, locked, open_part, training_texts
 from ztk.data.tokenizer import ByteTokenizer
 
 BYTES, TRAIN = "bytes", "train"
@@ -108,7 +108,7 @@ class TokenCorpus:
         return lines
 
 
-def open_tokens(policy: TextPolicy, *, progress: Progress | None = None) -> TokenCorpus:
+def open_tokens(policy: TextPolicy, *, progress: OnProgress | None = None) -> TokenCorpus:
     """Trains the tokenizer and tokenises the text, where no run has done so before, and maps the tokens.
 
     Raises:

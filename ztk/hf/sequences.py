@@ -98,7 +98,8 @@ class FullAttention(nn.Module):
         window: int = 0,
         scale: float | None = None,
     ) -> Tensor:
-        """query [B, T, H, D], key and value [B, T, K, D] -> [B, T, H, D]. window: 0, or how many tokens see each other; scale: None: D ** -0.5."""
+        """query [B, T, H, D], key and value [B, T, K, D] -> [B, T, H, D]. window: 0, or how many tokens see each other; scale: None means
+        D ** -0.5."""
         B, T = query.shape[:2]
         if documents is not None or 0 < window < T:
             borders = documents.cu_seqlens if documents is not None else _borders(B, length=T, device=query.device)
