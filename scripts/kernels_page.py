@@ -245,7 +245,7 @@ bfloat16 products. Shares of measured rows are relative to the limits of the sam
 
 ## Callers
 
-What each op is on the way of, and the functions that call it, read from the source (`scripts/kernel_callers.py`). On a GPU an op is its Triton
+The path that each op is part of, and the functions that call it, read from the source (`scripts/kernel_callers.py`). On a GPU an op is its Triton
 kernel, on a CPU torch's operations.
 
 {called()}
