@@ -42,11 +42,11 @@ def save_checkpoint(
     with agreement.step():
         if comm.rank == 0:
             claim_tag(engine, folder=folder, tag=tag, is_default=is_default)
-            if engine._since_step:
+            if engine.since_step:
                 logger.warning(
                     "save_checkpoint after %d of %d micro-batches of a step: their gradients are not saved, a run that resumes begins the step "
                     "anew",
-                    engine._since_step,
+                    engine.since_step,
                     engine.settings.batch.accumulation,
                 )
     scheduler = engine.lr_scheduler
@@ -93,7 +93,7 @@ def load_checkpoint(
             return None, {}
     if engine.optimizer is not None:
         inner.discard_gradients()  # of micro-batches of a step that was begun before: they belong to the old weights
-        engine._since_step = 0
+        engine.since_step = 0
     # A custom function sets the weights; what else is asked for must still fit.
     strict = (strict and custom is None) or optimizer_states
     report = checkpoint.load(inner, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
@@ -107,7 +107,7 @@ def load_checkpoint(
     if counters:
         inner.global_steps = report.step
         inner.micro_steps = report.step * inner.accumulation_steps
-        engine.micro_steps, engine._since_step = inner.micro_steps, 0
+        engine.micro_steps, engine.since_step = inner.micro_steps, 0
         samples = state["global_samples"]
         engine.global_samples = report.step * engine.settings.batch.train if samples is None else samples
     if optimizer_states and engine.optimizer is not None and state["param_groups"] is not None:

@@ -42,4 +42,4 @@ def claim_latest(engine: Any, *, folder: Path) -> None:
 
 def _is_anothers(key: tuple[Path, str | None], *, engine: Any) -> bool:
     other = _saved[key]() if key in _saved else None
-    return other is not None and other is not engine and not other._closed
+    return other is not None and other is not engine and not other.is_closed

@@ -61,7 +61,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._builder = builder
         self._states = optimizer.moving if optimizer else StateOffload(engine, policy=self.settings.offload)
         self.micro_steps = 0
-        self._since_step = 0  # micro-batches that `step` ended since the optimizer stepped
+        self.since_step = 0  # micro-batches that `step` ended since the optimizer stepped
         self.global_samples = 0
         self._boundary: bool | None = None
         self._in_step = False
@@ -69,7 +69,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._in_no_sync = False
         self._step_applied = False
         self._compiled = False
-        self._closed = self._warned_of_drop = False
+        self.is_closed = self._warned_of_drop = False
         self._watcher = Watcher(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +140,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         finally:
             self._in_step = False
         self.micro_steps += 1
-        self._since_step = 0 if is_boundary else self._since_step + 1
+        self.since_step = 0 if is_boundary else self.since_step + 1
         if is_boundary:
             self._watcher.after_step()
 
@@ -242,7 +242,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             return self._in_step
         if self._boundary is not None:
             return self._boundary
-        return self._since_step + 1 >= self.settings.batch.accumulation
+        return self.since_step + 1 >= self.settings.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decides it from now on; None goes back to counting. Raises RuntimeError where the script owns the boundary already."""
@@ -256,13 +256,13 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """
         if self.optimizer is None:
             return
-        if self._since_step and self.engine.zero.reduction.has_gradients and not self._warned_of_drop:
+        if self.since_step and self.engine.zero.reduction.has_gradients and not self._warned_of_drop:
             self._warned_of_drop = True
             if self.global_rank == 0:
                 logger.warning(
                     "zero_grad() after %d of %d micro-batches drops their gradients, as in plain PyTorch (DeepSpeed's keeps them): call it "
                     "once per step",
-                    self._since_step,
+                    self.since_step,
                     self.settings.batch.accumulation,
                 )
         self.optimizer.zero_grad(set_to_none)
@@ -382,9 +382,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         Idempotent. Every rank calls it; one that ends by an exception may do so alone, and then its model is unusable, too. Connections
         stay for the next engine on the same mesh.
         """
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         self._watcher.close()
         if self.optimizer is not None:
             self.optimizer.leave_client()
