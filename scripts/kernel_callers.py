@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ztk"
 
-# The path that each op is part of, for every op of `ztk.kernels.ALL_OPS`.
+# Where each op is used, for every op of `ztk.kernels.ALL_OPS`.
 HOT_PATHS = {
     "step_control": "step: loss scale, clipping, learning rate, decision to skip",
     "sum_of_squares": "step: norm of the gradients",

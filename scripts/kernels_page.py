@@ -245,7 +245,7 @@ bfloat16 products. Shares of measured rows are relative to the limits of the sam
 
 ## Callers
 
-The path that each op is part of, and the functions that call it, read from the source (`scripts/kernel_callers.py`). On a GPU an op is its Triton
+Where each op is used, and the functions that call it, read from the source (`scripts/kernel_callers.py`). On a GPU an op is its Triton
 kernel, on a CPU torch's operations.
 
 {called()}
