@@ -149,18 +149,18 @@ def kills(work: Path) -> Iterator[tuple[str, bool, str]]:
     for task, layout in (("grpo", ("zero=stage2",)), ("ppo", ("zero=stage3", "offload=cpu"))):
         words = (f"task={task}", "task.module=scripts.check_rollouts", *SMALL, *layout, reward, "train.steps=6")
         words = (*words, "checkpoint=periodic", "checkpoint.every=1", "checkpoint.resume=auto", "rollout.show_every=2")
-        whole = work / f"{task}_whole"
-        code, text, _ = run(*words, folder=whole)
+        undisturbed = work / f"{task}_undisturbed"
+        code, text, _ = run(*words, folder=undisturbed)
         yield f"{task}, not interrupted", code == 0, "" if code == 0 else text[-500:]
         for phase in PHASES:
             folder, marker = work / f"{task}_{phase}", work / f"{task}_{phase}.killed"
             environment = {KILL: f"{phase} {marker}"}
             first, _, _ = run(*words, folder=folder, environment=environment)
             second, text, _ = run(*words, folder=folder, environment=environment)
-            same = second == 0 and rows_of(folder) == rows_of(whole)
-            same = same and (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+            same = second == 0 and rows_of(folder) == rows_of(undisturbed)
+            same = same and (folder / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
             digests = (
-                [json.loads((place / "summary.json").read_text())["loss_digest"] for place in (folder, whole)]
+                [json.loads((place / "summary.json").read_text())["loss_digest"] for place in (folder, undisturbed)]
                 if same
                 else []
             )
