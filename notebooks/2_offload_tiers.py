@@ -43,8 +43,10 @@ REPEATS = choose(5, quick=1)
 # lower bound); if nothing does, as long as all together. A run must lie between.
 
 # %%
+# the quick form measures nothing that takes long: its plans are those of a device that has a data sheet
 hardware = FOLDER / "hardware.json"
-if not hardware.exists():
+HARDWARE = choose(("hardware=here", f"hardware.file={hardware}"), quick=("hardware=a100_80",))
+if "hardware=here" in HARDWARE and not hardware.exists():
     hardware.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         [sys.executable, "-m", "ztk.calibrate", "--ranks", str(RANKS), "--folder", str(FOLDER), "--to", str(hardware)],
@@ -55,8 +57,7 @@ plans = {
     (tier, batch): ztk.plan_run(
         *RUN,
         f"offload={tier}",
-        "hardware=here",
-        f"hardware.file={hardware}",
+        *HARDWARE,
         **KEYS,
         **{"train.micro_batch_size": batch},
     )

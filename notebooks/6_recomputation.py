@@ -95,4 +95,4 @@ claim(
 )
 claim("recomputation changes no loss, bit for bit", holds=runs["loss_digest"].nunique() == 1)
 middle = runs.groupby("recompute")["ratio"].median()
-claim("a step with full recomputation takes at most 1.4 times as long", holds=middle["full"] < 1.4, timed=True)
+claim("a step with full recomputation takes at most 1.4 times as long", holds=middle["full"] < 1.4, full_only=True)

@@ -47,10 +47,10 @@ def runs_folder(name: str) -> Path:
     return FOLDER / "runs" / name
 
 
-def claim(text: str, *, holds: bool, timed: bool = False) -> None:
-    """Prints the claim, or raises AssertionError with it. timed: it is about seconds, which the few short runs of the quick
-    form do not show."""
-    if timed and QUICK:
+def claim(text: str, *, holds: bool, full_only: bool = False) -> None:
+    """Prints the claim, or raises AssertionError with it. full_only: it is about seconds or about a median of many steps, which the few
+    short runs of the quick form do not show."""
+    if full_only and QUICK:
         print(f"not judged in the quick form: {text}")
         return
     if not holds:

@@ -51,6 +51,7 @@ def _command(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], 
     from ztk.cli import main, session
 
     session.start_process = _ForkedRank
+    session.Session._starter = lambda self, config: _ForkedRank  # a quick sweep's ranks, too
     try:
         code = main()
     except SystemExit as ended:
