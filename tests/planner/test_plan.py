@@ -98,10 +98,11 @@ def test_figure_1_of_zero(stage, gigabytes):
 
 
 def test_every_stage_keeps_less_on_a_shipped_model():
-    """With the shipped bounds of prefetching. The four blocks of `tiny` are too few: one in use and one ahead are half of it."""
-    words = ("model=30m", "data=synthetic", "launch.ranks=2", "logger=disabled")
-    kept = [sum(ztk.plan_run(*words, zero=f"stage{stage}").fullest.state["device"].values()) for stage in range(4)]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
+    """With the shipped bounds of prefetching. The four blocks of `tiny` are few: what stage 2 has in flight is as much as it saves."""
+    for model, stages in (("30m", range(4)), ("tiny", (0, 2, 3))):
+        words = (f"model={model}", "data=synthetic", "launch.ranks=2", "logger=disabled")
+        kept = [sum(ztk.plan_run(*words, zero=f"stage{stage}").fullest.state["device"].values()) for stage in stages]
+        assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
 
 
 def test_the_peak_is_in_the_module_that_allocates():

@@ -32,6 +32,7 @@ DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
 _SHARED = ("inference.max_sequences", "inference.max_step_tokens")
 _MODEL = "task=generate, task=serve or task=eval"
+NOTHING = {"train.eval_every": 0}  # values that ask for what happens anyway where the key has no effect
 CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
 
 
@@ -327,7 +328,7 @@ def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) ->
         acts = effect.when(config, machine)
         for key in effect.keys:
             value = read(config, key=key)
-            if not acts and key in given and value is not None:
+            if not acts and key in given and value is not None and value != NOTHING.get(key):
                 faults.append(f"{key}={written(value)} has no effect here, only with {effect.only}: leave it out")
             if acts and effect.required and value is None:
                 missing.setdefault(effect.only, []).append(key)

@@ -129,7 +129,7 @@ class ZeroConfig:
     bucket_size: int | None = key("elements of one flat buffer; a larger unit is split", default=None)
     prefetch_bucket_size: int | None = key(
         "elements of parameters gathered ahead of their use, one bucket at least; 0: none; null: a sixteenth of the model's, at most "
-        "50,000,000",
+        "50,000,000, and none of a model whose buckets are larger than an eighth of it",
         default=None,
     )
     max_live_parameters: int | None = key(

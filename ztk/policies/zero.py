@@ -32,7 +32,7 @@ class ZeroPolicy:
         https://arxiv.org/abs/1910.02054). Sizes below are in elements.
     bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
     prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use, one bucket at least unless it is 0; None: a sixteenth
-        of the model's, at most 50,000,000. A fixed number gathers all of a small model.
+        of the model's, at most 50,000,000, and 0 where a bucket has more than an eighth of it. A fixed number gathers all of a small model.
     max_live_parameters: stage 3: prefetching stops when this many elements are gathered.
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.

@@ -13,8 +13,9 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.residency import ParameterState
 from ztk.zero.trace import UseTrace
 
-# Of `prefetch_bucket_size=None`: this part of the model's elements, and no more than DeepSpeed's default.
-PREFETCHED_PART, MAX_PREFETCHED = 16, 50_000_000
+# Of `prefetch_bucket_size=None`: this part of the model's elements, and no more than DeepSpeed's default. One bucket at least, but none
+# where buckets are larger than that part: with one in use and one ahead such a model would not be sharded any more.
+PREFETCHED_PART, MAX_PREFETCHED, LARGEST_PART = 16, 50_000_000, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,8 +40,7 @@ class Gathering:
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
         self._prefetched_elements = self._policy.prefetch_bucket_size
         if self._prefetched_elements is None:
-            elements = sum(bucket.size for bucket in self._buckets)
-            self._prefetched_elements = min(MAX_PREFETCHED, max(1, elements // PREFETCHED_PART))
+            self._prefetched_elements = _usual_prefetch([bucket.size for bucket in self._buckets])
         self._by_storage: dict[int, Bucket] = {}  # identity of a full buffer's storage -> its bucket
         self._trace_with_gradients, self._trace_without = UseTrace(), UseTrace()
         self._trace = self._trace_with_gradients
@@ -199,6 +199,13 @@ class Gathering:
     @without_dispatch_modes
     def _start_gather(self, bucket: Bucket) -> None:
         bucket.residency.start_gather()
+
+
+def _usual_prefetch(sizes: list[int]) -> int:
+    """Elements, by the sizes of the model's buckets."""
+    if max(sizes, default=0) > sum(sizes) // LARGEST_PART:
+        return 0
+    return min(MAX_PREFETCHED, max(1, sum(sizes) // PREFETCHED_PART))
 
 
 def inside_backward() -> bool:
