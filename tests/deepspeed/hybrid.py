@@ -172,3 +172,29 @@ def overflow(process: Process, *, stage: int) -> dict:
     timer.update_epoch_count()
     engine.destroy()
     return {"rows": rows, "timed": timer.global_step_count}
+
+
+def frozen_as_int8(process: Process, *, zero: dict) -> dict:
+    """Weights as a rank computes with them, those that train, and the losses of two updates."""
+    config = settings(stage=3)
+    config["zero_optimization"] |= zero
+    model = tiny(adapters=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    refused = ""
+    try:
+        optimizer.quantize_nontrainable_params()
+    except RuntimeError as error:
+        refused = str(error)
+    weights = {name: value.clone() for name, value in engine.engine.zero.full_parameters()}
+    losses = []
+    for step in range(2):
+        batch = torch.randint(2, 32, (2, 12), generator=torch.Generator().manual_seed(process.rank + step))
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return {"weights": weights, "trained": trained, "losses": losses, "refused": refused}

@@ -87,3 +87,21 @@ def test_the_section():
     ):
         with pytest.raises(DeepSpeedConfigError, match=message):
             parse(enabled=True, **keys)
+
+
+def test_frozen_parameters_are_gathered_as_int8_and_trained_ones_as_they_are(ranks):
+    """`zero_quantized_nontrainable_weights`, DeepSpeed-Chat's --enable_mixed_precision_lora."""
+    exact = ranks(2).run(hybrid.frozen_as_int8, zero={})
+    short = ranks(2).run(hybrid.frozen_as_int8, zero={"zero_quantized_nontrainable_weights": True})
+    assert "zero_quantized_nontrainable_weights" in exact[0]["refused"] and not short[0]["refused"]
+    largest = max(value.abs().max() for value in exact[0]["weights"].values())
+    for found, plain in zip(short, exact, strict=True):
+        assert found["losses"] == pytest.approx(plain["losses"], rel=0.05) and found["losses"] != plain["losses"]
+        rounded = 0
+        for name, value in found["weights"].items():
+            same = torch.equal(value, plain["weights"][name])
+            assert torch.equal(value, short[0]["weights"][name])  # all ranks compute with the same
+            assert same or name not in found["trained"], name
+            assert (value - plain["weights"][name]).abs().max() <= largest / 254
+            rounded += not same
+        assert rounded > len(found["weights"]) / 4

@@ -71,6 +71,7 @@ def test_training_goes_on_with_all_three(ranks):
     ("options", "fix"),
     [
         ({"stage": 2, "quantized_weights": True}, "use zero=stage3"),
+        ({"stage": 2, "quantized_nontrainable_weights": True}, "use zero=stage3"),
         ({"stage": 1, "quantized_gradients": True}, "use zero=stage2"),
         ({"stage": 2, "hpz_partition_size": 2}, "zero=stage3"),
         ({"stage": 3, "hpz_partition_size": 0}, "must be 1 or more"),

@@ -110,6 +110,11 @@ def _zero(settings: Settings, *, out: Overrides) -> None:
         )
         if zero.quantized_weights:
             out.add(zero__quantized_weights=True)
+        if zero.quantized_nontrainable_weights:
+            out.notes.append(
+                "zero_optimization.zero_quantized_nontrainable_weights: run.py gathers frozen parameters as they are; "
+                "zero.quantized_weights=true gathers all as int8"
+            )
         if zero.hpz_partition_size > 1:
             out.add(zero__hpz_partition_size=zero.hpz_partition_size)
 

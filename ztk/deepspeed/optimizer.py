@@ -159,6 +159,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`DeepSpeedEngine.reload_states`."""
         self.moving.reload(non_blocking=non_blocking)
 
+    def quantize_nontrainable_params(self) -> None:
+        """Nothing is left to do: with `zero_quantized_nontrainable_weights` frozen parameters become int8 whenever they are gathered.
+
+        Raises RuntimeError without that key.
+        """
+        if not self._engine.zero.policy.quantized_nontrainable_weights:
+            raise RuntimeError(
+                "quantize_nontrainable_params(): set zero_optimization.zero_quantized_nontrainable_weights, at stage 3"
+            )
+
     def check_overflow(self, partition_gradients: bool = True, external: bool = False) -> bool:
         """Whether a gradient that the coming step would use is not finite, on any rank. A collective call; waits for the device.
 

@@ -39,6 +39,7 @@ class ZeroPolicy:
 
     ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
     quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay exact.
+    quantized_nontrainable_weights: the same of frozen parameters alone, such as those below adapters.
     quantized_gradients: stages 2 and 3: gradients are reduced as int4.
     hpz_partition_size: stage 3: groups of this many ranks (a node's) keep a second copy of the parameters, and the backward gathers from
         it. It must equal the topology's `intra_node`.
@@ -53,6 +54,7 @@ class ZeroPolicy:
     max_reuse_distance: int = 0
     param_persistence_threshold: int = 0
     quantized_weights: bool = False
+    quantized_nontrainable_weights: bool = False
     quantized_gradients: bool = False
     hpz_partition_size: int = 1
 
@@ -61,8 +63,9 @@ class ZeroPolicy:
 
     def _faults(self) -> Iterator[str]:
         yield from range_faults(self, section="zero", ranges=RANGES)
-        if self.quantized_weights and self.stage < 3:
-            yield f"zero.quantized_weights=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
+        for name in ("quantized_weights", "quantized_nontrainable_weights"):
+            if getattr(self, name) and self.stage < 3:
+                yield f"zero.{name}=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
         if self.quantized_gradients and self.stage < 2:
             yield f"zero.quantized_gradients=true: stage {self.stage} does not shard gradients; use zero=stage2 or zero=stage3"
         if self.hpz_partition_size > 1 and self.stage < 3:

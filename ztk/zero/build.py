@@ -102,7 +102,7 @@ class Builder:
                 parameters=[parameters[placement.name] for placement in layout.placements],
                 pieces=list(self._pieces(traits, layout=layout, own_rank=comm.rank)),
                 comm=comm,
-                exchange=exchange_of(plan.kind.axis, context=self._context),
+                exchange=exchange_of(plan.kind.axis, is_trained=plan.kind.trainable, context=self._context),
                 context=self._context,
             )
 

@@ -48,10 +48,19 @@ class Exchange:
 class QuantizedCollectives(Exchange):
     """An exchange with the savings that `policy` asks for."""
 
-    def __init__(self, comm: Comm, *, policy: ZeroPolicy, hops: tuple[Comm, Comm] | None, ledger: MemoryLedger) -> None:
-        """hops: the ranks of this rank's group, and the ranks at the same place in the other groups; None: there are no groups."""
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        policy: ZeroPolicy,
+        sends_int8: bool,
+        hops: tuple[Comm, Comm] | None,
+        ledger: MemoryLedger,
+    ) -> None:
+        """sends_int8: parameters are gathered as int8. hops: the ranks of this rank's group, and the ranks at the same place in the other
+        groups; None: there are no groups."""
         super().__init__(comm)
-        self._policy, self._ledger = policy, ledger
+        self._policy, self._sends_int8, self._ledger = policy, sends_int8, ledger
         self._intra_node, self._inter_node = hops or (None, None)
         self._keeps_copy = hops is not None and policy.hpz_partition_size > 1
         self._copy: Tensor | None = None  # this rank's part of the group's copy
@@ -62,7 +71,7 @@ class QuantizedCollectives(Exchange):
             assert self._intra_node is not None
             full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._copy)
             return self._intra_node.all_gather(full, label=f"{label} inside the node")
-        if self._policy.quantized_weights:
+        if self._sends_int8:
             work = self._gather_quantized(full, label=label, after=fetch())
         else:
             work = super().gather(full, label=label, fetch=fetch)
@@ -97,7 +106,7 @@ class QuantizedCollectives(Exchange):
 
     @property
     def is_exact(self) -> bool:
-        return not self._policy.quantized_weights
+        return not self._sends_int8
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         if not self._policy.quantized_gradients:
@@ -132,11 +141,12 @@ def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pe
     )
 
 
-def exchange_of(axis: str, *, context: ZeroContext) -> Exchange:
+def exchange_of(axis: str, *, is_trained: bool, context: ZeroContext) -> Exchange:
     """The exchange of buckets that are sharded over `axis`. Groups inside a node are of data-parallel ranks, so experts have none."""
     policy, mesh, comm = context.policy, context.mesh, context.mesh.comm(axis)
     has_groups = axis == "data" and mesh.comm("intra_node").size > 1
-    if comm.size == 1 or not (policy.quantized_weights or policy.quantized_gradients or has_groups):
+    sends_int8 = policy.quantized_weights or (policy.quantized_nontrainable_weights and not is_trained)
+    if comm.size == 1 or not (sends_int8 or policy.quantized_gradients or has_groups):
         return Exchange(comm)
     hops = (mesh.comm("intra_node"), mesh.comm("inter_node")) if has_groups else None
-    return QuantizedCollectives(comm, policy=policy, hops=hops, ledger=context.ledger)
+    return QuantizedCollectives(comm, policy=policy, sends_int8=sends_int8, hops=hops, ledger=context.ledger)

@@ -68,10 +68,7 @@ KEYS = {
     "zero_hpz_partition_size": takes(whole_number(1)),
     "zero_quantized_weights": takes(boolean),
     "zero_quantized_gradients": takes(boolean),
-    "zero_quantized_nontrainable_weights": fixed(
-        False,
-        why="shards keep frozen parameters in the model's dtype: leave it out; zero_quantized_weights sends all parameters as int8",
-    ),
+    "zero_quantized_nontrainable_weights": takes(boolean),
 }
 _REMOVED = "was removed from DeepSpeed in 0.19.8; leave it out"
 _ELSEWHERE = {
@@ -91,6 +88,7 @@ _DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000
 _ZERO_PLUS_PLUS = {
     "zero_hpz_partition_size": ("hpz_partition_size", 1),
     "zero_quantized_weights": ("quantized_weights", False),
+    "zero_quantized_nontrainable_weights": ("quantized_nontrainable_weights", False),
     "zero_quantized_gradients": ("quantized_gradients", False),
 }
 
@@ -115,6 +113,10 @@ class Zero:
                 f"zero_optimization.leaf_module: has no effect at stage {self.stage}, where nothing is gathered; leave it out"
             )
         self.policy = self._policy(values, findings=findings)
+        if self.policy.quantized_nontrainable_weights:
+            findings.notes.append(
+                "zero_optimization.zero_quantized_nontrainable_weights: frozen parameters are gathered as int8; shards keep their dtype"
+            )
 
     def _policy(self, values: dict, *, findings: Findings) -> ZeroPolicy:
         if self.stage > 3:
