@@ -1,13 +1,14 @@
-"""The policy's loss of a micro-batch of answers: over all logits, or over chunks of them where all would be large."""
+"""The policy's loss of a micro-batch of answers: over their logits, or over chunks of them where all would be large."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ztk.align import Packing, PolicyLoss, policy_loss
 from ztk.engine import Engine
-from ztk.rollout import Answers, Samples, large_answers, token_logprobs
-from ztk.rollout.objective import PolicyLoss, policy_loss
+from ztk.inference.sample import fp32_logprobs
+from ztk.rollout import Answers, Samples, large_answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,43 +31,51 @@ def losses_of(
     temperature: float,
     **given: Tensor | None,
 ) -> AnswerLosses:
-    """One forward of the policy over `tokens`, int64 [S, T], those of `batch` on the engine's device. given: as `policy_loss` takes, [S, T]."""
+    """One forward of the policy over `tokens`, int64 [S, T], those of `batch` on the engine's device. given: as `policy_loss` takes, but rows
+    [S, T]; None: there is none."""
+    packing = Packing.of(batch.answer_mask, device=tokens.device)
+    packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
     large = large_answers(engine, rows=len(batch), length=tokens.shape[1])
     if large is not None and policy.ratio == "token":  # a ratio of sequences is no function of one token
-        return _in_chunks(large, batch=batch, tokens=tokens, policy=policy, temperature=temperature, **given)
-    logits = engine(tokens)
-    logprobs = token_logprobs(logits, tokens=tokens, temperature=temperature)
-    found = policy_loss(logprobs, policy=policy, **given)
-    mask = batch.answer_mask.to(logits.device)[:, 1:]
-    entropies = _entropies(logits.detach()[:, :-1].float())
+        options = {"packing": packing, "policy": policy, "temperature": temperature}
+        return _in_chunks(large, mask=batch.answer_mask, tokens=tokens, **options, **packed)
+    logits = engine(tokens).flatten(0, 1).index_select(0, packing.places - 1)  # of the positions that predict an answer
+    chosen = packing.pack(tokens).unsqueeze(1)
+    logprobs = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
+    found = policy_loss(logprobs, policy=policy, lengths=packing.lengths, **packed)
     return AnswerLosses(
         loss=found.loss,
-        logprobs=logprobs.detach(),
+        logprobs=packing.unpack(logprobs.detach(), length=tokens.shape[1]),
         clipped=found.clipped,
-        entropy=(entropies * mask).sum().double(),
+        entropy=_entropies(logits.detach().float()).sum().double(),
     )
 
 
 def _in_chunks(
-    large: Answers, *, batch: Samples, tokens: Tensor, policy: PolicyLoss, temperature: float, **given: Tensor | None
+    large: Answers,
+    *,
+    mask: Tensor,
+    tokens: Tensor,
+    packing: Packing,
+    policy: PolicyLoss,
+    temperature: float,
+    **packed: Tensor | None,
 ) -> AnswerLosses:
     """Each token's loss is a function of its own log-probability, so its gradient is known as soon as its chunk's logits are."""
-    mask = batch.answer_mask
-    places = mask.flatten().nonzero().squeeze(1).to(tokens.device)
-    picked = {name: None if value is None else value.flatten()[places] for name, value in given.items()}
-    logprobs = torch.zeros(tokens.numel(), device=tokens.device)
+    logprobs = torch.zeros(len(packing.places), device=tokens.device)
     clipped, entropy = (torch.zeros((), dtype=torch.float64, device=tokens.device) for _ in range(2))
 
     def loss_of(chunk: Tensor, cut: slice, logits: Tensor) -> Tensor:
-        logprobs[places[cut]] = chunk.detach()
-        of_chunk = {name: None if value is None else value[cut].unsqueeze(0) for name, value in picked.items()}
-        found = policy_loss(chunk.unsqueeze(0), policy=policy, **of_chunk)
+        logprobs[cut] = chunk.detach()
+        of_chunk = {name: None if value is None else value[cut] for name, value in packed.items()}
+        found = policy_loss(chunk, policy=policy, **of_chunk)
         clipped.add_(found.clipped)
         entropy.add_(_entropies(logits * temperature).sum())
         return found.loss
 
     loss = large.token_loss(tokens, mask=mask, loss_of=loss_of, temperature=temperature)
-    return AnswerLosses(loss=loss, logprobs=logprobs.view_as(tokens), clipped=clipped, entropy=entropy)
+    rows = packing.unpack(logprobs, length=tokens.shape[1])
+    return AnswerLosses(loss=loss, logprobs=rows, clipped=clipped, entropy=entropy)
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from experiments.rollout_loop import run_rank
 from experiments.rollouts import Run, Scored, counted, fill_buffer, update_policy
+from ztk.align import group_advantages
 from ztk.config import Config
-from ztk.rollout.objective import group_advantages
 
 
 def main(config: Config) -> None:

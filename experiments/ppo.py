@@ -8,9 +8,9 @@ from torch import Tensor
 from experiments.models import values_of_states
 from experiments.rollout_loop import run_rank
 from experiments.rollouts import Run, Scored, Update, counted, fill_buffer, micro_batches, update_policy, update_rows
+from ztk.align import Packing, generalised_advantages, value_loss
 from ztk.config import Config
 from ztk.rollout import Samples
-from ztk.rollout.objective import generalised_advantages, value_loss
 
 
 def main(config: Config) -> None:
@@ -23,13 +23,15 @@ def fill(run: Run, scored: Scored) -> None:
     config, samples = run.config, scored.samples
     counts = counted(run, scored=scored)
     values = values_of(run, samples=samples)
-    advantages = generalised_advantages(
-        token_rewards(scored),
-        values=values,
-        mask=samples.answer_mask,
+    packing, length = Packing.of(samples.answer_mask), samples.tokens.shape[1]
+    packed = generalised_advantages(
+        packing.pack(token_rewards(scored)),
+        values=packing.pack(values),
+        lengths=packing.lengths,
         gamma=config.advantage.gamma,
         lam=config.advantage.lam,
     )
+    advantages = packing.unpack(packed, length=length)
     returns = advantages + values
     if config.advantage.scale == "batch":
         advantages = whitened(run, advantages=advantages, mask=samples.answer_mask & counts.unsqueeze(1))
@@ -84,12 +86,15 @@ def update_critic(run: Run) -> float:
     scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for part in micro_batches(run, samples=samples):
+        batch = samples[part]
+        packing = Packing.of(batch.answer_mask, device=device)
+        given = {name: packing.pack(extra[name][part].to(device)) for name in ("values", "returns", "weights")}
         loss = value_loss(
-            values_of_states(engine, tokens=samples.tokens[part].to(device)),
-            old=extra["values"][part].to(device),
-            returns=extra["returns"][part].to(device),
+            packing.pack(values_of_states(engine, tokens=batch.tokens.to(device))),
+            old=given["values"],
+            returns=given["returns"],
             clip=config.critic.value_clip,
-            weights=extra["weights"][part].to(device),
+            weights=given["weights"],
         )
         engine.backward(loss * scale)
         engine.step()

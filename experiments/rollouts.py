@@ -15,6 +15,7 @@ from experiments.learned_reward import learned_rewards, open_reward_model
 from experiments.models import Values, build
 from experiments.prompts import PAD, Prompt, Prompts
 from experiments.reference import BaseModel
+from ztk.align import Packing, PolicyLoss, divergence, equal_groups, importance_weights, token_weights
 from ztk.config import Config
 from ztk.engine import Engine
 from ztk.rollout import (
@@ -38,7 +39,6 @@ from ztk.rollout import (
     token_logprobs,
     use_cached_attention,
 )
-from ztk.rollout.objective import PolicyLoss, divergence, equal_groups, token_weights
 from ztk.runtime import Process
 
 EVALUATED = 4  # rollouts, before the first step and after the last
@@ -374,7 +374,7 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
         trainer = logprobs_of(run.actor, run=run, samples=samples)
         assert trainer is not None
         values["old"] = trainer
-        values["correction"] = (trainer - samples.logprobs).exp().clamp(max=config.rollout.correction_max)
+        values["correction"] = importance_weights(trainer, drawn=samples.logprobs, most=config.rollout.correction_max)
     if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
         values["reference"] = scored.reference
     run.buffer.fill(samples, **values, **extra)
@@ -470,13 +470,15 @@ def loss_of(config: Config) -> PolicyLoss:
 
 def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
     """The weight of each token in the loss of its update, float32 [S, T]. counts: whether the sample counts, bool [S]."""
-    mask = samples.answer_mask & counts.unsqueeze(1)
+    packing, length = Packing.of(samples.answer_mask), samples.tokens.shape[1]
     share = run.config.train.global_batch_size // run.process.world_size
-    own = torch.stack([counts.view(-1, share).sum(1), mask.view(-1, share, mask.shape[1]).sum((1, 2))]).double()
+    tokens = (packing.lengths * counts).view(-1, share).sum(1)
+    own = torch.stack([counts.view(-1, share).sum(1), tokens]).double()
     totals = run.process.comm.gather_scalars(own.to(run.process.device), label="tokens").sum(0).cpu()
     parts = [
         token_weights(
-            mask[update * share : (update + 1) * share],
+            packing.lengths[update * share : (update + 1) * share],
+            counts=counts[update * share : (update + 1) * share],
             average=run.config.policy.average,
             samples=int(totals[0, update]),
             tokens=int(totals[1, update]),
@@ -484,4 +486,4 @@ def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
         )
         for update in range(run.buffer.updates)
     ]
-    return torch.cat(parts)
+    return packing.unpack(torch.cat(parts), length=length)

@@ -49,7 +49,6 @@ QUICK = (
     "tests/precision",
     "tests/recompute/test_policy.py",
     "tests/report/test_report.py",
-    "tests/rollout/test_objective.py",
     "tests/rollout/test_parts.py",
     "tests/runtime/test_comm.py::test_collectives",
     "tests/runtime/test_counting.py",

@@ -1,12 +1,19 @@
-"""Losses of supervised fine-tuning, reward models and direct preference optimisation over packed sequences; their records in files."""
+"""Losses of supervised fine-tuning, reward models, direct preference optimisation and policy gradients over packed sequences; their records in
+files."""
 
+from ztk.align.advantages import equal_groups, generalised_advantages, group_advantages
+from ztk.align.averages import token_weights
+from ztk.align.correction import importance_weights
 from ztk.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
+from ztk.align.kl import divergence
 from ztk.align.logprobs import token_logprobs
 from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
+from ztk.align.policy import PolicyLoss, TokenLoss, policy_loss
 from ztk.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples
-from ztk.align.sequences import Sequences, segment_sums
+from ztk.align.sequences import Packing, Sequences, segment_sums
 from ztk.align.templates import ChatTemplate, ChatTemplateError
+from ztk.align.value import value_loss
 
 __all__ = [
     "ANSWER_END",
@@ -15,23 +22,34 @@ __all__ = [
     "DpoLosses",
     "DpoPolicy",
     "Example",
+    "Packing",
     "PairLogprobs",
     "PairwiseLosses",
     "PairwisePolicy",
+    "PolicyLoss",
     "PromptRecord",
     "RecordFormat",
     "Sequences",
     "Text",
+    "TokenLoss",
     "Truncation",
     "answer_end",
     "chat_prompt",
+    "divergence",
     "dpo_loss",
     "dpo_losses",
+    "equal_groups",
     "fitted",
+    "generalised_advantages",
+    "group_advantages",
+    "importance_weights",
     "last_values",
     "pairwise_losses",
+    "policy_loss",
     "read_examples",
     "read_prompts",
     "segment_sums",
     "token_logprobs",
+    "token_weights",
+    "value_loss",
 ]

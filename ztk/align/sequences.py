@@ -114,3 +114,26 @@ class Sequences:
 def segment_sums(values: Tensor, *, lengths: Tensor) -> Tensor:
     """The sum over each sequence: values [T], lengths [S] -> [S]. A sum does not depend on the other sequences of the pack."""
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """Where the tokens that count are in S rows of T. places: in the flattened rows, int64 [N]. lengths: per row, int64 [S]."""
+
+    places: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, *, device: torch.device | str | None = None) -> Self:
+        """From a mask of the tokens, bool [S, T], for rows on `device`; None: on the mask's own. On the CPU nothing waits for a device."""
+        device = mask.device if device is None else device
+        return cls(places=mask.flatten().nonzero().squeeze(1).to(device), lengths=mask.sum(1).to(device))
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Values of rows [S, T, ...] -> [N, ...]."""
+        return rows.flatten(0, 1).index_select(0, self.places)
+
+    def unpack(self, packed: Tensor, *, length: int) -> Tensor:
+        """[N] -> [S, length], 0 elsewhere."""
+        rows = packed.new_zeros(len(self.lengths) * length)
+        return rows.index_copy(0, self.places, packed).view(-1, length)

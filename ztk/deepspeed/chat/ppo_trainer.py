@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.align import Packing, PolicyLoss, divergence, generalised_advantages, policy_loss, value_loss
 from ztk.deepspeed.generation import evaluating, generate
 from ztk.rollout.equality import token_logprobs
-from ztk.rollout.objective import PolicyLoss, divergence, generalised_advantages, policy_loss, value_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,15 +126,15 @@ class DeepSpeedPPOTrainer:
         step, the other skips it too.
         """
         self.train()
-        mask = inputs["answer_mask"][:, 1:]
-        weights = mask.float() / mask.sum().clamp(min=1)
+        packing = Packing.of(inputs["answer_mask"][:, 1:])
+        weights = torch.full((len(packing.places),), 1 / max(1, len(packing.places)), device=packing.places.device)
         advantages, returns = self.advantages_and_returns(inputs)
         tokens, attention = inputs["input_ids"], inputs["attention_mask"]
         actor_loss = policy_loss(
-            _logprobs(self.actor_model, tokens=tokens, attention=attention),
+            packing.pack(_logprobs(self.actor_model, tokens=tokens, attention=attention)),
             policy=PolicyLoss(clip_low=self.cliprange, clip_high=self.cliprange),
-            old=inputs["logprobs"],
-            advantages=advantages,
+            old=packing.pack(inputs["logprobs"]),
+            advantages=packing.pack(advantages),
             weights=weights,
         ).loss
         self.actor_model.backward(actor_loss)
@@ -143,7 +143,11 @@ class DeepSpeedPPOTrainer:
             self.actor_model.step()
         values = self.critic_model(tokens, attention_mask=attention, return_value_only=True)[:, :-1].float()
         critic_loss = value_loss(
-            values, old=inputs["value"], returns=returns, clip=self.cliprange_value, weights=weights
+            packing.pack(values),
+            old=packing.pack(inputs["value"]),
+            returns=packing.pack(returns),
+            clip=self.cliprange_value,
+            weights=weights,
         )
         self.critic_model.backward(critic_loss)
         if aligned:
@@ -164,7 +168,10 @@ class DeepSpeedPPOTrainer:
         is_last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
         score = inputs["rewards"].float().clamp(-self.clip_reward_value, self.clip_reward_value)
         rewards = rewards + torch.where(is_last, score.unsqueeze(1), 0.0)
-        advantages = generalised_advantages(rewards, values=values, mask=mask, gamma=self.gamma, lam=self.lam)
+        packing = Packing.of(mask)
+        options = {"lengths": packing.lengths, "gamma": self.gamma, "lam": self.lam}
+        packed = generalised_advantages(packing.pack(rewards), values=packing.pack(values), **options)
+        advantages = packing.unpack(packed, length=mask.shape[1])
         return advantages, torch.where(mask, advantages + values, 0.0)
 
     # Modes

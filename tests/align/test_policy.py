@@ -1,4 +1,4 @@
-"""Advantages and losses against numbers computed by hand, gradients against finite differences, sums against every split."""
+"""Advantages, and losses of policy and critic, by hand; gradients against finite differences, sums against every split."""
 
 import math
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ztk.rollout.objective import (
+from ztk.align import (
+    Packing,
     PolicyLoss,
     divergence,
     equal_groups,
     generalised_advantages,
     group_advantages,
+    importance_weights,
     policy_loss,
     token_weights,
     value_loss,
@@ -54,14 +56,16 @@ def test_groups_with_equal_rewards_are_found():
 
 
 def test_generalised_advantages_by_hand():
-    mask = torch.tensor([[False, True, True, False], [False, True, True, True]])
-    rewards = torch.tensor([[0, 0, 1, 0], [0, 0.5, 0, 2]], dtype=torch.float64)
-    values = torch.tensor([[9, 0.25, 0.5, 9], [9, 1, 0.5, 0.25]], dtype=torch.float64)
-    found = generalised_advantages(rewards, values=values, mask=mask, gamma=0.5, lam=0.5)
+    mask = torch.tensor([[False, True, True, False], [False, True, True, True], [False] * 4])
+    rewards = torch.tensor([[0, 0, 1, 0], [0, 0.5, 0, 2], [3] * 4], dtype=torch.float64)
+    values = torch.tensor([[9, 0.25, 0.5, 9], [9, 1, 0.5, 0.25], [9] * 4], dtype=torch.float64)
+    packing = Packing.of(mask)
+    options = {"values": packing.pack(values), "lengths": packing.lengths, "gamma": 0.5, "lam": 0.5}
+    found = packing.unpack(generalised_advantages(packing.pack(rewards), **options), length=4)
     last = [1 - 0.5, 2 - 0.25]
     middle = 0 + 0.5 * 0.25 - 0.5 + 0.25 * last[1]
     first = [0 + 0.5 * 0.5 - 0.25 + 0.25 * last[0], 0.5 + 0.5 * 0.5 - 1 + 0.25 * middle]
-    close(found, [[0, first[0], last[0], 0], [0, first[1], middle, last[1]]])
+    close(found, [[0, first[0], last[0], 0], [0, first[1], middle, last[1]], [0] * 4])
 
 
 @pytest.mark.parametrize(
@@ -118,11 +122,21 @@ POLICIES = [
 
 
 def loss_of(policy: PolicyLoss, *, rows: slice = slice(None), logprobs: Tensor | None = None) -> Tensor:
-    given = {name: value[rows] for name, value in batch().items()}
+    """Of packed answers, from values in rows."""
+    packing = Packing.of(MASK[rows])
+    given = {name: packing.pack(value[rows]) for name, value in batch().items()}
     if logprobs is not None:
-        given["logprobs"] = logprobs[rows]
-    weights = token_weights(MASK[rows], average=policy.average, samples=4, tokens=8, max_tokens=5).double()
-    return policy_loss(given.pop("logprobs"), policy=policy, weights=weights, **given).loss
+        given["logprobs"] = packing.pack(logprobs[rows])
+    own = given.pop("logprobs")
+    return policy_loss(
+        own, policy=policy, weights=weights_of(rows, policy.average), lengths=packing.lengths, **given
+    ).loss
+
+
+def weights_of(rows: slice, average: str) -> Tensor:
+    lengths = MASK[rows].sum(1)
+    counts = torch.ones(len(lengths), dtype=torch.bool)
+    return token_weights(lengths, counts=counts, average=average, samples=4, tokens=8, max_tokens=5).double()
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -145,10 +159,10 @@ def test_gradients_are_the_finite_differences(policy):
 
 
 def test_the_clipped_loss_by_hand():
-    weights = torch.full((1, 4), 0.25, dtype=torch.float64)
-    old = torch.zeros(1, 4, dtype=torch.float64)
-    ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]], dtype=torch.float64)
-    signs = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+    weights = torch.full((4,), 0.25, dtype=torch.float64)
+    old = torch.zeros(4, dtype=torch.float64)
+    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5], dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     found = policy_loss(ratios.log(), policy=PolicyLoss(clip_high=0.3), old=old, advantages=signs, weights=weights)
     close(found.loss, (-1.3 + 1.5 - 0.5 + 0.8) / 4)
     assert found.clipped == 4
@@ -156,21 +170,41 @@ def test_the_clipped_loss_by_hand():
     close(dual.loss, (-1.2 + 1.2 - 0.5 + 0.8) / 4)
 
 
+def test_a_ratio_of_sequences_by_hand():
+    """Two answers of two tokens and one; the second does not count."""
+    ratios = torch.tensor([1.5, 0.8, 7.0], dtype=torch.float64)
+    ratio = math.sqrt(1.5 * 0.8)
+    found = policy_loss(
+        ratios.log(),
+        policy=PolicyLoss(ratio="sequence", clip_high=0.05),
+        old=torch.zeros(3, dtype=torch.float64),
+        advantages=torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64),
+        weights=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64),
+        lengths=torch.tensor([2, 1]),
+    )
+    close(found.loss, (-1.05 + ratio) / 2)
+    assert found.clipped == 2
+
+
 def test_the_gradient_of_cispo_is_the_clipped_ratio_times_the_advantage():
-    logprobs = torch.tensor([[math.log(1.5), math.log(0.5)]], dtype=torch.float64, requires_grad=True)
-    weights = torch.ones(1, 2, dtype=torch.float64)
+    logprobs = torch.tensor([math.log(1.5), math.log(0.5)], dtype=torch.float64, requires_grad=True)
+    weights = torch.ones(2, dtype=torch.float64)
     policy = PolicyLoss(form="cispo", clip_low=1.0, clip_high=0.28)
-    advantages = torch.tensor([[2.0, -3.0]], dtype=torch.float64)
+    advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
     policy_loss(
         logprobs, policy=policy, old=torch.zeros_like(logprobs), advantages=advantages, weights=weights
     ).loss.backward()
-    close(logprobs.grad, [[-1.28 * 2, 0.5 * 3]])
+    close(logprobs.grad, [-1.28 * 2, 0.5 * 3])
 
 
 def test_a_correction_weighs_the_policys_part():
-    weights, old = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
-    advantages = torch.tensor([[2.0, -3.0]], dtype=torch.float64)
-    correction = torch.tensor([[0.5, 2.0]], dtype=torch.float64)
+    weights, old = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
+    drawn = torch.tensor([0.5, 0.25], dtype=torch.float64).log()
+    correction = importance_weights(2 * drawn, drawn=drawn, most=2.0)
+    close(correction, [0.5, 0.25])
+    assert importance_weights(drawn, drawn=2 * drawn, most=2.0).tolist() == [2, 2]
+    correction = torch.tensor([0.5, 2.0], dtype=torch.float64)
     found = policy_loss(
         old, policy=PolicyLoss(), old=old, advantages=advantages, weights=weights, correction=correction
     )
@@ -178,11 +212,15 @@ def test_a_correction_weighs_the_policys_part():
 
 
 def test_averages():
-    tokens = token_weights(MASK, average="tokens", samples=4, tokens=8, max_tokens=5)
-    sequence = token_weights(MASK, average="sequence", samples=4, tokens=8, max_tokens=5)
-    constant = token_weights(MASK, average="constant", samples=4, tokens=8, max_tokens=5)
-    assert torch.equal(tokens, MASK / 8) and torch.equal(constant, MASK / 20.0)
-    torch.testing.assert_close(sequence.sum(1), torch.full((4,), 0.25))
+    lengths, counts = torch.tensor([2, 3, 1, 2]), torch.tensor([True, True, False, True])
+
+    def weights(average: str) -> Tensor:
+        return token_weights(lengths, counts=counts, average=average, samples=3, tokens=7, max_tokens=5)
+
+    counted = torch.tensor([1.0] * 5 + [0.0] + [1.0] * 2)
+    assert torch.equal(weights("tokens"), counted / 7) and torch.equal(weights("constant"), counted / 15)
+    sequence = weights("sequence")
+    torch.testing.assert_close(sequence, torch.tensor([1 / 6] * 2 + [1 / 9] * 3 + [0] + [1 / 6] * 2))
 
 
 def test_the_value_loss_by_hand():
@@ -196,10 +234,11 @@ def test_the_value_loss_by_hand():
 def test_the_value_loss_has_the_gradients_of_finite_differences_and_any_split(clip):
     given = batch()
     values, old, returns = given["logprobs"].requires_grad_(), given["old"], given["reference"]
-    weights = token_weights(MASK, average="tokens", samples=4, tokens=8, max_tokens=5).double()
 
     def loss(rows: slice, values: Tensor) -> Tensor:
-        return value_loss(values[rows], old=old[rows], returns=returns[rows], clip=clip, weights=weights[rows])
+        packing = Packing.of(MASK[rows])
+        own = {"old": packing.pack(old[rows]), "returns": packing.pack(returns[rows])}
+        return value_loss(packing.pack(values[rows]), clip=clip, weights=weights_of(rows, "tokens"), **own)
 
     assert torch.autograd.gradcheck(lambda x: loss(slice(None), x), values)
     split = sum(loss(slice(row, row + 1), values) for row in range(4))

@@ -1,0 +1,52 @@
+"""How much better an answer or a token is than expected."""
+
+import torch
+from torch import Tensor
+
+from ztk.kernels import segment_scan
+
+
+def group_advantages(rewards: Tensor, *, groups: Tensor, included: Tensor, baseline: str, scale: str) -> Tensor:
+    """Rewards against those of the same group: float64 [S], int64 [S], bool [S] -> float64 [S], 0 for samples that are left out.
+
+    baseline: mean (Shao et al. 2024, arXiv 2402.03300), leave_one_out (Ahmadian et al. 2024, arXiv 2402.14740). scale: group divides by the
+    group's standard deviation plus 1e-4, batch by that of all advantages, none leaves them.
+    """
+    numbers = groups.unique(return_inverse=True)[1]
+    weight = included.double()
+    totals = torch.zeros(int(numbers.max()) + 1, 3, dtype=torch.float64)
+    totals.index_add_(0, numbers, torch.stack([weight, weight * rewards, weight * rewards.square()], dim=1))
+    count, total, squares = totals[numbers].unbind(1)
+    mean = total / count.clamp(min=1)
+    if baseline == "leave_one_out":
+        others = (count - 1).clamp(min=1)
+        advantages = torch.where(count > 1, rewards - (total - rewards) / others, 0.0)
+    else:
+        advantages = rewards - mean
+    if scale == "group":
+        deviation = ((squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (deviation + 1e-4)
+    advantages = advantages * weight
+    if scale == "batch":
+        kept = advantages[included]
+        advantages = advantages / (kept.std(unbiased=False) + 1e-8 if len(kept) else 1.0)
+    return advantages
+
+
+def equal_groups(rewards: Tensor, *, groups: Tensor, included: Tensor) -> Tensor:
+    """bool [S]: all samples of the group that have a reward have the same one."""
+    numbers = groups.unique(return_inverse=True)[1]
+    size = int(numbers.max()) + 1
+    highest = torch.full((size,), -torch.inf, dtype=torch.float64)
+    lowest = torch.full((size,), torch.inf, dtype=torch.float64)
+    highest = highest.scatter_reduce(0, numbers[included], rewards[included], reduce="amax")
+    lowest = lowest.scatter_reduce(0, numbers[included], rewards[included], reduce="amin")
+    return (highest <= lowest)[numbers]
+
+
+def generalised_advantages(rewards: Tensor, *, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
+    """GAE (Schulman et al. 2016, arXiv 1506.02438) over packed answers: float32 or float64 [T] each, lengths int64 [S] -> [T].
+
+    values: of the state before a token. After the last token of an answer the value is 0.
+    """
+    return segment_scan(rewards, values, lengths, gamma=gamma, lam=lam)
