@@ -10,12 +10,13 @@ Each loader gives batches of 8 x 1,024 tokens and their targets, int64 on the CP
 - torch: `DataLoader` over a shuffled `datasets.Dataset` of sequences that are tokenised and cut before, with 0 and 2 workers;
 - nanochat: tokenises and packs while it reads parquet, as its training does. Its first batches, which fill its buffer, are not counted.
 
-What comes before the first batch (tokenising by ztk, cutting for torch) is printed apart. The ratio is tokens per second over those of torch with
-the number of workers that is best for it. The memory is that of a process of its own, pages of mapped files included, while it builds the cache
-and while it reads all sequences in the order of training.
+What comes before the first batch (tokenising by ztk, cutting for torch) is printed apart. The ratio is tokens per second over those of
+torch with the number of workers that is best for it. The memory is that of a process of its own, pages of mapped files included, while it
+builds the cache and while it reads all sequences in the order of training.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -141,8 +143,7 @@ def nanochat_batches(path: Path, *, work: Path, checkout: Path, tokenizer: Subwo
     import pyarrow.parquet
 
     sys.path.insert(0, str(checkout))
-    from nanochat import dataloader
-
+    dataloader: Any = importlib.import_module("nanochat.dataloader")
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     files = [work / f"nanochat-{number}.parquet" for number in range(2)]  # the last one is its validation split
     for file, part in zip(files, (texts, texts[:1000]), strict=True):
