@@ -47,6 +47,11 @@ GOALS = {
     "attention": ("70 % forward", "1.4x SDPA flash forward, 1.3x backward"),
     "grouped_matmul": ("78 %", "1.08x torch._grouped_mm"),
     "grouped_matmul_pair": ("78 %", "1.08x torch._grouped_mm twice"),
+    "linear_rows": ("90 % (int8, fp8 85 %, int4 75 %)", ""),
+    "gated_rows": ("90 %", ""),
+    "cache_rows": ("85 %", ""),
+    "paged_attention": ("85 % from 64k keys", ""),
+    "copy_blocks": ("90 %", ""),
 }
 
 

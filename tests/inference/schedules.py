@@ -23,17 +23,17 @@ def fingerprint(tokens: list[int], logprobs: list[float]) -> str:
     return hashlib.sha256(repr((tokens, [value.hex() for value in logprobs])).encode()).hexdigest()[:16]
 
 
-def alone(model: nn.Module, *, weights: str = "stored") -> list[list[str]]:
+def alone(model: nn.Module, **policy: object) -> list[list[str]]:
     """Each request by itself, in a new engine, its prompt in one piece."""
     found = []
     for prompt, sampling in REQUESTS:
-        answers = Generator(model, policy=InferencePolicy(weights=weights)).generate([prompt], sampling=sampling)[0]
+        answers = Generator(model, policy=InferencePolicy(**policy)).generate([prompt], sampling=sampling)[0]
         found.append([fingerprint(answer.tokens, answer.logprobs.tolist()) for answer in answers])
     return found
 
 
-def run_schedule(model: nn.Module, *, seed: int, weights: str = "stored") -> tuple[list[list[str]], int]:
-    """All requests in one engine, in the order and at the steps that `seed` draws; and how many tokens of prompts were not computed."""
+def run_schedule(model: nn.Module, *, seed: int, **policy: object) -> tuple[list[list[str]], Generator]:
+    """All requests in one engine, in the order and at the steps that `seed` draws; and the engine."""
     chance = random.Random(seed)
     generator = Generator(
         model,
@@ -41,7 +41,7 @@ def run_schedule(model: nn.Module, *, seed: int, weights: str = "stored") -> tup
             max_sequences=chance.randint(1, 7),
             max_step_tokens=chance.choice([1, 3, 8, 17, 64, 65, 200, 512]),
             lookup_tokens=chance.choice([0, 0, 1, 3, 6]),
-            weights=weights,
+            **policy,
         ),
     )
     left = [(number, *request) for number, request in enumerate(REQUESTS)]
@@ -73,4 +73,4 @@ def run_schedule(model: nn.Module, *, seed: int, weights: str = "stored") -> tup
         [fingerprint(*answers[number, sample]) for sample in range(sampling.n)]
         for number, (_, sampling) in enumerate(REQUESTS)
     ]
-    return found, generator.reused_tokens
+    return found, generator

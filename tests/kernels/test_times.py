@@ -27,10 +27,15 @@ SHAPES = {
     "dequantize_reduce": (2, 4096),
     "step_control": (64,),
     "segment_scan": (8, 512),
+    "linear_rows": (4, 256, 256),
+    "gated_rows": (4, 256, 256),
 }
 # linear_cross_entropy, linear_logprob and moe_route count what their steps keep between each other; random lengths leave attention_varlen and
 # rows behind the last expert's slots out of the SPEC's shape.
-OTHERS = ("linear_cross_entropy", "linear_logprob", "moe_route", "attention_varlen", "grouped_matmul_pair")
+OTHERS = (
+    *("linear_cross_entropy", "linear_logprob", "moe_route", "attention_varlen", "grouped_matmul_pair"),
+    *("paged_attention", "cache_rows", "copy_blocks"),  # given a cache of which they read or write a part
+)
 
 
 def ops_of(spec, *, shape, dtype):

@@ -11,6 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.block_model import BlockModel
+from ztk.inference.block_opening import block_cache, open_blocks, placement_of
+from ztk.inference.block_schedule import BlockScheduler
+from ztk.inference.block_weights import collect_blocks
 from ztk.inference.cache import Cache
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel
@@ -75,11 +80,10 @@ class Generator:
         self._packed_bytes = opened.packed_bytes
         self.policy = settled(chosen, plan=self.plan)
         self._subject, self.description = opened.subject, opened.subject.description
-        self._lone = check_rows(self._model)
+        self._lone = frozenset() if isinstance(self._model, BlockModel) else check_rows(self._model)
         self._allow_lone_rows()
         self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-        self._cache = Cache(self.description, slots=self.policy.max_sequences)
-        self._scheduler = Scheduler(self.policy, cache=self._cache)
+        self._cache, self._scheduler = self._memory()
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
 
@@ -93,6 +97,10 @@ class Generator:
         if isinstance(model, nn.Module) and not isinstance(model, Decoder):
             # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
             check_module(InferenceModel(subject, weights=collect(state, description=subject.description)), module=model)
+        placement = placement_of(policy, module=module)
+        if placement is not None:
+            model = open_blocks(state, subject=subject, placement=placement, policy=policy)
+            return Opened(model=model, subject=subject)
         if policy.offload is not None:
             return from_state(state, subject=subject, policy=policy, offload=policy.offload)
         weights = collect(state, description=subject.description, kind=policy.weights)
@@ -179,6 +187,11 @@ class Generator:
         return request_id in self._sequences
 
     @property
+    def preempted(self) -> int:
+        """Times so far that a sequence's blocks were copied to main memory, because others needed the room."""
+        return self._scheduler.preempted if isinstance(self._scheduler, BlockScheduler) else 0
+
+    @property
     def reused_tokens(self) -> int:
         """Tokens of prompts so far whose keys and values were another sequence's."""
         return self._scheduler.reused_tokens
@@ -196,7 +209,7 @@ class Generator:
         x = self._model.forward(torch.tensor(tokens), spans=spans, cache=self._cache)
         needed = [self._rows_with_logits(work) for work in works]
         rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
-        logits = self._model.logits(x[rows]) if rows else torch.empty(0, self.description.vocab_size)
+        logits = self._model.logits(x[rows]).cpu() if rows else torch.empty(0, self.description.vocab_size)
         parts = logits.split([len(own) for own in needed])
         return [
             output
@@ -223,9 +236,15 @@ class Generator:
             )
         if self.has_work:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
-        weights = collect(_gathered(engine), description=self.description, kind=self.policy.weights)
-        self._model = InferenceModel(self._subject, weights=weights)
-        self._allow_lone_rows()
+        state = _gathered(engine)
+        if isinstance(self._model, BlockModel):
+            placement = self._model.weights.placement
+            weights = collect_blocks(state, description=self.description, placement=placement)
+            self._model = BlockModel(self._subject, weights=weights, exact=self.policy.exact)
+        else:
+            weights = collect(state, description=self.description, kind=self.policy.weights)
+            self._model = InferenceModel(self._subject, weights=weights)
+            self._allow_lone_rows()
         self._scheduler.forget()
 
     @property
@@ -233,6 +252,8 @@ class Generator:
         """Bytes of the linear layers and the head, scales included; of a packed folder those of its layers and the head."""
         if self._packed_bytes is not None:
             return self._packed_bytes
+        if isinstance(self._model, BlockModel):
+            return self._model.nbytes
         return sum(product.nbytes for product in self._model.weights.products())
 
     @property
@@ -254,7 +275,26 @@ class Generator:
 
     # Parts
 
+    def _memory(self) -> tuple[Cache | BlockCache, Scheduler]:
+        """The cache of all sequences, and who shares it."""
+        slots = self.policy.max_sequences
+        if isinstance(self._model, BlockModel):
+            cache = block_cache(self._model, policy=self.policy, slots=slots, positions=self.max_len)
+            return cache, BlockScheduler(self.policy, cache=cache)
+        cache = Cache(self.description, slots=slots)
+        return cache, Scheduler(self.policy, cache=cache)
+
+    def _scratch(self, positions: int) -> Cache | BlockCache:
+        """A cache for one sequence."""
+        if isinstance(self._model, BlockModel):
+            return block_cache(self._model, policy=self.policy, slots=1, positions=positions, is_scratch=True)
+        cache = Cache(self.description, slots=1)
+        cache.reserve(positions)
+        return cache
+
     def _allow_lone_rows(self) -> None:
+        if isinstance(self._model, BlockModel):
+            return  # its kernels have one path for every number of rows
         for product in self._model.weights.products():
             product.doubles = product_key(product) not in self._lone
 
@@ -365,8 +405,7 @@ class Generator:
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
         found: list[int] = []
-        scratch = Cache(self.description, slots=1)
-        scratch.reserve(len(sequence.tokens))
+        scratch = self._scratch(len(sequence.tokens))
         span = Span(slot=0, start=0, length=len(sequence.tokens), row=0)
         self._model.forward(torch.tensor(sequence.tokens), spans=[span], cache=scratch, broken=found)
         place = f"after layer {found[0]} of {self.description.layers}" if found else "in the head"

@@ -11,7 +11,7 @@ from ztk.inference.attention import attend
 from ztk.inference.cache import Cache
 from ztk.inference.describe import Subject
 from ztk.inference.products import Affine
-from ztk.inference.rows import rms_norm, rope, swiglu
+from ztk.inference.rows import rms_norm, rope, share, swiglu
 from ztk.inference.steps import Span, Step
 from ztk.inference.weights import Layer, Mlp, Weights
 
@@ -41,7 +41,7 @@ class InferenceModel:
             )
         self._tables = subject.tables
         self._activation = _ACTIVATIONS[self.description.activation]
-        self._slopes = _alibi_slopes(self.description.heads) if self.description.is_alibi else None
+        self._slopes = alibi_slopes(self.description.heads) if self.description.is_alibi else None
 
     def forward(self, tokens: Tensor, *, spans: list[Span], cache: Cache, broken: list[int] | None = None) -> Tensor:
         """tokens int64 [M] -> the last norm's output [M, C]; keys and values of all rows are in the cache afterwards.
@@ -136,7 +136,7 @@ class InferenceModel:
                 out[rows] += self.mlp(x[rows], weights=expert) * weights[rows, place, None]
         if layer.mlp is not None:  # the shared expert
             shared = self.mlp(x, weights=layer.mlp)
-            out = out + (shared if layer.shared_gate is None else torch.sigmoid(layer.shared_gate(x)) * shared)
+            out = out + (shared if layer.shared_gate is None else share(layer.shared_gate(x)) * shared)
         return out
 
     def mlp(self, x: Tensor, *, weights: Mlp) -> Tensor:
@@ -158,7 +158,7 @@ class InferenceModel:
         return rms_norm(x, weight=by.weight, eps=self.description.norm_eps)
 
 
-def _alibi_slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int) -> Tensor:
     """fp32 [H] (Press et al. 2021, https://arxiv.org/abs/2108.12409): powers of 2^(-8/n), and every other of the next n's for the rest."""
     power = 1 << (heads.bit_length() - 1)
     base = torch.tensor(2.0 ** -(8.0 / power))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ztk.inference.block_model import BlockModel
 from ztk.inference.describe import Subject
 from ztk.inference.model import InferenceModel
 from ztk.inference.packed import Packed, pack
@@ -30,10 +31,10 @@ from ztk.runtime.host_memory import return_freed_memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A model that computes. plan, streamed: None where all weights are in memory and were not planned. packed_bytes: of the layers and the
-    head of a packed folder."""
+    """A model that computes, over slabs or over blocks. plan, streamed: None where all weights are in memory and were not planned.
+    packed_bytes: of the layers and the head of a packed folder."""
 
-    model: InferenceModel
+    model: InferenceModel | BlockModel
     subject: Subject
     plan: StreamPlan | None = None
     streamed: StreamedLayers | None = None
@@ -44,8 +45,12 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
     """The model of a packed folder; with `policy.offload` by a plan, which is measured here.
 
     Raises:
-        ValueError: `policy.weights` is another format, or not one sequence fits into memory.
+        ValueError: `policy.weights` is another format, a cache of blocks, or not one sequence fits into memory.
     """
+    if policy.cache == "blocks" or policy.device not in (None, "cpu"):
+        raise ValueError(
+            f"{packed.path}: packed weights are in the processor's own layout, over slabs; open the model that was packed"
+        )
     if policy.weights != packed.weights:
         raise ValueError(
             f"inference.weights={policy.weights}: {packed.path} was packed with weights={packed.weights}; use that, or pack "

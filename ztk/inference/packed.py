@@ -38,7 +38,7 @@ from ztk.inference.parts import (
     write_layer,
 )
 from ztk.inference.products import Affine, Product
-from ztk.inference.weights import ResidentLayers, WeightReader, Weights
+from ztk.inference.weights import ResidentLayers, WeightReader, Weights, products_of
 from ztk.policies.offload import PAGE_BYTES
 
 MANIFEST, LAYERS, REST = "packed.json", "layers.bin", "rest.bin"
@@ -174,9 +174,8 @@ def pack(
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        manifest = _write(
-            partial, subject=subject, reader=WeightReader(state, description=subject.description, kind=weights)
-        )
+        reader = WeightReader(state, description=subject.description, products=products_of(weights))
+        manifest = _write(partial, subject=subject, reader=reader)
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for original, name in beside:

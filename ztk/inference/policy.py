@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ztk.policies.inference import ONLY_NVME, RANGES, SAMPLING_RANGES, WEIGHTS
+from ztk.policies.inference import BLOCK_WEIGHTS, CACHE_DTYPES, CACHES, ONLY_NVME, RANGES, SAMPLING_RANGES
 from ztk.policies.offload import OffloadPolicy
 from ztk.policies.ranges import range_faults, refuse
 from ztk.policies.tier import Tier
@@ -14,17 +14,24 @@ from ztk.policies.tier import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferencePolicy:
-    """How sequences share the engine. Only `weights` changes a token: see [Note: Exactness] in ztk/inference/attention.py.
+    """How sequences share the engine. Only `weights` and `cache_dtype` change a token: see [Note: Exactness] in ztk/inference/attention.py.
 
     max_sequences: sequences that are computed in one step; others wait. None: 32, or with `offload` as many as the plan finds.
     max_step_tokens: tokens of one step; a longer prompt is computed in several steps. None: 512, or with `offload` what the plan finds.
     max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
-    weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py.
+    weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py. Over blocks: stored (the dtype of the
+        module's parameters on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see ztk/kernels/_weight_formats.py.
     offload: layers that do not fit into memory are read from a packed folder in every pass, past the page cache. Of its keys `parameters`
         is nvme, and `nvme_path`, `block_bytes`, `threads` and `direct_io` count. A model that is no packed folder is packed into
         `nvme_path` first, and that copy ends with the generator.
+    device: where the engine computes, cpu or cuda; None: where the module's parameters are.
+    cache: slabs (one per sequence, on the CPU alone) or blocks of 64 tokens, which sequences share and which move to main memory when there
+        are not enough; None: blocks on a GPU.
+    cache_tokens: of all sequences together in the cache of blocks; None: what fits into 80 % of the free memory.
+    cache_dtype: keys and values of the cache of blocks, stored (that of the computation) or fp8 (e4m3).
+    exact: over blocks, a sequence has the same bits whatever is computed beside it; false: products of up to eight rows are faster on a GPU.
     memory_bytes: with `offload`, what layers, caches and activations may take; None: 80 % of what is free.
 
     Raises:
@@ -38,10 +45,19 @@ class InferencePolicy:
     weights: str = "stored"
     offload: OffloadPolicy | None = None
     memory_bytes: int | None = None
+    device: str | None = None
+    cache: str | None = None
+    cache_tokens: int | None = None
+    cache_dtype: str = "stored"
+    exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"inference.weights={self.weights}: must be {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}")
+        for name, known in (("weights", BLOCK_WEIGHTS), ("cache", (*CACHES, None)), ("cache_dtype", CACHE_DTYPES)):
+            if getattr(self, name) not in known:
+                names = [one for one in known if one]
+                raise ValueError(
+                    f"inference.{name}={getattr(self, name)}: must be {', '.join(names[:-1])} or {names[-1]}"
+                )
         refuse(range_faults(self, section="inference", ranges=RANGES))
         if self.memory_bytes is not None and self.offload is None:
             raise ValueError(

@@ -31,3 +31,9 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(gate: Tensor, *, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise; all of one shape."""
     return F.silu(gate).mul_(up)
+
+
+def share(logits: Tensor) -> Tensor:
+    """sigmoid of a column, [M, 1] -> [M, 1]. In rows of 64: the last elements of a tensor take another path of the vectorised code, so
+    that an element's bits would depend on the number of rows."""
+    return torch.sigmoid(logits.expand(-1, 64).contiguous())[:, :1]

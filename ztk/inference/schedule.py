@@ -128,7 +128,7 @@ class Scheduler:
         """(slot, tokens); one token at least is computed, for its logits, and all of a prompt whose log-probabilities are asked for."""
         if sequence.sampling.prompt_logprobs:
             return -1, 0
-        lengths = [_common(contents, sequence.tokens[:-1]) for contents in self._contents]
+        lengths = [common_length(contents, other=sequence.tokens[:-1]) for contents in self._contents]
         best = max(range(len(lengths)), key=lengths.__getitem__)
         return best, lengths[best]
 
@@ -137,7 +137,7 @@ class Scheduler:
         if sequence.sampling.prompt_logprobs:
             return False
         now = self._longest_prefix(sequence)[1]
-        soon = max((_common(other.tokens, sequence.tokens[:-1]) for other in self.running), default=0)
+        soon = max((common_length(other.tokens, other=sequence.tokens[:-1]) for other in self.running), default=0)
         return soon - now >= _WORTH_WAITING
 
     def _drafts(self, sequence: Sequence, *, room: int) -> list[int]:
@@ -154,9 +154,9 @@ class Scheduler:
         return []
 
 
-def _common(first: list[int], second: list[int]) -> int:
+def common_length(first: list[int], *, other: list[int]) -> int:
     """Length of the common beginning."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
+    length = min(len(first), len(other))
+    if first[:length] == other[:length]:
         return length
-    return next(place for place in range(length) if first[place] != second[place])
+    return next(place for place in range(length) if first[place] != other[place])

@@ -5,7 +5,7 @@ weight is [out, in]. The inner width is padded with zeros to a multiple of 64: o
 the vectorised code than the others, so that an element's bits would depend on the number of rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
 
 _INNER = 64
+
+Products = tuple[Callable[[Affine], Product], ...]  # for linear layers, the head, and routers with what weights experts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -243,10 +245,15 @@ def collect(state: Mapping[str, Tensor], *, description: Description, kind: str 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    reader = WeightReader(state, description=description, kind=kind)
+    reader = WeightReader(state, description=description, products=products_of(kind))
     weights = reader.rest()
     weights.layers = ResidentLayers(reader.layer(number) for number in range(description.layers))
     return weights
+
+
+def products_of(kind: str) -> Products:
+    """Of the CPU's engine: for layers, head and routers, in the format `kind`."""
+    return (*FORMATS[kind], Product)
 
 
 class WeightReader:
@@ -257,9 +264,9 @@ class WeightReader:
         ValueError: as `collect`.
     """
 
-    def __init__(self, state: Mapping[str, Tensor], *, description: Description, kind: str) -> None:
+    def __init__(self, state: Mapping[str, Tensor], *, description: Description, products: Products) -> None:
         self._state, self._of, self._names = state, description, _NAMES[description.family]
-        self._product, self._head_product = FORMATS[kind]
+        self._product, self._head_product, self._plain_product = products
 
     def rest(self) -> Weights:
         """Everything but the layers."""
@@ -336,13 +343,13 @@ class WeightReader:
             gate, up, down = (self._affine(f"{block}{shared}.{part}") for part in self._names.parts)
             layer.mlp = self._padded(gate=gate, up=up, down=down)
         if f"{block}shared_expert_gate.weight" in self._state:
-            layer.shared_gate = Product(self._affine(f"{block}shared_expert_gate"))
+            layer.shared_gate = self._plain_product(self._affine(f"{block}shared_expert_gate"))
 
     def _native_experts(self, block: str) -> tuple[Product, Iterator[tuple[Affine, Affine, Affine]]]:
         """`ztk.nn.moe`: gate and up [E, C, F], down [E, F, C]."""
         stacked = [self._tensor(f"{block}experts.{part}") for part in ("gate", "up", "down")]
         each = (tuple(Affine(weight=part.t().contiguous()) for part in parts) for parts in zip(*stacked, strict=True))
-        return Product(self._affine(f"{block}router")), each
+        return self._plain_product(self._affine(f"{block}router")), each
 
     def _pretrained_experts(self, block: str) -> tuple[Product, Iterator[tuple[Affine, Affine, Affine]]]:
         """transformers: gate and up [E, 2 F, C] one after the other, down [E, C, F]."""
@@ -351,7 +358,7 @@ class WeightReader:
             (*(Affine(weight=part) for part in both.chunk(2)), Affine(weight=out))
             for both, out in zip(gate_up, down, strict=True)
         )
-        return Product(self._affine(f"{block}gate")), each
+        return self._plain_product(self._affine(f"{block}gate")), each
 
     def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
         extra = -up.weight.shape[0] % _INNER

@@ -8,16 +8,20 @@ from ztk.kernels import adamw_8bit as _adamw_8bit
 from ztk.kernels import adamw_bf16 as _adamw_bf16
 from ztk.kernels import adamw_stochastic as _adamw_stochastic
 from ztk.kernels import attention as _attention
+from ztk.kernels import cache_rows as _cache_rows
 from ztk.kernels import cast_copy as _cast_copy
+from ztk.kernels import copy_blocks as _copy_blocks
 from ztk.kernels import cross_entropy as _cross_entropy
 from ztk.kernels import geglu as _geglu
 from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
 from ztk.kernels import linear_cross_entropy as _linear_cross_entropy
 from ztk.kernels import linear_logprob as _linear_logprob
+from ztk.kernels import linear_rows as _linear_rows
 from ztk.kernels import lion as _lion
 from ztk.kernels import moe_combine as _moe_combine
 from ztk.kernels import moe_routing as _moe_routing
+from ztk.kernels import paged_attention as _paged_attention
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import rms_norm as _rms_norm
 from ztk.kernels import rope as _rope
@@ -40,21 +44,26 @@ from ztk.kernels._control import (
 from ztk.kernels._library import Backend, behind_step, get_backend, op_names, operator, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels._times import Ceilings, KernelTime, KernelTimes
+from ztk.kernels._weight_formats import quantise_weight
 from ztk.kernels.adamw import adamw
 from ztk.kernels.adamw_8bit import adamw_8bit, decode_master, decode_moments, encode_master
 from ztk.kernels.adamw_bf16 import adamw_bf16
 from ztk.kernels.adamw_stochastic import adamw_stochastic
 from ztk.kernels.attention import attention, attention_varlen
+from ztk.kernels.cache_rows import cache_rows
 from ztk.kernels.cast_copy import cast_copy
+from ztk.kernels.copy_blocks import copy_blocks
 from ztk.kernels.cross_entropy import cross_entropy
 from ztk.kernels.geglu import geglu
 from ztk.kernels.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.layer_norm import layer_norm
 from ztk.kernels.linear_cross_entropy import bytes_kept, linear_cross_entropy
 from ztk.kernels.linear_logprob import chosen_logprobs, linear_logprob, linear_token_loss
+from ztk.kernels.linear_rows import gated_rows, linear_rows
 from ztk.kernels.lion import lion
 from ztk.kernels.moe_combine import moe_combine
 from ztk.kernels.moe_routing import Routing, Slots, moe_route, moe_slots
+from ztk.kernels.paged_attention import make_tiles, paged_attention, positions_per_tile
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
@@ -92,6 +101,11 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _moe_combine.SPEC,
     _segment_scan.SPEC,
     _linear_logprob.SPEC,
+    _linear_rows.SPEC,
+    _linear_rows.GATED_SPEC,
+    _cache_rows.SPEC,
+    _paged_attention.SPEC,
+    _copy_blocks.SPEC,
 )
 
 __all__ = [
@@ -125,14 +139,17 @@ __all__ = [
     "attention_varlen",
     "behind_step",
     "bytes_kept",
+    "cache_rows",
     "cast_copy",
     "chosen_logprobs",
+    "copy_blocks",
     "cross_entropy",
     "decode_master",
     "decode_moments",
     "dequantize",
     "dequantize_reduce",
     "encode_master",
+    "gated_rows",
     "geglu",
     "get_backend",
     "grouped_matmul",
@@ -140,13 +157,18 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_logprob",
+    "linear_rows",
     "linear_token_loss",
     "lion",
+    "make_tiles",
     "moe_combine",
     "moe_route",
     "moe_slots",
     "op_names",
     "operator",
+    "paged_attention",
+    "positions_per_tile",
+    "quantise_weight",
     "quantize",
     "quantized_bytes",
     "rms_norm",

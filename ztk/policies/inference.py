@@ -3,11 +3,15 @@
 from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT32_MAX, INT64_MAX, SIZE, Range
 
 WEIGHTS = ("stored", "int8", "int4")
+BLOCK_WEIGHTS = (*WEIGHTS, "fp8")  # of the engine over a cache of blocks
+CACHES = ("slabs", "blocks")
+CACHE_DTYPES = ("stored", "fp8")
 RANGES = {
     "max_sequences": COUNT,
     "max_step_tokens": COUNT,
     "max_model_len": COUNT,
     "lookup_tokens": COUNT_OR_ZERO,
+    "cache_tokens": COUNT,
     "memory_bytes": SIZE,
 }
 ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"

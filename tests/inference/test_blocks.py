@@ -1,0 +1,253 @@
+"""The engine over a cache of blocks: the same answers as over slabs, whatever is shared, preempted or copied on write."""
+
+import random
+
+import pytest
+import torch
+
+from tests.inference.models import VOCABULARY, build, build_decoder
+from tests.inference.schedules import alone, run_schedule
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.attention import BLOCK
+from ztk.inference.block_pool import BlockPool
+from ztk.kernels import set_backend
+
+PROMPTS = [[5, 6, 7], [(7 * i) % VOCABULARY for i in range(80)], [11, 12] * 20]
+BLOCKS = {"cache": "blocks", "max_model_len": 192}
+
+
+def answers(model, *, sampling, prompts=PROMPTS, **policy):
+    return Generator(model, policy=InferencePolicy(**policy)).generate(prompts, sampling=sampling)
+
+
+@pytest.mark.parametrize("family", ["native", "gpt2", "gemma3", "qwen2_moe", "bloom", "olmo2", "phi"])
+def test_greedy_answers_are_those_over_slabs(family):
+    """Between them: norms of both kinds and in all places, ALiBi, windows, parallel blocks, both norms of heads, shared experts."""
+    model = build_decoder() if family == "native" else build(family)
+    sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=True)
+    for own, expected in zip(
+        answers(model, sampling=sampling, **BLOCKS), answers(model, sampling=sampling), strict=True
+    ):
+        assert own[0].tokens == expected[0].tokens
+        for name in ("logprobs", "prompt_logprobs"):
+            # Sums in another order: three layers of at most 300 terms each, whose errors of 2^-24 add up below 1e-4 of logits below 10.
+            torch.testing.assert_close(getattr(own[0], name), getattr(expected[0], name), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family, policy", [("native", {}), ("qwen2_moe", {"weights": "int4", "cache_dtype": "fp8"})])
+def test_random_schedules_change_no_bit(family, policy):
+    """Neighbours, chunks, drafts, shared prefixes, copies on write, and sequences that lose their blocks and get them back."""
+    model = build_decoder() if family == "native" else build(family)
+    expected, reused, preempted = alone(model, **BLOCKS, **policy), 0, 0
+    for seed in range(3 if family == "native" else 2):
+        tight = {"cache_tokens": BLOCK * random.Random(seed).randint(3, 5)}
+        found, generator = run_schedule(model, seed=seed, **BLOCKS, **policy, **tight)
+        assert found == expected, seed
+        reused, preempted = reused + generator.reused_tokens, preempted + generator.preempted
+    assert reused > 100
+    assert preempted > 0
+
+
+def test_preemption_copies_blocks_and_computes_nothing_again(monkeypatch):
+    model, rows = build_decoder(), []
+    sampling = SamplingParams(max_tokens=70, temperature=0)
+    prompts = [[number] * 60 for number in range(1, 4)]
+    expected = answers(model, prompts=prompts, sampling=sampling, **BLOCKS)
+    generator = Generator(model, policy=InferencePolicy(cache_tokens=4 * BLOCK, **BLOCKS))
+    forward = generator._model.forward
+    monkeypatch.setattr(
+        generator._model, "forward", lambda tokens, **where: rows.append(len(tokens)) or forward(tokens, **where)
+    )
+    found = generator.generate(prompts, sampling=sampling)
+    assert [own[0].tokens for own in found] == [own[0].tokens for own in expected]
+    assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
+    assert generator.preempted > 0
+    assert sum(rows) == sum(60 + 69 for _ in prompts)
+
+
+def test_answers_to_one_prompt_share_its_blocks():
+    generator = Generator(build_decoder(), policy=InferencePolicy(**BLOCKS))
+    prompt = [(3 * i) % VOCABULARY for i in range(100)]
+    generator.submit(prompt, sampling=SamplingParams(max_tokens=4, n=3, seed=1))
+    for _ in range(3):
+        generator.step()
+    tables = [sequence.slot for sequence in generator._scheduler.running]
+    first, second, third = (generator._cache.tables[slot] for slot in tables)
+    assert first[0] == second[0] == third[0]
+    assert len({first[1], second[1], third[1]}) == 3
+    assert generator.reused_tokens == 2 * 99
+
+
+def test_a_scrambled_block_is_noticed(monkeypatch):
+    """The same check fails when a block that comes back from main memory has one wrong number."""
+    from ztk.inference.block_cache import BlockCache
+
+    model, restore = build_decoder(), BlockCache.restore
+
+    def scrambled(self, copies, *, blocks):
+        restore(self, copies, blocks=blocks)
+        self._store[blocks[0], 0, 0, 0, 0, 0] += 0.5
+
+    sampling = SamplingParams(max_tokens=70, temperature=0)
+    prompts = [[number] * 60 for number in range(1, 4)]
+    expected = answers(model, prompts=prompts, sampling=sampling, **BLOCKS)
+    monkeypatch.setattr(BlockCache, "restore", scrambled)
+    found = answers(model, prompts=prompts, sampling=sampling, cache_tokens=4 * BLOCK, **BLOCKS)
+    assert any(own[0].logprobs.tolist() != one[0].logprobs.tolist() for own, one in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["native", "qwen3_moe"])
+def test_the_kernels_themselves_give_the_same_tokens(family):
+    """On the interpreter, every kernel of the step; a prompt of two chunks, then single rows."""
+    model = build_decoder() if family == "native" else build(family, num_hidden_layers=1)
+    sampling, prompts = SamplingParams(max_tokens=3, temperature=0), [[5, 6, 7], [8] * 10]
+    policy = {"max_step_tokens": 8, "exact": False, **BLOCKS}
+    expected = answers(model, prompts=prompts, sampling=sampling, **policy)
+    set_backend("triton")
+    try:
+        found = answers(model, prompts=prompts, sampling=sampling, **policy)
+    finally:
+        set_backend("auto")
+    for own, one in zip(found, expected, strict=True):
+        assert own[0].tokens == one[0].tokens
+        torch.testing.assert_close(own[0].logprobs, one[0].logprobs, rtol=0, atol=1e-4)
+
+
+def test_formats_of_weights_and_cache_lose_little():
+    """Against the weights as stored: the error of the log-probabilities follows the format's step."""
+    model = build_decoder(dim=128, hidden_dim=256)
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
+    exact = answers(model, sampling=sampling, **BLOCKS)[1][0].prompt_logprobs
+    worst = {}
+    for name, policy in {
+        "int8": {"weights": "int8"},
+        "fp8": {"weights": "fp8"},
+        "int4": {"weights": "int4"},
+        "fp8 cache": {"cache_dtype": "fp8"},
+    }.items():
+        found = answers(model, sampling=sampling, **BLOCKS, **policy)[1][0].prompt_logprobs
+        worst[name] = float((found - exact).abs().mean())
+    # Steps relative to the greatest weight: 2^-8, 2^-4 of each weight, 2^-5.
+    assert 0 < worst["int8"] < worst["fp8"] < worst["int4"]
+    assert 0 < worst["fp8 cache"] < 0.1
+
+
+def test_weights_of_the_model_are_loaded_again():
+    model = build_decoder()
+    generator = Generator(model, policy=InferencePolicy(**BLOCKS))
+    sampling = SamplingParams(max_tokens=6, temperature=0)
+    generator.generate(PROMPTS, sampling=sampling)
+    other = build_decoder()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-0.7)
+
+    class Engine:
+        module = other
+
+        @property
+        def zero(self):
+            return self
+
+        def full_parameters(self):
+            yield from other.named_parameters()
+
+    generator.load(Engine())
+    expected = answers(other, sampling=sampling, **BLOCKS)
+    assert [own[0].tokens for own in generator.generate(PROMPTS, sampling=sampling)] == [
+        own[0].tokens for own in expected
+    ]
+    assert generator.weight_bytes == Generator(other, policy=InferencePolicy(**BLOCKS)).weight_bytes
+
+
+def test_a_layer_that_is_not_finite_is_named_and_its_blocks_are_not_found_again():
+    model = build_decoder()
+    generator = Generator(model, policy=InferencePolicy(**BLOCKS))
+    generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
+    [[broken]] = generator.generate([list(range(70))], sampling=SamplingParams(max_tokens=2))
+    assert broken.finish_reason == "error" and "after layer 1 of 2" in broken.error
+    assert not generator._scheduler.pool.match(list(range(70)))
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        ({"weights": "fp8"}, "inference.weights=fp8 is of the cache of blocks"),
+        ({"cache_tokens": 640}, "inference.cache_tokens=640 is of the cache of blocks"),
+        ({"cache_dtype": "fp8"}, "inference.cache_dtype=fp8 is of the cache of blocks"),
+        ({"exact": False}, "inference.exact=False is of the cache of blocks"),
+        ({"cache": "blocks", "cache_tokens": 128}, "128 tokens in blocks of 64, and one sequence may have 256"),
+        ({"cache": "pages"}, "must be slabs or blocks"),
+    ],
+)
+def test_what_does_not_apply_is_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        Generator(build_decoder(), policy=InferencePolicy(**policy))
+
+
+# The pool
+
+
+def test_full_blocks_are_found_by_their_tokens_until_they_are_needed():
+    pool = BlockPool(4, tables=[[], []])
+    tokens = list(range(150))
+    assert pool.extend(0, start=0, stop=150) == []
+    pool.register(0, tokens=tokens, computed=150)
+    kept = list(pool.tables[0])
+    assert pool.match(tokens) == kept[:2]
+    assert pool.match([*tokens[:64], 0, *tokens[65:]]) == kept[:1]
+    pool.release(0)
+    assert pool.available == 4 and pool.match(tokens) == kept[:2]
+    assert pool.extend(1, start=0, stop=3 * BLOCK) == []  # takes the unused ones, then the end of the chain
+    assert pool.match(tokens) == kept[:1]
+    pool.release(1, keep=False)
+    pool.forget()
+    assert pool.match(tokens) == [] and pool.available == 4
+
+
+def test_whoever_writes_first_copies():
+    pool = BlockPool(5, tables=[[], [], []])
+    pool.extend(0, start=0, stop=100)
+    shared = list(pool.tables[0])
+    pool.share(1, blocks=shared)
+    assert pool.extend(1, start=99, stop=101) == [(shared[1], pool.tables[1][1])]
+    assert pool.tables[1][0] == shared[0] and pool.tables[1][1] != shared[1]
+    assert pool.extend(0, start=100, stop=101) == []  # alone again
+    assert pool.extend(2, start=0, stop=3 * BLOCK) is None and pool.tables[2] == []
+
+
+def test_a_block_that_is_written_again_is_found_no_more():
+    """Its first owner has ended, and the other one goes on in the middle of it."""
+    pool, tokens = BlockPool(3, tables=[[], []]), list(range(64))
+    pool.extend(0, start=0, stop=64)
+    pool.register(0, tokens=tokens, computed=64)
+    pool.share(1, blocks=pool.tables[0])
+    pool.release(0)
+    assert pool.extend(1, start=40, stop=41) == []
+    assert pool.match(tokens) == []
+
+
+def test_random_use_of_the_pool_loses_no_block():
+    chance = random.Random(0)
+    pool = BlockPool(12, tables=[[] for _ in range(4)])
+    lengths = [0] * 4
+    for _ in range(2000):
+        slot = chance.randrange(4)
+        if lengths[slot] and chance.random() < 0.3:
+            pool.release(slot, keep=chance.random() < 0.7)
+            lengths[slot] = 0
+        else:
+            tokens = [chance.randrange(2)] * 400
+            if not lengths[slot]:
+                blocks = pool.match(tokens[: chance.randrange(300)])
+                pool.share(slot, blocks=blocks)
+                lengths[slot] = len(blocks) * BLOCK
+            stop = min(300, lengths[slot] + chance.randint(1, 100))
+            if stop > lengths[slot] and pool.extend(slot, start=lengths[slot], stop=stop) is not None:
+                lengths[slot] = stop
+            elif not lengths[slot]:
+                pool.release(slot)
+        held = [block for table in pool.tables for block in table]
+        assert len(set(held)) + pool.available == 12
+        for table, length in zip(pool.tables, lengths, strict=True):
+            assert len(table) >= -(-length // BLOCK)

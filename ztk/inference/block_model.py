@@ -1,0 +1,217 @@
+"""The forward of every family over a cache of blocks: one kernel per step of a layer, for rows of several sequences at once.
+
+A layer is norm, projection of queries, keys and values, `cache_rows`, `paged_attention`, output projection with the residual, norm, gate and
+up with the activation, and down with the residual. On a GPU these are Triton kernels; on a CPU torch's operations, which keep the same
+promise: a row's bits depend on its sequence, the weights and its position alone ([Note: Exactness] in `ztk.inference.attention`).
+"""
+
+import torch
+from torch import Tensor
+
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.block_steps import BlockStep
+from ztk.inference.block_weights import BlockLayer, BlockWeights, RowsProduct
+from ztk.inference.describe import Subject
+from ztk.inference.model import alibi_slopes
+from ztk.inference.products import Affine
+from ztk.inference.rows import share
+from ztk.inference.steps import Span
+from ztk.kernels import (
+    cache_rows,
+    gated_rows,
+    layer_norm,
+    linear_rows,
+    moe_combine,
+    moe_route,
+    paged_attention,
+    rms_norm,
+)
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+class BlockModel:
+    """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
+
+    exact: see `ztk.kernels.linear_rows`.
+
+    Raises:
+        ValueError: an activation that is not supported.
+    """
+
+    def __init__(self, subject: Subject, *, weights: BlockWeights, exact: bool = True) -> None:
+        self.description, self.weights, self._exact = subject.description, weights, exact
+        if self.description.activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"activation {self.description.activation} is not supported by the inference engine: it has "
+                f"{', '.join(_ACTIVATIONS)}"
+            )
+        self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
+        self._tables = [tuple(table.to(self.device) for table in pair) for pair in subject.tables]
+        self._activation = _ACTIVATIONS[self.description.activation]
+        slopes = alibi_slopes(self.description.heads) if self.description.is_alibi else None
+        self._slopes = None if slopes is None else slopes.to(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the products' weights and scales."""
+        return sum(layer.nbytes for layer in self.weights.layers) + self.weights.head.nbytes
+
+    def forward(
+        self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, broken: list[int] | None = None
+    ) -> Tensor:
+        """tokens int64 [M] -> the last norm's output [M, C]; keys and values of all rows are in the cache afterwards.
+
+        broken: gets the number of the first layer whose output is not finite.
+        """
+        step = BlockStep.of(spans, cache=cache, group=self.description.heads // self.description.kv_heads)
+        return self.compute(tokens.to(self.device), step=step, cache=cache, broken=broken)
+
+    def compute(self, tokens: Tensor, *, step: BlockStep, cache: BlockCache, broken: list[int] | None = None) -> Tensor:
+        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it."""
+        x = self._embed(tokens, step=step)
+        for number, layer in enumerate(self.weights.layers):
+            x = self._block(x, layer=layer, number=number, step=step, cache=cache)
+            if broken is not None and not broken and not x.isfinite().all():
+                broken.append(number)
+        return self._norm(x, by=self.weights.norm)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [R, C] of `forward` -> fp32 [R, V]."""
+        found = self._linear(x, self.weights.head, wide=True)
+        cap = self.description.logit_softcap
+        return torch.tanh(found / cap) * cap if cap else found
+
+    # Parts
+
+    def _embed(self, tokens: Tensor, *, step: BlockStep) -> Tensor:
+        of = self.description
+        x = self.weights.embedding[tokens]
+        if of.embedding_scale != 1:
+            x = x * of.embedding_scale
+        if self.weights.positions is not None:
+            x = x + self.weights.positions[step.positions + of.position_offset]
+        if self.weights.embedding_norm is not None:
+            x = self._norm(x, by=self.weights.embedding_norm)
+        return x
+
+    def _block(self, x: Tensor, *, layer: BlockLayer, number: int, step: BlockStep, cache: BlockCache) -> Tensor:
+        norms = layer.norms
+        normed = self._norm(x, by=norms["before_attention"]) if "before_attention" in norms else x
+        attended = self._attend(normed, layer=layer, number=number, step=step, cache=cache)
+        if self.description.parallel:
+            before = self._norm(x, by=norms["before_mlp"]) if "before_mlp" in norms else normed
+            return self._feed_forward(before, layer=layer, residual=self._linear(attended, layer.out, residual=x))
+        if "after_attention" in norms:
+            added = self._norm(self._linear(attended, layer.out), by=norms["after_attention"])
+            x, normed = self._add_and_norm(x, added=added, by=norms.get("before_mlp"))
+        else:
+            x = self._linear(attended, layer.out, residual=x)
+            normed = self._norm(x, by=norms["before_mlp"]) if "before_mlp" in norms else x
+        if "after_mlp" in norms:
+            return x + self._norm(self._feed_forward(normed, layer=layer, residual=None), by=norms["after_mlp"])
+        return self._feed_forward(normed, layer=layer, residual=x)
+
+    def _attend(self, x: Tensor, *, layer: BlockLayer, number: int, step: BlockStep, cache: BlockCache) -> Tensor:
+        of = self.description
+        rows = self._linear(x, layer.qkv)
+        norms = layer.norms
+        if of.qk_norm == "all":
+            sizes = [of.heads * of.head_dim, of.kv_heads * of.head_dim, of.kv_heads * of.head_dim]
+            query, key, value = rows.split(sizes, dim=1)
+            parts = [self._norm(query, by=norms["query_norm"]), self._norm(key, by=norms["key_norm"]), value]
+            rows = torch.cat(parts, dim=1)
+        query_norm, key_norm = (
+            norms[name].weight if of.qk_norm == "heads" else None for name in ("query_norm", "key_norm")
+        )
+        cos, sin = self._tables[of.tables[number]] if of.rotary_dims else (None, None)
+        keys, values = cache.keys(number), cache.values(number)
+        query = cache_rows(
+            rows,
+            query_norm,
+            key_norm,
+            cos,
+            sin,
+            step.positions,
+            step.places,
+            keys,
+            values,
+            eps=of.norm_eps,
+        )
+        out = paged_attention(
+            query,
+            keys,
+            values,
+            step.tables,
+            step.tiles,
+            self._slopes,
+            scale=of.scale,
+            window=of.windows[number] or 0,
+            softcap=of.softcap or 0.0,
+            split=step.split,
+        )
+        return out.flatten(1)
+
+    def _feed_forward(self, x: Tensor, *, layer: BlockLayer, residual: Tensor | None) -> Tensor:
+        if layer.experts is not None:
+            added = self._experts(x, layer=layer)
+            residual = added if residual is None else residual + added
+        if layer.up is None or layer.down is None:
+            assert residual is not None, "a layer has an MLP or experts"
+            return residual
+        if layer.gate is None:
+            inner = self._linear(x, layer.up, activation=self._activation)
+        else:
+            inner = gated_rows(x, *_pair(layer.gate, layer.up), activation=self._activation, exact=self._exact)
+        if layer.shared_gate is None:
+            return self._linear(inner, layer.down, residual=residual)
+        part = share(self._linear(x, layer.shared_gate, wide=True)).to(x.dtype)
+        return residual + part * self._linear(inner, layer.down)
+
+    def _experts(self, x: Tensor, *, layer: BlockLayer) -> Tensor:
+        of = self.description
+        assert layer.router is not None and layer.experts is not None, "experts have a router"
+        gate, up, down = layer.experts
+        logits = self._linear(x, layer.router, wide=True)
+        routing = moe_route(logits, top_k=of.experts_per_token, normalise=of.normalise_experts)
+        where = {"offsets": routing.offsets, "order": routing.order, "top_k": of.experts_per_token}
+        inner = gated_rows(x, *_pair(gate, up), activation=self._activation, **where)
+        out = linear_rows(inner, down.weight, down.scales, offsets=routing.offsets)
+        return moe_combine(out, weights=routing.weights, position=routing.position)
+
+    def _linear(
+        self,
+        x: Tensor,
+        product: RowsProduct,
+        *,
+        residual: Tensor | None = None,
+        activation: str = "none",
+        wide: bool = False,
+    ) -> Tensor:
+        options = {"activation": activation, "exact": self._exact, "wide": wide}
+        return linear_rows(x, product.weight, product.scales, product.bias, residual, **options)
+
+    def _norm(self, x: Tensor, *, by: Affine | None) -> Tensor:
+        assert by is not None, "the family has this norm"
+        if self.description.norm == "layer":
+            return layer_norm(x, by.weight, by.bias, eps=self.description.norm_eps)
+        return rms_norm(x, by.weight, eps=self.description.norm_eps)
+
+    def _add_and_norm(self, x: Tensor, *, added: Tensor, by: Affine | None) -> tuple[Tensor, Tensor]:
+        """(x + added, its norm, or the sum again without one)."""
+        if by is None or self.description.norm == "layer":
+            total = x + added
+            return total, total if by is None else self._norm(total, by=by)
+        normed, total = rms_norm(added, by.weight, eps=self.description.norm_eps, residual=x)
+        return total, normed
+
+
+def _pair(gate: RowsProduct, up: RowsProduct) -> tuple[Tensor | None, ...]:
+    return gate.weight, up.weight, gate.scales, up.scales, gate.bias, up.bias

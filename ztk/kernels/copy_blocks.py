@@ -1,0 +1,85 @@
+"""Copies of blocks of a cache inside it: store[target] = store[source] for many pairs in one launch.
+
+A block is contiguous for all layers, so a copy is a row. No target is another pair's source or target. Bytes: 2 per byte of a block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
+from ztk.kernels._spec import AotCase, OpSpec
+
+NUM_WARPS = 4
+PER_THREAD = 16  # bytes: one access
+
+
+@triton.jit
+def _copy_blocks(store_ptr, pairs_ptr, N, BLOCK: tl.constexpr):
+    """store[pairs[p, 1], n] = store[pairs[p, 0], n]"""
+    i_n = tl.program_id(0).to(tl.int64)
+    i_p = tl.program_id(1).to(tl.int64)
+    source = tl.load(pairs_ptr + 2 * i_p)
+    target = tl.load(pairs_ptr + 2 * i_p + 1)
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    tl.store(store_ptr + target * N + o_n, tl.load(store_ptr + source * N + o_n, mask=m_n), mask=m_n)
+
+
+def _launch(store: Tensor, pairs: Tensor) -> None:
+    if pairs.numel() and store.numel():
+        N = store.shape[1]
+        block = PER_THREAD // store.element_size() * machine(store.device).warp_size * NUM_WARPS
+        _copy_blocks[(triton.cdiv(N, block), len(pairs))](
+            store, pairs, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
+        )
+
+
+def _cpu(store: Tensor, pairs: Tensor) -> None:
+    store[pairs[:, 1]] = store[pairs[:, 0]]
+
+
+_copy = register(
+    "copy_blocks(Tensor(a!) store, Tensor pairs) -> ()", triton=_launch, cpu=_cpu, fake=lambda store, pairs: None
+)
+
+
+def copy_blocks(store: Tensor, pairs: Tensor) -> None:
+    """store[target] = store[source] for each (source, target) of `pairs`, in place.
+
+    store: [blocks, n] of any dtype, contiguous; pairs: int64 [P, 2], where no target is in another pair.
+    Raises ValueError for other shapes and dtypes.
+    """
+    if store.dim() != 2 or not store.is_contiguous() or pairs.shape[1:] != (2,) or pairs.dtype != torch.int64:
+        raise ValueError(
+            f"copy_blocks: store {tuple(store.shape)} must be contiguous [blocks, n], and pairs {tuple(pairs.shape)} {pairs.dtype} int64 [P, 2]"
+        )
+    (copy_blocks_reference if use_reference() else _copy)(store, pairs)
+
+
+def copy_blocks_reference(store: Tensor, pairs: Tensor) -> None:
+    """The same, one pair at a time."""
+    for source, target in pairs.tolist():
+        store[target] = store[source]
+
+
+def _make_inputs(shape, *, dtype, device) -> dict[str, object]:
+    blocks, n, count = shape
+    places = torch.randperm(blocks)[: 2 * count]
+    return {"store": torch.randn(blocks, n, device=device).to(dtype), "pairs": places.view(count, 2).to(device)}
+
+
+SPEC = OpSpec(
+    name="copy_blocks",
+    op=copy_blocks,
+    reference=copy_blocks_reference,
+    make_inputs=_make_inputs,
+    mutated=("store",),
+    small_shapes=((2, 17, 1), (9, 1300, 4)),
+    bench_shapes=((512, 4194304, 64),),
+    num_bytes=lambda shape, itemsize: 2 * shape[2] * shape[1] * itemsize,
+    num_flops=lambda shape: 0,
+    aot=(AotCase(kernel=_copy_blocks, shape=(64, 65536, 8), min_programs=12, max_barriers=0),),
+)
