@@ -107,7 +107,8 @@ def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module
     """
     given = config.model
     if given.path is not None and given.init is not None:
-        options = {"lora": policies.lora_policy(config) if has_adapters else None, "kernels": bool(given.kernels)}
+        lora = policies.lora_policy(config) if has_adapters else None
+        options = {"lora": lora, "kernels": bool(given.kernels), "z_loss": config.train.z_loss or 0.0}
         return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))

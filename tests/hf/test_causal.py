@@ -39,6 +39,7 @@ class Strategy:
     init: str = "pretrained"
     schedule: str = "1f1b"
     kernels: bool = False
+    z_loss: float = 0.0  # changes losses
 
 
 # Models with experts: where two experts' scores differ by rounding, another one is chosen, and losses by 1e-4. These tokens have no such tie.
@@ -69,7 +70,9 @@ def trained(
 ) -> Engine:
     """The engine after training; `losses` gets the loss of each step."""
     arranged = process.arrange(strategy.topology)
-    model, values = open_causal(folder, init=strategy.init, seed=1, lora=lora, kernels=strategy.kernels)
+    model, values = open_causal(
+        folder, init=strategy.init, seed=1, lora=lora, kernels=strategy.kernels, z_loss=strategy.z_loss
+    )
     offload = OffloadPolicy(
         optimizer=Tier(strategy.offload),
         parameters=Tier(strategy.offload if strategy.stage == 3 else "none"),
@@ -92,7 +95,7 @@ def trained(
     return engine
 
 
-def plain(model: torch.nn.Module) -> list[float]:
+def plain(model: torch.nn.Module, *, z_loss: float = 0.0) -> list[float]:
     """The same by torch alone; `model` is trained."""
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -107,7 +110,8 @@ def plain(model: torch.nn.Module) -> list[float]:
         for number in range(MICRO_BATCHES):
             tokens, targets = words(step, number=number)
             logits = model(input_ids=tokens).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO_BATCHES
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss = (loss + z_loss * logits.logsumexp(-1).square().mean()) / MICRO_BATCHES
             loss.backward()
             total += float(loss.detach())
         optimizer.step()
@@ -141,6 +145,8 @@ CASES = {
     "Qwen3 kernels tp2": ("Qwen3", Strategy(topology=TENSOR2, kernels=True)),
     "Gemma2 kernels pp2": ("Gemma2", Strategy(topology=PIPELINE2, kernels=True)),
     "GPT2 kernels": ("GPT2", Strategy(stage=1, kernels=True)),
+    "Llama z-loss tp2": ("Llama", Strategy(topology=TENSOR2, z_loss=0.1)),
+    "GPT2 z-loss pp2": ("GPT2", Strategy(topology=PIPELINE2, z_loss=0.1)),
     "Qwen2Moe pp2": ("Qwen2Moe", Strategy(topology=PIPELINE2)),
 }
 
@@ -148,7 +154,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_plain_transformers(ranks, tmp_path, case):
     family, strategy = CASES[case]
-    expected = plain(make(family))
+    expected = plain(make(family), z_loss=strategy.z_loss)
     for losses in ranks(2).run(train, folder=saved(tmp_path, family=family), strategy=strategy):
         assert losses == pytest.approx(expected, rel=RELATIVE)
 

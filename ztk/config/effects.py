@@ -224,8 +224,8 @@ EFFECTS = (
     ),
     Effect(
         keys=("train.z_loss",),
-        when=lambda c, m: not is_hugging_face(c.model) and c.task.name in ("pretrain", "plan"),
-        only="task=pretrain with ztk's own decoder, such as model=tiny",
+        when=lambda c, m: c.task.name in ("pretrain", "plan"),
+        only="task=pretrain",
         required=False,
     ),
     *OPTIMIZER_EFFECTS,

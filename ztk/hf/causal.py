@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from ztk.hf.documents import arguments_of
 from ztk.hf.kernels import inject_kernels
+from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import divisible, own_places
 from ztk.hf.stages import CausalLayers
 from ztk.hf.values import DrawnValues, FolderValues
-from ztk.kernels import cross_entropy
 from ztk.nn import Documents
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
-from ztk.nn.loss import IGNORED
 from ztk.runtime.part import InitialValues
 
 logger = logging.getLogger(__name__)
@@ -42,14 +41,20 @@ def transformers_module() -> ModuleType:
 
 
 def open_causal(
-    path: str, *, init: str, seed: int, lora: LoraPolicy | None = None, kernels: bool = False
+    path: str,
+    *,
+    init: str,
+    seed: int,
+    lora: LoraPolicy | None = None,
+    kernels: bool = False,
+    z_loss: float = 0.0,
 ) -> tuple[nn.Module, InitialValues]:
     """The model of the folder `path` and its initial values, fp32 by name and range.
 
     init: "pretrained" reads the folder's safetensors files; "random" needs its config.json alone and draws from `seed`, the same values on
         all ranks.
     lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
-        is logged.
+        is logged. z_loss: weight of the mean squared logsumexp of the logits in the training loss.
     The model has `full_parameter_count`, `pipeline_layers` and `divisible`, and its forward is `(tokens, targets=None,
     documents=None)`: see `CausalForward`.
 
@@ -72,6 +77,7 @@ def open_causal(
     model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
     model.config.use_cache = False  # a block that is recomputed would add to the cache twice
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    model.z_loss = z_loss
     model.forward = CausalForward(model)
     model.pipeline_layers = functools.partial(CausalLayers, model)
     model.divisible = functools.partial(divisible, model)
@@ -164,6 +170,6 @@ class CausalForward:
         out = self.original(input_ids=tokens, use_cache=False, **given)
         if targets is None:
             return out.logits
-        loss = cross_entropy(out.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss = causal_loss(self._model, logits=out.logits, targets=targets)
         router = getattr(out, "aux_loss", None)
         return loss if router is None else loss + self._router_weight * router.to(loss.device)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ztk.hf.documents import arguments_of
+from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import own_places
-from ztk.kernels import cross_entropy
-from ztk.nn.loss import IGNORED
 from ztk.nn.staged import argument
 from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
 
@@ -78,7 +77,7 @@ class CausalLayers:
         targets = argument(batch, index=1, name="targets")
         if targets is None:
             return logits
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return causal_loss(self.module, logits=logits, targets=targets)
 
     def _blocks_of(self, indices: range) -> list:
         """In a list that the decoder numbers, blocks of other stages have places, too."""
