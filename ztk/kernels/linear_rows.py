@@ -248,7 +248,8 @@ def gated_rows(
 ) -> Tensor:
     """act(x G^T + gate_bias) * (x U^T + up_bias), rounded once; no gradient.
 
-    gate and up: [N, K] of one format; returns [M, N] in x's dtype; the rest as in `linear_rows`. Raises ValueError as it does, and for weights that differ in kind.
+    gate and up: [N, K] of one format; returns [M, N] in x's dtype; the rest as in `linear_rows`. Raises ValueError as it does, and for
+    weights that differ in kind.
     """
     where = {"offsets": offsets, "order": order, "top_k": top_k, "exact": exact, "wide": False}
     return _call(
