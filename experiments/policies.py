@@ -23,6 +23,7 @@ from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.pipeline import PipelinePolicy
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.hardware import Hardware
+from ztk.policies.profile import ProfilePolicy
 from ztk.precision import LossScalePolicy, PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.report import KernelPolicy, ReportPolicy, TrackerPolicy
@@ -139,6 +140,7 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
         tracker_every=logger.every or config.train.log_every,
         draws=not config.train.quick,
         kernels=KernelPolicy(every=config.kernels.log_every or 0, ceilings=ceilings(config)),
+        profile=None if config.train.profile is None else ProfilePolicy.of(config.train.profile),
     )
 
 

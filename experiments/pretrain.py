@@ -347,5 +347,6 @@ def build_reporter(
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
         parameters=parameter_count(engine.module) if parameters is None else parameters,
+        module=engine.module,
         **past,
     )

@@ -61,3 +61,21 @@ def test_what_wandb_never_sees_is_no_fault():
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "stage3"])
 def test_every_engine_takes_it(engine):
     assert composed(f"zero={engine}", "kernels.log_every=5").kernels.log_every == 5
+
+
+def test_a_profile_is_no_part_of_the_experiment():
+    assert job_hash(composed()) == job_hash(composed("train.profile=2:3"))
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (("train.profile=3",), "must be START:STOP"),
+        (("train.profile=0:2",), "must be START:STOP"),
+        (("train.profile=3:2",), "must be START:STOP"),
+        (("train.profile=18:30", "train.steps=20"), "use train.profile=18:20, or train.steps=30"),
+        (("task=eval", "eval.path=x", "model.path=x", "train.profile=1:2"), "train.profile"),
+    ],
+)
+def test_a_profile_of_no_steps_is_refused(words, fault):
+    assert any(fault in line for line in faults(*words)), faults(*words)

@@ -294,6 +294,12 @@ EFFECTS = (
         required=False,
     ),
     Effect(
+        keys=("train.profile",),
+        when=lambda c, m: c.task.name not in (*ANSWERING, "plan"),
+        only="tasks that train, such as task=pretrain",
+        required=False,
+    ),
+    Effect(
         keys=("kernels.log_every",),
         when=lambda c, m: c.task.name not in ANSWERING,
         only="tasks that train, such as task=pretrain",

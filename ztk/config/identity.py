@@ -16,7 +16,10 @@ from ztk.policies.schedule import wsd_steps
 
 HASH_LETTERS = 12
 # Where things are, who is told, what is timed, what starts the ranks and where they go on: no part of the experiment.
-_ASIDE = ("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes", "kernels.log_every")
+_ASIDE = (
+    *("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes"),
+    *("kernels.log_every", "train.profile"),
+)
 _ASIDE_SECTIONS = ("logger", "launch")
 # Sections and keys that leave losses as they are, within rounding: where state is stored, how work is divided, what is measured and saved.
 _NUMBERLESS_SECTIONS = (

@@ -49,6 +49,7 @@ from ztk.policies import (
     zero,
 )
 from ztk.policies.compact import compact_faults
+from ztk.policies.profile import ProfilePolicy
 from ztk.policies.ranges import (
     BELOW_ONE,
     COUNT,
@@ -298,6 +299,19 @@ def _runs_to_start_from(config: Config) -> Iterator[str]:
             yield f"{key}={path}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or leave it out"
 
 
+def _profile_faults(text: str | None, *, steps: int) -> Iterator[str]:
+    if text is None:
+        return
+    try:
+        profile = ProfilePolicy.of(text)
+    except ValueError as error:
+        yield str(error)
+        return
+    if profile.last > steps:
+        fitting = f"{min(profile.first, steps)}:{steps}"
+        yield f"train.profile={text} ends behind the last step: use train.profile={fitting}, or train.steps={profile.last}"
+
+
 def _training(config: Config, machine: Machine) -> Iterator[str]:
     train, checkpoint = config.train, config.checkpoint
     holds_out = config.data.name in (DataName.stdlib, DataName.files) or config.data.path is not None
@@ -311,6 +325,7 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
             f"use train.eval_every={max(1, train.steps // 10)}"
         )
+    yield from _profile_faults(train.profile, steps=train.steps)
     if train.evaluate is Evaluated.ema and not config.ema.decay:
         yield "train.evaluate=ema has no average to evaluate: use ema.decay=0.999, or train.evaluate=weights"
     if config.ema.every is not None and config.ema.every > train.steps:

@@ -345,6 +345,10 @@ class TrainConfig:
     quick: bool | None = key(
         "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false", default=None
     )
+    profile: str | None = key(
+        "START:STOP: of the steps START to STOP every rank writes a trace and the memory's course into the folder profile; null: none",
+        default=None,
+    )
     z_loss: float | None = key(
         "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
         default=None,

@@ -8,12 +8,14 @@ from typing import Any, Protocol, Self
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
+from ztk.policies.profile import ProfilePolicy
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gather, Gauges, gather_json
 from ztk.report.kernels import KernelLog, KernelPolicy
+from ztk.report.profile import StepProfiler
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
 from ztk.report.status import read_summary
@@ -31,7 +33,7 @@ class ReportPolicy:
     folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first and the last step,
     and those with extra values, always have one. plain_seconds: seconds between lines where there is no terminal.
     tracker_every: steps between the rows sent to wandb. draws: the run ends with a picture. kernels: the steps whose ops are timed; they
-    always have a row.
+    always have a row. profile: the steps of which traces are written; None: none.
 
     Raises:
         ValueError: `every` or `tracker_every` is less than 1.
@@ -45,6 +47,7 @@ class ReportPolicy:
     tracker_every: int = 1
     draws: bool = True
     kernels: KernelPolicy = _NO_KERNELS
+    profile: ProfilePolicy | None = None
 
     def __post_init__(self) -> None:
         for key, value in (("train.log_every", self.every), ("logger.every", self.tracker_every)):
@@ -74,9 +77,10 @@ class Reporter:
         first_step: int = 0,
         first_tokens: int = 0,
         digest: str = "",
+        module: nn.Module | None = None,
     ) -> None:
         """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest: steps
-        made, tokens seen and `digest` at the checkpoint from which the run continues.
+        made, tokens seen and `digest` at the checkpoint from which the run continues. module: whose modules a profile names.
         """
         self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
         self._gauges, self._gather, self._first_step = gauges, gather, first_step
@@ -84,6 +88,14 @@ class Reporter:
             gauges=gauges, gather=gather, first_step=first_step, first_tokens=first_tokens, digest=digest
         )
         self._kernels = KernelLog(policy.kernels, gather=gather, device=gauges.device)
+        self._profiler = StepProfiler(
+            policy.profile,
+            folder=policy.folder,
+            rank=rank,
+            device=gauges.device,
+            module=module,
+            ledger=gauges.memory,
+        )
         self._console = Console() if sys.stdout.isatty() else Console(width=140)
         self._folder: RunFolder | None = None  # this and the next two: rank 0 only
         self._progress: LiveProgress | PlainProgress | None = None
@@ -103,10 +115,12 @@ class Reporter:
         )  # so that the others' first step does not wait for `_open`
         self._rows.start()
         self._kernels.begin(self._rows.step + 1)
+        self._profiler.begin(self._rows.step + 1)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._kernels.close()
+        self._profiler.close()
         if self._rank == 0 and self._folder is not None:  # not after `finish`
             said = (
                 "interrupted"
@@ -147,8 +161,10 @@ class Reporter:
             for outlet in self._outlets(step):
                 outlet.row(written)
             self._say_tracker_notice()
+        self._end_profile(step)
         if step < self._policy.total_steps:
             self._kernels.begin(step + 1)
+            self._profiler.begin(step + 1)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -167,6 +183,7 @@ class Reporter:
         Of a run that was done before and made no step now, the record stays as it is.
         """
         self._kernels.close()
+        self._profiler.close()
         ranks = gather_json(self._report(), gather=self._gather, device=self._gauges.device)
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
         if self._rank == 0:
@@ -185,6 +202,13 @@ class Reporter:
             print_tables(self._console, ranks=ranks, steps=self._rows.num_steps, kernels=self._kernels.means())
             self._console.print(f"{describe_end(summary)}\nrecord: {folder}{picture}", highlight=False, soft_wrap=True)
         return summary
+
+    def _end_profile(self, step: int) -> None:
+        if not self._profiler.is_last(step):
+            self._profiler.end()
+            return
+        with self._rows.aside():  # writing the files is no part of a step
+            self.say(self._profiler.close() or "")
 
     def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
         """The keys that rank 0 knows without the others."""

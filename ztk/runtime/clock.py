@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ztk.runtime.ranges import named
+
 
 class PhaseClock:
     """Adds up wall seconds per phase: forward, backward, bubble (a pipeline waits), communication, optimizer, io.
@@ -22,7 +24,8 @@ class PhaseClock:
         start = time.perf_counter()
         self._inner.append(0.0)
         try:
-            yield
+            with named(f"phase {name}"):
+                yield
         finally:
             elapsed = time.perf_counter() - start
             self.seconds[name] += elapsed - self._inner.pop()

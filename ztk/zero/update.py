@@ -38,6 +38,7 @@ from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import in_one_memory, is_planned, is_set, on_host
+from ztk.runtime.ranges import named
 from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.runtime.streams import Copy, has_streams, start_copy
 from ztk.zero.bucket import Bucket
@@ -345,7 +346,8 @@ class ShardUpdate:
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         assert master is not None, "there while the update runs"
-        self._optimize(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
+        with named(f"update {bucket.traits.name}"):
+            self._optimize(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
         if average is not None and self._averages:
             self._update_average(average, weights=master, control=control)
         if fetched.staged is not None:

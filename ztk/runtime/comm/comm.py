@@ -20,6 +20,7 @@ from ztk.runtime.comm.counters import CommCounters
 from ztk.runtime.comm.transport import Transport
 from ztk.runtime.comm.watchdog import Watchdog
 from ztk.runtime.pending import Handle
+from ztk.runtime.ranges import named
 from ztk.runtime.serial import SerialThread
 
 
@@ -132,13 +133,18 @@ class Comm:
             f"reduce_scatter {label}", full, lambda t, name: t.reduce_scatter(full, out=out, label=name)
         )
 
-    def all_reduce(self, full: Tensor, *, label: str) -> Work:
-        """In place: `full` [size * n] becomes its sum over ranks, added in the order that `reduce_scatter` adds in."""
+    def all_reduce(self, full: Tensor, *, label: str, in_shard_order: bool = True) -> Work:
+        """In place: `full` [size * n] becomes its sum over ranks, the same bits on all, added in the order that `reduce_scatter` adds in.
+
+        in_shard_order: False: NCCL may choose the order, which is that of its own all-reduce: for sums that no sharded run makes otherwise.
+        """
         self._check(full)
         own = full.chunk(self.size)[self.rank]
         self.counters.count("all_reduce", numel=2 * full.numel(), itemsize=full.itemsize)
 
-        return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_reduce(full, own=own, label=name))
+        if in_shard_order:
+            return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_reduce(full, own=own, label=name))
+        return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_sum(full, own=own, label=name))
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Work:
         """Part r of `source` goes to rank r; `out` receives the parts from all ranks, in rank order."""
@@ -272,7 +278,7 @@ class Comm:
         def task():
             if self.before is not None:
                 self.before(f"{direction.partition(' ')[0]} {label}")
-            with torch.no_grad():
+            with named(f"{direction.partition(' ')[0]} {label}"), torch.no_grad():
                 return run()
 
         if not self._transport.blocking or self.size == 1:
@@ -318,7 +324,8 @@ class Comm:
         """Starts the collective; on a blocking transport it is complete on return."""
         start = time.perf_counter()
         try:
-            with torch.no_grad():  # grad mode is on by default in a thread, and views of inputs may require gradients
+            # Grad mode is on by default in a thread, and views of inputs may require gradients.
+            with named(name), torch.no_grad():
                 return run(self._transport, name)
         finally:
             self.counters.busy_seconds += time.perf_counter() - start
