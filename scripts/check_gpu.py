@@ -1,14 +1,18 @@
-"""On a machine with a GPU: bit identity, memory and speed with the Triton kernels, in under nine minutes.
+"""On a machine with a GPU: everything that can only be seen there, in one call of at most ten minutes.
 
-    python scripts/check_gpu.py [--parts identity memory speed] [--seconds 500]
+    python scripts/check_gpu.py [--parts identity memory job overlap speed kernels] [--seconds 570]
+    python scripts/check_gpu.py --dry-run        # the same code on a CPU with small models; writes nothing
 
-identity: stages 0 to 3 on the device, in main memory and on disk train to the same bits; an optimizer on the host agrees within
-    rounding. In a world of one, NCCL's collectives give the CPU's results.
+identity: stages 0 to 3 on the device, in main memory and on disk train to the same bits, without torch's deterministic mode; an optimizer
+    on the host agrees within rounding. In a world of one, NCCL's collectives give the CPU's results.
 memory: model state by the CUDA allocator's own counters, beside the ledger and the formula of the ZeRO paper.
+job: the main job, `python run.py`, and whether its held-out loss is below the text's byte-bigram entropy.
+overlap: from a trace, how much of the copies of `stage3 offload=cpu` is hidden, and the step beside the longest of computing and copying.
 speed: tokens/s and model FLOP utilisation of a model of 1B parameters in bf16 beside plain PyTorch and FSDP2.
+kernels: `scripts/bench_kernels.py` with the time that is left.
 
 Each item runs in its own process, so that a failure affects one row. Writes experiments/results/GPU/check_gpu.json; exit code 1
-if a check fails. Without a GPU it prints a message and does nothing.
+if a check fails. Without a GPU and without --dry-run it prints a message and does nothing. `scripts/check_gpus.py` is for several ranks.
 """
 
 import argparse
@@ -17,14 +21,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+import triton
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ztk.kernels._spec import TARGETS
+from ztk.launch import allocator_settings
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+JUDGED_STEPS = 100
 TIERS = ("none", "cpu", "nvme")
 PRECISIONS = ("fp32", "bf16", "fp16")
 CONTENDERS = ("plain", "plain+kernels", "fsdp2", "ztk0", "ztk3", "ztk2+cpu")
@@ -33,32 +45,43 @@ ITEM = str(Path(__file__).with_name("gpu_item.py"))
 
 def main() -> int:
     options = parse()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.dry_run:
         print("check_gpu: no GPU is visible to torch; nothing to check")
         return 0
-    console, deadline = Console(width=130), time.monotonic() + options.seconds
+    dry, console, deadline = options.dry_run, Console(width=130), time.monotonic() + options.seconds
     report: dict[str, object] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name(),
+        **device(dry=dry),
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "commit": commit(),
     }
+    console.print(report)
     failures: list[str] = []
     for part in options.parts:
-        rows = {item: run(item, deadline=deadline) for item in items(part)}
+        started = time.monotonic()
+        rows = {item: run(item, deadline=deadline, dry=dry) for item in items(part)}
         report[part] = rows
         failures += [f"{item}: {row['error']}" for item, row in rows.items() if "error" in row]
         good = {item: row for item, row in rows.items() if "error" not in row}
-        console.print({"identity": identity_table, "memory": memory_table, "speed": speed_table}[part](good))
-        if part == "identity":
-            failures += identity_failures(good)
-        if part == "memory":
-            failures += [f"{item}: the allocator's number differs" for item, row in good.items() if not row["agrees"]]
-    write(report)
+        console.print(TABLES[part](good))
+        console.print(f"{part}: {time.monotonic() - started:.0f} s")
+        failures += FAILURES[part](good)
+        if not dry:
+            write(report)  # after every part, so that what was found is kept
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print("FAILED" if failures else "all checks passed")
     return int(bool(failures))
+
+
+def device(*, dry: bool) -> dict[str, object]:
+    """Name and kind of the GPU, and of which target its kernels were compiled ahead of time."""
+    if dry:
+        return {"gpu": "none", "target": "none"}
+    major, minor = torch.cuda.get_device_capability()
+    target = torch.cuda.get_device_properties(0).gcnArchName if torch.version.hip else f"sm_{major}{minor}"
+    return {"gpu": torch.cuda.get_device_name(), "target": target, "compiled_ahead": target.startswith(TARGETS)}
 
 
 def items(part: str) -> list[str]:
@@ -71,26 +94,73 @@ def items(part: str) -> list[str]:
                 f"memory {stage} {tier}"
                 for stage, tier in ((0, "none"), (1, "none"), (3, "none"), (2, "cpu"), (3, "cpu"))
             ]
+        case "overlap":
+            return ["overlap ztk3+cpu", "overlap ztk2+cpu"]
+        case "job" | "kernels":
+            return [part]
         case "speed":
             return [f"speed {contender}" for contender in CONTENDERS]
     raise AssertionError(part)
 
 
-def run(item: str, *, deadline: float) -> dict:
-    """The item's answer: the last line that its process prints, or {"error": ...}."""
+def run(item: str, *, deadline: float, dry: bool) -> dict:
+    """The item's answer, or {"error": ...}. Of most items it is the last line that their process prints."""
     left = deadline - time.monotonic()
     if left < 15:
         return {"error": "no time left, raise --seconds"}
-    # cuBLAS sums in one order only with a workspace of fixed size.
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, ITEM, *item.split()]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=min(left, 240))
-    except subprocess.TimeoutExpired:
-        return {"error": "did not end in time"}
-    if done.returncode:
-        return {"error": done.stderr[-1500:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_of(item, folder=folder, left=left, dry=dry)
+        # The allocator's segments as of a rank that ztk starts.
+        environment = {**os.environ, **allocator_settings(), "PYTHONPATH": str(REPOSITORY)}
+        limit = left if item == "kernels" else min(left, 240)
+        try:
+            done = subprocess.run(
+                command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": "did not end in time"}
+        if done.returncode:
+            return {"error": (done.stderr or done.stdout)[-1500:]}
+        if item == "job":
+            return json.loads(Path(folder, "summary.json").read_text())
+        if item == "kernels":
+            return {"lines": done.stdout.splitlines()}
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def command_of(item: str, *, folder: str, left: float, dry: bool) -> list[str]:
+    """left: seconds that an item may take at most."""
+    if item == "kernels":
+        minutes = max(0.1, (left - 15) / 60)
+        options = ["--dry-run", "--ops", "cross_entropy"] if dry else []
+        return [
+            sys.executable,
+            str(REPOSITORY / "scripts" / "bench_kernels.py"),
+            "--minutes",
+            f"{minutes:.2f}",
+            *options,
+        ]
+    if item == "job":
+        small = ["launch.device=cpu", "train.steps=2", "train.eval_batches=1"] if dry else ["launch.device=cuda"]
+        words = ["launch.ranks=1", "logger=disabled", f"hydra.run.dir={folder}", *small]
+        return [sys.executable, str(REPOSITORY / "run.py"), *words]
+    return [sys.executable, ITEM, *item.split(), "--device", "cpu" if dry else "cuda"]
+
+
+def memory_failures(rows: dict[str, dict]) -> list[str]:
+    return [f"{item}: the allocator's number differs" for item, row in rows.items() if not row["agrees"]]
+
+
+def job_failures(rows: dict[str, dict]) -> list[str]:
+    """A run that has learnt is below the entropy of the text's pairs of bytes; one of a few steps is not judged."""
+    row = rows.get("job")
+    if row is None or row["steps"] < JUDGED_STEPS or row["validation_loss"] < row["bigram_entropy"]:
+        return []
+    return [f"job: held-out loss {row['validation_loss']:.4f}, the byte-bigram entropy is {row['bigram_entropy']:.4f}"]
+
+
+def no_failures(rows: dict[str, dict]) -> list[str]:
+    return []
 
 
 def identity_failures(rows: dict[str, dict]) -> list[str]:
@@ -121,33 +191,64 @@ def identity_table(rows: dict[str, dict]) -> Table:
 
 
 def memory_table(rows: dict[str, dict]) -> Table:
-    made = Table(title="100M parameters in bf16: MB on the device after a step")
+    made = Table(title="bf16: MB on the device after a step")
     keys = ("parameters", "gradients", "optimizer", "buffers", "ledger", "allocator", "formula")
     for heading in ("stage and tier", *keys, "agrees"):
         made.add_column(heading, justify="right")
     for item, row in rows.items():
-        made.add_row(item.removeprefix("memory "), *(f"{row[key] / 1e6:.1f}" for key in keys), str(row["agrees"]))
+        numbers = ("-" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in keys)
+        made.add_row(item.removeprefix("memory "), *numbers, str(row["agrees"]))
     return made
 
 
 def speed_table(rows: dict[str, dict]) -> Table:
     shape = next(iter(rows.values()), None)
-    made = Table(
-        title=f"1B parameters in bf16, batch {shape['micro_batch']} x {shape['seq_len']}" if shape else "speed"
-    )
+    made = Table(title=f"bf16, batch {shape['micro_batch']} x {shape['seq_len']}" if shape else "speed")
     for heading in ("", "tokens/s", "ms/step", "MFU", "of measured matmul", "peak GB", "loss"):
         made.add_column(heading, justify="right")
     for item, row in rows.items():
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else "unknown GPU"
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
         made.add_row(
             item.removeprefix("speed "),
             f"{row['tokens_per_second']:.0f}",
             f"{row['step_seconds'] * 1e3:.1f}",
             mfu,
             f"{row['of_matmul']:.1%}",
-            f"{row['peak_bytes'] / 1e9:.1f}",
+            peak,
             f"{row['loss']:.4f}",
         )
+    return made
+
+
+def overlap_table(rows: dict[str, dict]) -> Table:
+    made = Table(title="ms of a step, from a trace")
+    keys = ("step", "compute", "to_device", "from_device", "wire")
+    for heading in ("", *keys, "hidden", "step / longest (goal 1.10)"):
+        made.add_column(heading, justify="right")
+    for item, row in rows.items():
+        hidden = "-" if row["hidden"] is None else f"{row['hidden']:.1%}"
+        ratio = "-" if row["of_longest"] is None else f"{row['of_longest']:.2f}"
+        made.add_row(item.removeprefix("overlap "), *(f"{1e3 * row[key]:.1f}" for key in keys), hidden, ratio)
+    return made
+
+
+def job_table(rows: dict[str, dict]) -> Table:
+    made = Table(title="the main job, one rank")
+    keys = ("steps", "first_loss", "final_loss", "validation_loss", "bigram_entropy", "tokens_per_second")
+    for heading in keys:
+        made.add_column(heading, justify="right")
+    for row in rows.values():
+        made.add_row(*("-" if row.get(key) is None else f"{row[key]:.5g}" for key in keys))
+    return made
+
+
+def kernels_table(rows: dict[str, dict]) -> Table:
+    made = Table(title="kernels")
+    made.add_column("as bench_kernels.py prints it")
+    for row in rows.values():
+        for line in row["lines"]:
+            made.add_row(line)
     return made
 
 
@@ -162,13 +263,24 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+PARTS = ("identity", "memory", "job", "overlap", "speed", "kernels")
+TABLES = {
+    "identity": identity_table, "memory": memory_table, "job": job_table, "overlap": overlap_table, "speed": speed_table,
+    "kernels": kernels_table,
+}  # fmt: skip
+FAILURES = {
+    "identity": identity_failures, "memory": memory_failures, "job": job_failures, "overlap": no_failures,
+    "speed": no_failures, "kernels": no_failures,
+}  # fmt: skip
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("identity", "memory", "speed")
-    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(
-        "--seconds", type=float, default=500, help="items that cannot start in this time are reported as failed"
+        "--seconds", type=float, default=570, help="items that cannot start in this time are reported as failed"
     )
+    parser.add_argument("--dry-run", action="store_true", help="small models on the CPU; nothing is written")
     return parser.parse_args()
 
 

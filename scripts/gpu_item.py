@@ -1,22 +1,29 @@
 """One item of `scripts/check_gpu.py`; prints one line of JSON.
 
-    python scripts/gpu_item.py nccl | identity bf16 | memory 2 cpu | speed ztk0
+    python scripts/gpu_item.py nccl | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
 
-`--device cpu` runs identity on a machine without a GPU, to try the script itself.
+`--device cpu` runs the same code with small models on a machine without a GPU, to try the script itself: what only a GPU counts is null.
 """
 
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.gpu_trace import overlap_of
 from ztk import kernels
 from ztk.data import Share, SyntheticStream
 from ztk.engine import Engine
@@ -37,8 +44,10 @@ MEDIUM = DecoderConfig(vocab_size=32000, dim=640, layers=12, heads=10, kv_heads=
 LARGE = DecoderConfig(
     vocab_size=32000, dim=2048, layers=20, heads=16, kv_heads=8, hidden_dim=5632, max_seq_len=4096
 )  # conf/model/1b.yaml
+TINY = DecoderConfig(vocab_size=256, dim=64, layers=2, heads=2, kv_heads=1, hidden_dim=128, max_seq_len=64)
 OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 SEED, STEPS = 0, 20
+TRACED = 3  # steps
 # Dense bf16 FLOP/s of the data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
 # The host's update has another order of operations: fp32 losses differ by rounding, 16-bit ones by steps of 16-bit numbers.
@@ -68,9 +77,9 @@ def build(
     )
 
 
-def batches(config: DecoderConfig, *, micro_batch: int, seq_len: int, device: torch.device):
+def batches(config: DecoderConfig, *, micro_batch: int, seq_len: int, device: torch.device, rank: int = 0):
     stream = SyntheticStream(
-        vocab_size=config.vocab_size, seq_len=seq_len, share=Share(micro_batch=micro_batch), seed=SEED
+        vocab_size=config.vocab_size, seq_len=seq_len, share=Share(micro_batch=micro_batch), seed=SEED + rank
     )
     while True:
         batch = stream.next_batch()
@@ -89,8 +98,10 @@ def train_step(engine: Engine | PeerEngine, tokens: Tensor, targets: Tensor) -> 
 
 def nccl(process: Process) -> dict:
     """A world of one: every collective hands back what it was given."""
-    transport = NcclTransport(group=dist.group.WORLD)
+    if process.device.type == "cpu":
+        return {"bytes": 0}
     source = torch.randn(1 << 20, device=process.device)
+    transport = NcclTransport(group=dist.group.WORLD)
     full, out = source.clone(), torch.empty_like(source)
     for work in (
         transport.all_gather(full, label=""),
@@ -106,20 +117,21 @@ def nccl(process: Process) -> dict:
 
 
 def identity(process: Process, *, precision: str) -> dict:
-    """Digest of the bits of losses and final weights, per stage and tier."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Digest of the bits of losses and final weights, per stage and tier. Without torch's deterministic mode: a run has none either."""
+    config, micro_batch, seq_len, steps = (SMALL, 8, 256, STEPS) if process.device.type == "cuda" else (TINY, 2, 64, 3)
     digests, losses = {}, {}
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for stage in range(4):
             for tier in ("none", "cpu", "nvme"):
                 layout = f"{stage} {tier}"
-                engine = build(SMALL, process=process, precision=precision, stage=stage, tier=tier, folder=folder)
-                stream = batches(SMALL, micro_batch=8, seq_len=256, device=process.device)
-                losses[layout] = torch.stack([train_step(engine, *next(stream)) for _ in range(STEPS)]).cpu()
+                engine = build(config, process=process, precision=precision, stage=stage, tier=tier, folder=folder)
+                stream = batches(config, micro_batch=micro_batch, seq_len=seq_len, device=process.device)
+                losses[layout] = torch.stack([train_step(engine, *next(stream)) for _ in range(steps)]).cpu()
                 bits = hashlib.sha256(losses[layout].numpy().tobytes())
                 for _, parameter in sorted(engine.zero.full_parameters()):
                     bits.update(parameter.cpu().contiguous().view(torch.uint8).numpy().tobytes())
                 digests[layout] = bits.hexdigest()
+                engine.close()
     difference = ((losses["1 cpu"] - losses["1 none"]) / losses["1 none"]).abs().max()
     return {
         "digests": digests,
@@ -134,15 +146,17 @@ def identity(process: Process, *, precision: str) -> dict:
 
 def memory(process: Process, *, stage: int, tier: str) -> dict:
     """Bytes on the device after two steps: by category, by the allocator, by formula. One GPU: nothing is divided."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    on_gpu = process.device.type == "cuda"
+    config, seq_len = (MEDIUM, 256) if on_gpu else (TINY, 64)
+    synchronize(process.device)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        engine = build(MEDIUM, process=process, precision="bf16", stage=stage, tier=tier, folder=folder)
-        stream = batches(MEDIUM, micro_batch=4, seq_len=256, device=process.device)
+        engine = build(config, process=process, precision="bf16", stage=stage, tier=tier, folder=folder)
+        stream = batches(config, micro_batch=4, seq_len=seq_len, device=process.device)
         for _ in range(2):
             train_step(engine, *next(stream))
-        torch.cuda.synchronize()
-        allocated = torch.cuda.memory_allocated() - before
+        synchronize(process.device)
+        allocated = torch.cuda.memory_allocated() - before if on_gpu else None
     held = engine.memory.by_category(Tier.device)
     state = {category: held.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     numel, offloaded = engine.num_parameters, tier != "none"
@@ -156,44 +170,97 @@ def memory(process: Process, *, stage: int, tier: str) -> dict:
         "ledger": ledger,
         "allocator": allocated,
         "formula": formula,
-        "agrees": abs(allocated - ledger) < slack and abs(sum(state.values()) - formula) < slack,
+        "agrees": (allocated is None or abs(allocated - ledger) < slack) and abs(sum(state.values()) - formula) < slack,
     }
 
 
 # speed
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What is trained, and a rank's batch."""
+
+    config: DecoderConfig
+    micro_batch: int
+    seq_len: int
+
+    @staticmethod
+    def for_device(device: torch.device) -> "Shape":
+        """A model of 1B parameters with the batch that a GPU's memory has room for; on a CPU a tiny one."""
+        if device.type != "cuda":
+            return Shape(config=TINY, micro_batch=2, seq_len=64)
+        gigabytes = torch.cuda.get_device_properties(0).total_memory / 1e9
+        return Shape(config=LARGE, micro_batch=8 if gigabytes > 100 else 4 if gigabytes > 70 else 1, seq_len=2048)
+
+    def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Four, to be used in turn."""
+        stream = batches(self.config, micro_batch=self.micro_batch, seq_len=self.seq_len, device=device)
+        return [next(stream) for _ in range(4)]
+
+
+def synchronize(device: torch.device) -> None:
+    """The host waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def speed(process: Process, *, contender: str) -> dict:
     """Steps of a training loop that only waits for the device at its end."""
-    gigabytes = torch.cuda.get_device_properties(0).total_memory / 1e9
-    config, seq_len, micro_batch = LARGE, 2048, 8 if gigabytes > 100 else 4 if gigabytes > 70 else 1
+    device, on_gpu = process.device, process.device.type == "cuda"
+    shape = Shape.for_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    step = contender_step(contender, config=config, process=process)
-    stream = batches(config, micro_batch=micro_batch, seq_len=seq_len, device=process.device)
-    ready = [next(stream) for _ in range(4)]
+    step, ready = contender_step(contender, config=shape.config, process=process), shape.batches(device)
     for number in range(4):
         step(*ready[number % 4])
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    start, steps = time.perf_counter(), 10
+    synchronize(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    start, steps = time.perf_counter(), 10 if on_gpu else 2
+    loss = torch.zeros(())
     for number in range(steps):
         loss = step(*ready[number % 4])
-    torch.cuda.synchronize()
+    synchronize(device)
     seconds = (time.perf_counter() - start) / steps
-    tokens_per_second = micro_batch * seq_len / seconds
-    flops = config.flops_per_token(seq_len) * tokens_per_second
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+    tokens_per_second = shape.micro_batch * shape.seq_len / seconds
+    flops = shape.config.flops_per_token(shape.seq_len) * tokens_per_second
+    name = torch.cuda.get_device_name() if on_gpu else "cpu"
+    peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
     return {
-        "micro_batch": micro_batch,
-        "seq_len": seq_len,
+        "micro_batch": shape.micro_batch,
+        "seq_len": shape.seq_len,
         "step_seconds": seconds,
         "tokens_per_second": tokens_per_second,
         "mfu": flops / peak if peak else None,
-        "of_matmul": flops / matmul_flops(process.device),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        # pyrefly: ignore[unbound-name]  # there is a step
+        "of_matmul": flops / matmul_flops(device),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "loss": float(loss),
     }
+
+
+# overlap
+
+
+def overlap(process: Process, *, contender: str) -> dict:
+    """What of the copies and collectives of some steps runs behind computing, from a trace."""
+    device = process.device
+    shape = Shape.for_device(device)
+    step, ready = contender_step(contender, config=shape.config, process=process), shape.batches(device)
+    for number in range(4):
+        step(*ready[number % 4])
+    synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        start = time.perf_counter()
+        for number in range(TRACED):
+            step(*ready[number % 4])
+        synchronize(device)
+        seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return asdict(overlap_of(events, seconds=seconds, steps=TRACED))
 
 
 def contender_step(contender: str, *, config: DecoderConfig, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
@@ -209,7 +276,7 @@ def contender_step(contender: str, *, config: DecoderConfig, process: Process) -
             kind="fsdp2",
             process=process,
             optimizer=OPTIMIZER,
-            precision=PrecisionPolicy.named("bf16", reduce_dtype="fp32"),
+            precision=PrecisionPolicy.named("bf16"),  # as ztk's: gradients are reduced in bf16
             initial_values=partial(initial_values, model, seed=SEED),
         )
     else:
@@ -241,20 +308,21 @@ def plain(config: DecoderConfig, *, device: torch.device) -> Callable[[Tensor, T
 
 def matmul_flops(device: torch.device) -> float:
     """FLOP/s of a large bf16 product here and now: what a data sheet does not know."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    n = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
-    torch.cuda.synchronize()
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(10):
         a @ b
-    torch.cuda.synchronize()
-    return 10 * 2 * 8192**3 / (time.perf_counter() - start)
+    synchronize(device)
+    return 10 * 2 * n**3 / (time.perf_counter() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("item", choices=("nccl", "identity", "memory", "speed"))
+    parser.add_argument("item", choices=("nccl", "identity", "memory", "speed", "overlap"))
     parser.add_argument("arguments", nargs="*")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
@@ -268,6 +336,8 @@ def main() -> None:
             answer = memory(process, stage=int(stage), tier=tier)
         case "speed", [contender]:
             answer = speed(process, contender=contender)
+        case "overlap", [contender]:
+            answer = overlap(process, contender=contender)
         case _:
             parser.error(f"{options.item} does not take {options.arguments}")
     print(json.dumps(answer), flush=True)

@@ -1,4 +1,4 @@
-"""The other implementations of each op that a benchmark can find: torch's own fused forms and liger-kernel."""
+"""The other implementations of each op that a benchmark can find: torch's own fused forms, liger-kernel, FlashOptim and FlashAttention 3."""
 
 import importlib.util
 from collections.abc import Callable
@@ -99,6 +99,7 @@ def liger_peers() -> dict[str, dict[str, Peer]]:
     if importlib.util.find_spec("liger_kernel") is None:
         return {}
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -106,7 +107,11 @@ def liger_peers() -> dict[str, dict[str, Peer]]:
     def cross_entropy(logits, target, **_):
         return LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, "mean", None, False)[0]
 
+    def linear_cross_entropy(x, weight, target, *, ignore_index=-100, **_):
+        return LigerFusedLinearCrossEntropyFunction.apply(x, weight, target, None, None, ignore_index)[0]
+
     return {
+        "linear_cross_entropy": {"liger fused": linear_cross_entropy},
         "swiglu": {"liger": lambda gate, up: LigerSiLUMulFunction.apply(gate, up)},
         "rms_norm": {"liger": lambda x, weight, *, eps=1e-6, residual=None: LigerRMSNormFunction.apply(x, weight, eps)},
         "layer_norm": {
@@ -118,9 +123,47 @@ def liger_peers() -> dict[str, dict[str, Peer]]:
     }
 
 
+class _FlashOptimAdamW:
+    """FlashOptim's AdamW with states of 8 bits, over one parameter of the same size: its optimizer owns its states."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        self._make, self._parameter, self._optimizer = optimizer, None, None
+
+    def __call__(self, param, *, grad, **_):
+        if self._parameter is None or self._parameter.shape != param.shape or self._parameter.device != param.device:
+            self._parameter = torch.nn.Parameter(torch.zeros_like(grad, dtype=torch.bfloat16))
+            self._optimizer = self._make([self._parameter], lr=1e-3, weight_decay=0.1)
+        self._parameter.grad = grad.to(torch.bfloat16)
+        self._optimizer.step()
+
+
+def flashoptim_peers() -> dict[str, dict[str, Peer]]:
+    """FlashOptim's, when it is installed."""
+    if importlib.util.find_spec("flashoptim") is None:
+        return {}
+    import flashoptim
+
+    return {"adamw_8bit": {"flashoptim": _FlashOptimAdamW(flashoptim.FlashAdamW)}}
+
+
+def flash_attention_peers() -> dict[str, dict[str, Peer]]:
+    """FlashAttention 3's, when it is installed."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return {}
+    from flash_attn_interface import flash_attn_func
+
+    def attention(q, k, v, *, causal=True, window=0, scale=None):
+        sizes = {"window_size": (window - 1, 0)} if window else {}
+        out = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **sizes)
+        return out[0] if isinstance(out, tuple) else out
+
+    return {"attention": {"flash attention 3": attention}}
+
+
 def all_peers() -> dict[str, dict[str, Peer]]:
     """Every peer present, by op and name."""
     peers = torch_peers()
-    for op, named in liger_peers().items():
-        peers.setdefault(op, {}).update(named)
+    for found in (liger_peers(), flashoptim_peers(), flash_attention_peers()):
+        for op, named in found.items():
+            peers.setdefault(op, {}).update(named)
     return peers

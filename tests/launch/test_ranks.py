@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ztk.launch import RankError, log_path, run_ranks
+from ztk.launch import RankError, allocator_settings, log_path, run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
 # A rank's command is `python -c PRELUDE + program`; `rank` and `fail` are at hand.
@@ -171,3 +171,17 @@ def wait_until(holds, *, seconds: float = 20) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_gpu_memory_grows_in_segments_unless_the_user_says_something(tmp_path, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert allocator_settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    program = 'print(os.environ["PYTORCH_ALLOC_CONF"])'
+    run(program, output_dir=tmp_path)
+    assert log_path(tmp_path, rank=1).read_text() == "expandable_segments:True\n"
+    for name in names:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        assert allocator_settings() == {}
+        monkeypatch.delenv(name)

@@ -14,7 +14,7 @@ from ztk.launch.errors import (
 from ztk.launch.external import Agreement, ExternalRank
 from ztk.launch.forks import Forker
 from ztk.launch.processes import Child, Start, run_children, start_process
-from ztk.launch.ranks import python_path, run_ranks, worker_command
+from ztk.launch.ranks import allocator_settings, python_path, run_ranks, worker_command
 
 __all__ = [
     "Agreement",
@@ -24,6 +24,7 @@ __all__ = [
     "RankError",
     "RankFailure",
     "Start",
+    "allocator_settings",
     "failure_of",
     "first_cause",
     "forget_failure",

@@ -26,7 +26,7 @@ def run_ranks(
     places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds, start: see `run_children`.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
-    `OMP_NUM_THREADS`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
+    `OMP_NUM_THREADS`, and `allocator_settings`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
 
     Raises RankError with the first cause when a rank fails, KeyboardInterrupt after SIGINT, SystemExit(128 + signal)
     after SIGTERM and SIGHUP. In every case all ranks have ended before.
@@ -77,6 +77,13 @@ def python_path(*extra: str | os.PathLike) -> str:
     return os.pathsep.join([*map(os.fspath, extra), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def allocator_settings() -> dict[str, str]:
+    """Environment of a rank: segments of GPU memory that grow, so that buffers of changing sizes leave no gaps that nobody can use.
+    Empty if the user has said something of torch's allocator."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
+
+
 def _environment(rank: int, *, place: int, ranks: int, threads: int, store: str) -> dict[str, str]:
     own = {
         "RANK": str(rank),
@@ -87,4 +94,4 @@ def _environment(rank: int, *, place: int, ranks: int, threads: int, store: str)
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": python_path(),
     }
-    return os.environ | own
+    return os.environ | allocator_settings() | own

@@ -11,7 +11,7 @@ from pathlib import Path
 from ztk.deepspeed.names import SHIM
 from ztk.deepspeed.runner.plan import Plan
 from ztk.deepspeed.runner.script import rank_command
-from ztk.launch import Child, first_cause, python_path, run_children
+from ztk.launch import Child, allocator_settings, first_cause, python_path, run_children
 
 
 def run_node(plan: Plan, *, node: int) -> int:
@@ -71,7 +71,7 @@ def _child(plan: Plan, *, node: int, local_rank: int, folder: Path | None) -> Ch
     }  # of a run this one was started by
     environment = inherited | rank_environment(plan, node=node, local_rank=local_rank)
     # Every rank would start a thread per core. Who set a number meant it.
-    environment = {"OMP_NUM_THREADS": str(max(1, len(mine) // ranks))} | environment
+    environment = {"OMP_NUM_THREADS": str(max(1, len(mine) // ranks))} | allocator_settings() | environment
     if bound:
         environment["OMP_NUM_THREADS"] = str(len(bound))
     rank = plan.first_rank_of(node) + local_rank
