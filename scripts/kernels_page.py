@@ -28,6 +28,8 @@ COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, 
 ITEMSIZE = 2
 PICTURED = "sm_90"
 
+KERNELS_OF = {"linear_cross_entropy": "cross_entropy", "linear_logprob": "cross_entropy"}  # ops without kernels of their own
+
 # (share of the limit, ratio to the best peer) to reach on an H200.
 GOALS = {
     "adamw": ("90 %", "1.7x norm + mul + torch._fused_adamw_ + cast"),
@@ -55,17 +57,22 @@ GOALS = {
 }
 
 
-def refresh_aot() -> None:
-    """Compile every kernel for every target with the Triton at hand, and keep the metrics."""
+def refresh_aot(ops: str = "") -> None:
+    """Compile every kernel for every target with the Triton at hand, and keep the metrics. ops: only those ops whose name contains it; the rows
+    of the others stay."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "ztk.kernels.aot", "--json"]
+    command = [sys.executable, "-m", "ztk.kernels.aot", "--json", *(["--ops", ops] if ops else [])]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if not done.stdout.strip():
         raise RuntimeError(f"the ahead-of-time report failed:\n{done.stderr[-2000:]}")
     rows = json.loads(done.stdout)
     AOT_FOLDER.mkdir(parents=True, exist_ok=True)
+    file = AOT_FOLDER / f"triton-{triton.__version__}.json"
+    if ops and file.exists():
+        new = {row["op"] for row in rows}
+        rows = [row for row in json.loads(file.read_text()) if row["op"] not in new] + rows
     lines = ",\n".join(json.dumps(row) for row in rows)
-    (AOT_FOLDER / f"triton-{triton.__version__}.json").write_text(f"[\n{lines}\n]\n")
+    file.write_text(f"[\n{lines}\n]\n")
     record_aot(rows)
 
 
@@ -136,8 +143,14 @@ def called() -> str:
     rows = []
     for spec in ALL_OPS:
         names = [f"`{name}`" for name in found[spec.name]]
-        rows.append([HOT_PATHS[spec.name], f"`{spec.name}`", ", ".join(names)])
-    return table(["hot path", "op", "caller"], sorted(rows))
+        kernels = [f"`{name}`" for name in sorted({case.kernel.__name__ for case in spec.aot})]
+        if other := KERNELS_OF.get(spec.name):
+            kernels.append(f"those of `{other}`")
+        rows.append([HOT_PATHS[spec.name], f"`{spec.name}`", ", ".join(kernels), ", ".join(names)])
+    empty = [row[1] for row in rows if not all(row)]
+    if empty:
+        raise ValueError(f"{', '.join(empty)}: an op without a kernel or a caller")
+    return table(["hot path", "op", "Triton kernels", "caller"], sorted(rows))
 
 
 def measured() -> str:
@@ -277,6 +290,8 @@ and keeps the rows of the others.
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aot", action="store_true", help="compile every kernel first")
-    if parser.parse_args().aot:
-        refresh_aot()
+    parser.add_argument("--ops", default="", help="with --aot: only ops whose name contains this")
+    options = parser.parse_args()
+    if options.aot:
+        refresh_aot(options.ops)
     write()

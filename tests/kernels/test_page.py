@@ -35,6 +35,15 @@ def test_without_rows_speed_is_unmeasured(page):
         assert f"| {spec.name} |" in text, f"no counted floor for {spec.name}"
 
 
+def test_the_page_in_the_repository_is_current(page, monkeypatch, tmp_path):
+    """Callers and kernels come from the source, floors and budgets from the SPECs, the rest from files: `python scripts/kernels_page.py`."""
+    results = SCRIPTS.parent / "experiments" / "results"
+    monkeypatch.setattr(page, "RESULTS", results)
+    monkeypatch.setattr(page, "AOT_FOLDER", results / "aot")
+    page.write()
+    assert page.PAGE.read_text() == (SCRIPTS.parent / "docs" / "kernels.md").read_text()
+
+
 def test_newest_rows_stand_beside_their_goals(page, tmp_path):
     def row(provider, p50, speedup):
         return {
@@ -81,7 +90,7 @@ def test_every_op_has_a_caller(page):
     assert set(HOT_PATHS) == names
     assert all(found.get(name) for name in names)
     cells = [cell.strip() for line in page.called().splitlines() for cell in line.strip("|").split("|")]
-    assert all(cells) and len(cells) == 3 * (2 + len(names))
+    assert all(cells) and len(cells) == 4 * (2 + len(names))
 
 
 def test_callers_are_uses_and_no_imports(tmp_path, monkeypatch):

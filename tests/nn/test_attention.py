@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ztk.kernels import set_backend
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import _blockwise, _fused, causal_attention
 
@@ -44,6 +45,35 @@ def test_forward_and_gradients(way, dtype, length, heads, kv_heads):
     for got, wanted in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         error, size = (got.double() - wanted).pow(2).mean().sqrt(), wanted.double().pow(2).mean().sqrt()
         assert error <= tolerance * max(size, 0.5)
+
+
+class Names(TorchDispatchMode):
+    """Keeps the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "head_dim, backend, is_own", [(16, "auto", True), (512, "auto", False), (16, "reference", False)]
+)
+def test_a_gpu_attends_by_the_kernel_whose_backward_has_one_order(head_dim, backend, is_own):
+    """On tensors without values, which take the branches of a GPU. Plain PyTorch is compared with as it is."""
+    query, key = (torch.empty(2, 8, heads, head_dim, device="meta", requires_grad=True) for heads in (4, 2))
+    set_backend(backend)
+    try:
+        with Names() as names:
+            causal_attention(query, key=key, value=key).sum().backward()
+    finally:
+        set_backend("auto")
+    assert query.grad.shape == query.shape
+    for name in ("ztk::attention", "ztk::attention_backward"):
+        assert (name in names.found) == is_own
 
 
 class Picks(TorchDispatchMode):

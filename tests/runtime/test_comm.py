@@ -1,6 +1,7 @@
 """Every transport against arithmetic: sizes below, at and above a slot, three dtypes, in place and not."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from tests.ranks import RankFailed, RankPool
 from ztk.runtime.comm import Comm
 from ztk.runtime.comm.gloo import GlooTransport
+from ztk.runtime.comm.nccl import NcclTransport
 from ztk.runtime.comm.shared_memory import SharedMemoryTransport
 from ztk.runtime.comm.transport import SingleRankTransport, sum_in_rank_order
 
@@ -231,3 +233,18 @@ def test_a_world_of_one_does_not_wait_when_it_only_looks_ahead():
     work.wait()
     work.wait()
     assert slow.waited == 1
+
+
+def test_nccl_sums_activations_by_one_collective_and_gradients_by_those_of_shards(monkeypatch):
+    """Without NCCL: what a transport calls."""
+    called = []
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: called.append(name))
+    group = mock.Mock()
+    group.rank.return_value, group.size.return_value = 0, 2
+    comm = Comm(NcclTransport(group=group), rank=0, size=2, device=torch.device("cpu"))
+    comm.all_reduce(torch.ones(4), label="gradients")
+    assert called == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+    called.clear()
+    comm.all_reduce(torch.ones(4), label="activations", in_shard_order=False)
+    assert called == ["all_reduce"]

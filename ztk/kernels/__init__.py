@@ -25,8 +25,10 @@ from ztk.kernels import paged_attention as _paged_attention
 from ztk.kernels import quantize as _quantize
 from ztk.kernels import rms_norm as _rms_norm
 from ztk.kernels import rope as _rope
+from ztk.kernels import router_losses as _router_losses
 from ztk.kernels import segment_scan as _segment_scan
 from ztk.kernels import sgd as _sgd
+from ztk.kernels import sharded_cross_entropy as _sharded_cross_entropy
 from ztk.kernels import step_control as _step_control
 from ztk.kernels import sum_of_squares as _sum_of_squares
 from ztk.kernels import swiglu as _swiglu
@@ -41,6 +43,7 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
+from ztk.kernels._flat import tiles_of
 from ztk.kernels._library import Backend, behind_step, get_backend, op_names, operator, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels._times import Ceilings, KernelTime, KernelTimes
@@ -67,8 +70,10 @@ from ztk.kernels.paged_attention import make_tiles, paged_attention, positions_p
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
+from ztk.kernels.router_losses import router_losses
 from ztk.kernels.segment_scan import segment_scan
 from ztk.kernels.sgd import sgd
+from ztk.kernels.sharded_cross_entropy import sharded_cross_entropy
 from ztk.kernels.step_control import step_control
 from ztk.kernels.sum_of_squares import sum_of_squares
 from ztk.kernels.swiglu import swiglu
@@ -106,6 +111,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _cache_rows.SPEC,
     _paged_attention.SPEC,
     _copy_blocks.SPEC,
+    _sharded_cross_entropy.SPEC,
+    _router_losses.SPEC,
 )
 
 __all__ = [
@@ -173,10 +180,13 @@ __all__ = [
     "quantized_bytes",
     "rms_norm",
     "rope",
+    "router_losses",
     "segment_scan",
     "set_backend",
     "sgd",
+    "sharded_cross_entropy",
     "step_control",
     "sum_of_squares",
     "swiglu",
+    "tiles_of",
 ]

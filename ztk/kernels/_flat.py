@@ -6,7 +6,7 @@ shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector lo
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from ztk.kernels._spec import AotCase, OpSpec
 
 ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
 NUM_WARPS = 4
+PER_THREAD = 4  # elements
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +57,9 @@ def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected 
         )
 
 
-def launch_flat(kernel: Callable, *args: object, of: Tensor, per_thread: int = 4, **constexprs: object) -> None:
+def launch_flat(
+    kernel: Callable, *args: object, of: Tensor, per_thread: int = PER_THREAD, **constexprs: object
+) -> None:
     """Launch `kernel` over the elements of the tensor `of`, in tiles of BLOCK elements."""
     if numel := of.numel():
         block = per_thread * machine(of.device).warp_size * NUM_WARPS
@@ -65,13 +68,37 @@ def launch_flat(kernel: Callable, *args: object, of: Tensor, per_thread: int = 4
         )
 
 
+def tiles_of(segments: Sequence[tuple[int, int, int]], *, device: torch.device) -> Tensor:
+    """int32 [tiles, 3] on `device`: first element, end and row of the control table of every program of one launch over many segments.
+
+    segments: (start, stop, row), multiples of 16 below 2^31 but for the row. To be made once: it comes from the host.
+    """
+    block = PER_THREAD * machine(device).warp_size * NUM_WARPS
+    tiles = [
+        (first, min(first + block, stop), row) for start, stop, row in segments for first in range(start, stop, block)
+    ]
+    assert all(first % ALIGNMENT == 0 and stop % ALIGNMENT == 0 for first, stop, _ in tiles), "segments are padded"
+    if device.type == "meta":
+        return torch.empty((len(tiles), 3), dtype=torch.int32, device=device)
+    return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3).to(device)
+
+
+def launch_tiles(kernel: Callable, *args: object, tiles: Tensor, **constexprs: object) -> None:
+    """Launch `kernel` with a program for each of `tiles`, int32 [tiles, 3]."""
+    if len(tiles):
+        block = PER_THREAD * machine(tiles.device).warp_size * NUM_WARPS
+        kernel[(len(tiles),)](*args, **constexprs, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+
+
 def register_update(schema: str, *, launch: Callable, update: Callable) -> Callable:
-    """Register an optimizer op. `update` works on CPU tensors, with `control` as a list; a skipped step does not reach it."""
+    """Register an optimizer op. `update` works on CPU tensors, with `control` as a list, or as a list of rows; a skipped step does not reach
+    it."""
     place = list(inspect.signature(update).parameters).index("control")
 
     def cpu(*args):
         control = args[place].tolist()
-        if not control[Control.skip]:
+        row = control if args[place].dim() == 1 else control[0]
+        if not row[Control.skip]:
             update(*args[:place], control, *args[place + 1 :])
 
     return register(schema, triton=launch, cpu=cpu, fake=lambda *_: None)

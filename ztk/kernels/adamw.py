@@ -12,7 +12,7 @@ scalar. See [Note: Four per thread] in `_flat`.
 Kingma and Ba, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter, https://arxiv.org/abs/1711.05101
 """
 
-import functools
+import itertools
 
 import torch
 import triton
@@ -20,32 +20,44 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._adam import update, update_cpu, updated
-from ztk.kernels._control import SKIP
+from ztk.kernels._control import CONTROL_COLUMNS, SKIP
 from ztk.kernels._flat import (
     FLOAT32,
     GRAD_DTYPES,
     check_flat,
+    control_row,
     dispatch,
     flat_case,
     flat_spec,
     launch_flat,
+    launch_tiles,
     make_flat_inputs,
     register_update,
+    tiles_of,
     write_unless_skipped,
 )
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
 
+_COLUMNS = tl.constexpr(CONTROL_COLUMNS)
+
 
 @triton.jit
 def _adamw(
-    master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, N,
+    master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, tiles_ptr, N,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_n = o_n < N
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        stop = N
+        if tiles_ptr is not None:
+            p_tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 3
+            start = tl.multiple_of(tl.load(p_tile).to(tl.int64), 16)
+            stop = tl.multiple_of(tl.load(p_tile + 1), 16)
+            control_ptr += tl.load(p_tile + 2) * _COLUMNS
+        o_n = start + tl.arange(0, BLOCK)
+        m_n = o_n < stop
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0)
@@ -66,8 +78,13 @@ def _launch(
     control: Tensor,
     out: Tensor | None,
     decoupled: bool,
+    tiles: Tensor | None,
 ) -> None:
-    launch_flat(_adamw, master, grad, exp_avg, exp_avg_sq, control, out, master.numel(), of=master, DECOUPLED=decoupled)
+    args = (master, grad, exp_avg, exp_avg_sq, control, out, tiles, master.numel())
+    if tiles is None:
+        launch_flat(_adamw, *args, of=master, DECOUPLED=decoupled)
+    else:
+        launch_tiles(_adamw, *args, tiles=tiles, DECOUPLED=decoupled)
 
 
 def _cpu(
@@ -78,13 +95,20 @@ def _cpu(
     control: list,
     out: Tensor | None,
     decoupled: bool,
+    tiles: Tensor | None,
 ) -> None:
-    update_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
+    if tiles is None:
+        update_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
+        return
+    for start, stop, row in tiles.tolist():
+        cut, narrow = slice(start, stop), None if out is None else out[start:stop]
+        rows = (x[cut] for x in (master, grad, exp_avg, exp_avg_sq))
+        update_cpu(*rows, control=control[row], out=narrow, decoupled=decoupled)
 
 
 _op = register_update(
     "adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, Tensor(d!)? out, "
-    "bool decoupled) -> ()",
+    "bool decoupled, Tensor? tiles) -> ()",
     launch=_launch,
     update=_cpu,
 )
@@ -99,6 +123,7 @@ def adamw(
     control: Tensor,
     out: Tensor | None = None,
     decoupled: bool = True,
+    tiles: Tensor | None = None,
 ) -> None:
     """One AdamW step in place (Adam with L2 regularisation when `decoupled` is False).
 
@@ -113,15 +138,20 @@ def adamw(
         control: one row float32 [16] written by `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
         decoupled: weight decay on the master (AdamW), not added to the gradient (Adam).
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own: one launch for all. `control` is then float32
+            [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
     states = {"exp_avg": (exp_avg, FLOAT32), "exp_avg_sq": (exp_avg_sq, FLOAT32), "out": (out, GRAD_DTYPES)}
-    check_flat("adamw", tensors={"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states, control=control)
+    row = control if tiles is None else control[0]
+    check_flat("adamw", tensors={"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states, control=row)
+    if tiles is not None and (tiles.dtype != torch.int32 or tiles.dim() != 2 or tiles.shape[1] != 3):
+        raise ValueError(f"adamw: tiles {tuple(tiles.shape)} {tiles.dtype} are not of tiles_of: int32 [tiles, 3]")
     dispatch(
         _op, reference=adamw_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control,
-        out=out, decoupled=decoupled,
+        out=out, decoupled=decoupled, tiles=tiles,
     )  # fmt: skip
 
 
@@ -134,18 +164,41 @@ def adamw_reference(
     control: Tensor,
     out: Tensor | None = None,
     decoupled: bool = True,
+    tiles: Tensor | None = None,
 ) -> None:
     """The same update, one plain operation at a time."""
+    if tiles is not None:
+        for start, stop, row in tiles.tolist():
+            parts = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
+            cut = {name: None if part is None else part[start:stop] for name, part in parts.items()}
+            adamw_reference(master[start:stop], control=control[row], decoupled=decoupled, **cut)
+        return
     c = control.to(compute_dtype(master))
     p, m, v = updated(master, g=grad.to(c.dtype), m=exp_avg, v=exp_avg_sq, control=c, decoupled=decoupled)
     write_unless_skipped(c, (out, p), (master, p), (exp_avg, m), (exp_avg_sq, v))
 
 
-_make_inputs = functools.partial(
-    make_flat_inputs,
-    states={"master": torch.clone, "exp_avg": lambda x: x * 0.1, "exp_avg_sq": lambda x: x.square() * 0.01},
-    with_out=True,
-)
+_STATES = {"master": torch.clone, "exp_avg": lambda x: x * 0.1, "exp_avg_sq": lambda x: x.square() * 0.01}
+
+
+def _make_inputs(
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    with_out: bool = True,
+    segments: bool = False,
+    **options: object,
+) -> dict[str, object]:
+    inputs = make_flat_inputs(shape, dtype=dtype, device=device, states=_STATES, with_out=with_out, **options)
+    if segments:
+        n = shape[0]
+        cuts = (0, n // 48 * 16, n // 24 * 16, n)
+        rows = [(start, stop, row % 2) for row, (start, stop) in enumerate(itertools.pairwise(cuts))]
+        inputs["tiles"] = tiles_of(rows, device=torch.device(device))
+        inputs["control"] = torch.stack([inputs["control"], control_row(lr=0.1, weight_decay=0.0, device=device)])
+    return inputs
+
 
 SPEC = flat_spec(
     "adamw",
@@ -154,11 +207,12 @@ SPEC = flat_spec(
     make_inputs=_make_inputs,
     mutated=("master", "exp_avg", "exp_avg_sq", "out"),
     bench_shapes=((1 << 24,), (1 << 28,), (1_000_000_000,)),
-    variants=({}, {"with_out": False}, {"decoupled": False}, {"skip": True}, {"eps": 0.1}),
+    variants=({}, {"with_out": False}, {"decoupled": False}, {"skip": True}, {"eps": 0.1}, {"segments": True}),
     traffic=lambda itemsize: 24 + 2 * itemsize,
     flops=15,
     aot=(
         flat_case(_adamw, max_instructions_per_element=64),
+        flat_case(_adamw, inputs={"segments": True}, variant="three segments", max_instructions_per_element=64),
         flat_case(
             _adamw,
             dtype=torch.float32,

@@ -5,7 +5,9 @@
     dK = scale * dS^T Q     dQ = scale * dS K
 
 One kernel holds a block of keys and walks the queries that see it, over all query heads of its key head in order, so that
-grouped-query gradients need no reduction; one holds a block of queries and walks the keys it sees.
+grouped-query gradients need no reduction; one holds a block of queries and walks the keys it sees. Both recompute P and dP: seven
+products in all. Five would do in one kernel if dQ were added over blocks of keys, by atomics whose order changes the bits, or in an order
+for which programs wait for each other.
 """
 
 import torch

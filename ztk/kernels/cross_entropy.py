@@ -59,20 +59,11 @@ def _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy_fwd(
-    logits_ptr, target_ptr, weight_ptr, grad_ptr, loss_ptr, lse_ptr, V, ignore_index, z_loss, smoothing,
-    HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """loss and lse of one row; with grad_ptr also weight * d_x, which may overwrite the logits"""
+def log2_sum_of_row(
+    p_x, V, HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):
+    """(log2 of the sum of exp, sum) of the V logits at p_x; each lane keeps its own maximum and sums, joined once at the end"""
     BLOCK: tl.constexpr = CHUNKS * LANES * VECTOR
-    i_m = tl.program_id(0).to(tl.int64)
-    p_x = logits_ptr + i_m * V
-    target = tl.load(target_ptr + i_m)
-    is_target = target != ignore_index
-    index = tl.where(is_target, target, 0)
-    x_target = tl.load(p_x + index).to(tl.float32)
-
-    # Phase 1: each lane keeps its own maximum and sum; joined once at the end
     b_shift = tl.full([LANES], _LOWEST, dtype=tl.float32)
     b_sum = tl.zeros([LANES], dtype=tl.float32)
     b_total = tl.zeros([LANES], dtype=tl.float32)
@@ -86,13 +77,32 @@ def _cross_entropy_fwd(
         b_x = tl.load(p_x + o_n, mask=m_n, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING)
     shift = tl.max(b_shift, axis=0)
-    lse_log2 = shift + tl.log2(tl.sum(b_sum * tl.exp2(b_shift - shift), axis=0))
+    return shift + tl.log2(tl.sum(b_sum * tl.exp2(b_shift - shift), axis=0)), tl.sum(b_total, axis=0)
+
+
+@triton.jit
+def _cross_entropy_fwd(
+    logits_ptr, target_ptr, weight_ptr, grad_ptr, loss_ptr, lse_ptr, V, ignore_index, z_loss, smoothing,
+    HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """loss and lse of one row; with grad_ptr also weight * d_x, which may overwrite the logits"""
+    BLOCK: tl.constexpr = CHUNKS * LANES * VECTOR
+    i_m = tl.program_id(0).to(tl.int64)
+    p_x = logits_ptr + i_m * V
+    target = tl.load(target_ptr + i_m)
+    is_target = target != ignore_index
+    index = tl.where(is_target, target, 0)
+    x_target = tl.load(p_x + index).to(tl.float32)
+
+    # Phase 1: the row's sum
+    lse_log2, total = log2_sum_of_row(p_x, V, HAS_SMOOTHING, CHUNKS, LANES, VECTOR)
+    tail = V // BLOCK * BLOCK  # the full tiles before it need no mask
     lse = lse_log2 * _LN2
 
     # Phase 2: the loss of the row
     loss = lse - (1.0 - smoothing) * x_target + z_loss * lse * lse
     if HAS_SMOOTHING:
-        loss -= smoothing * tl.sum(b_total, axis=0) / V
+        loss -= smoothing * total / V
     tl.store(loss_ptr + i_m, tl.where(is_target, loss, 0.0))
     tl.store(lse_ptr + i_m, lse)
 

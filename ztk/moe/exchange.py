@@ -2,8 +2,8 @@
 
 Rank r of the expert axis has experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so the rows for one rank are contiguous.
 Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather how many
-choices fell on each expert: one small collective, and the only time in a layer that the host waits for the device.
-Counts have an integer dtype.
+choices fell on each expert: one small collective, and the only time in a layer that the host waits for the device, which meanwhile sorts the
+tokens that are sent. Counts have an integer dtype.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.rows import gather_rows
 from ztk.runtime import Comm, Mesh
 from ztk.runtime.planned import is_planned
+from ztk.runtime.streams import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +64,17 @@ class ExpertExchange:
         if self._experts.size == 1:
             rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
             return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
-        if is_planned(tokens.device):
+        planned = is_planned(tokens.device)
+        reading = None if planned else DispatchPlan.start(shared, experts=self._experts, data=self._data)
+        outgoing = gather_rows(tokens, order=routing.order, position=routing.position)  # while the host reads
+        if reading is None:
             plan = DispatchPlan.balanced(shared, rows=routing.order.numel(), experts=self._experts)
         else:
-            plan = DispatchPlan.plan(shared, experts=self._experts, data=self._data)
+            plan = reading.finish()
         to_experts = AsyncAllToAll(
             self._experts, send=plan.send, receive=plan.receive, label=f"{self._label} to experts"
         )
-        buffer = to_experts.start(gather_rows(tokens, order=routing.order, position=routing.position))
+        buffer = to_experts.start(outgoing)
         between = meanwhile() if meanwhile else None
         arrived = to_experts.wait(buffer)
         slots = plan.slots
@@ -109,17 +113,28 @@ class DispatchPlan:
         return DispatchPlan(send=send, receive=receive, slots=moe_slots(expert_of_row.unsqueeze(1), num_experts=own))
 
     @staticmethod
-    def plan(counts: Tensor, *, experts: Comm, data: Comm) -> "DispatchPlan":
-        """counts: integers [data, E], how many rows every rank of the data axis sends to each expert. Waits for the device."""
+    def start(counts: Tensor, *, experts: Comm, data: Comm) -> "PlanUnderWay":
+        """counts: integers [data, E], how many rows every rank of the data axis sends to each expert."""
         first = data.rank // experts.size * experts.size  # neighbours along the data axis hold different experts
-        by_pair = counts[first : first + experts.size].view(
-            experts.size, experts.size, -1
-        )  # [sender, holder, own experts]
-        totals = by_pair.sum(dim=2).tolist()
-        send = totals[experts.rank]
-        receive = [row[experts.rank] for row in totals]
-        coming = by_pair[:, experts.rank]  # [sender, own experts]
-        numbers = torch.arange(coming.shape[1], device=counts.device).repeat(experts.size)
+        by_pair = counts[first : first + experts.size].view(experts.size, experts.size, -1)
+        return PlanUnderWay(by_pair=by_pair, totals=Reading(by_pair.sum(dim=2)), experts=experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanUnderWay:
+    """by_pair: integers [sender, holder, own experts]. totals: of these [sender, holder]."""
+
+    by_pair: Tensor
+    totals: Reading
+    experts: Comm
+
+    def finish(self) -> DispatchPlan:
+        """Waits until the host knows the totals, for what was computed before `start` and not for what was given to the device since."""
+        totals, rank = self.totals.wait().tolist(), self.experts.rank
+        send = totals[rank]
+        receive = [row[rank] for row in totals]
+        coming = self.by_pair[:, rank]  # [sender, own experts]
+        numbers = torch.arange(coming.shape[1], device=coming.device).repeat(self.experts.size)
         expert_of_row = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
         slots = moe_slots(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
         return DispatchPlan(send=send, receive=receive, slots=slots)

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.kernels import attention_varlen, rope
+from ztk.kernels import Backend, attention, attention_varlen, get_backend, rope
 from ztk.nn.config import DecoderConfig
 from ztk.nn.documents import Documents
 from ztk.nn.linear import WIDENED, Linear
 
 _QUERY_BLOCK = 128
+_MAX_HEAD = 256  # of ztk's kernel
 _MAX_BLOCKWISE = 2048  # beyond this the saved probabilities, B * H * T * T bytes per layer, outweigh the gain
 
 
@@ -71,10 +72,13 @@ def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documen
 def causal_attention(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
     """softmax(query key^T / sqrt(D)) value over the past.
 
-    query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D]. On CPU torch's fused attention is slow in
-    16-bit types. Measured on one core of an EPYC, forward and backward of 4 x 128 tokens in 8 heads of 64,
+    query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D]. On a GPU ztk's kernel, whose backward has one order of summation:
+    that of torch's default adds up with atomics, and two runs differ. On CPU torch's fused attention is slow in 16-bit types. Measured on
+    one core of an EPYC, forward and backward of 4 x 128 tokens in 8 heads of 64,
     milliseconds: bfloat16 fused 10.4, in blocks 2.4; float16 fused 52.6, in float32 6.2.
     """
+    if query.device.type != "cpu" and query.shape[3] <= _MAX_HEAD and get_backend() is not Backend.reference:
+        return attention(query, key, value)
     if query.device.type != "cpu" or query.dtype == torch.float32:
         return _fused(query, key=key, value=value)
     if query.dtype in WIDENED:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ztk.kernels import router_losses
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSums:
@@ -81,9 +83,7 @@ class RouterLosses(nn.Module):
     def forward(self, out: Tensor, *, logits: Tensor, counts: Tensor, load: ExpertLoad) -> Tensor:
         """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together,
         multiplied by their micro-batches' weights."""
-        share = counts.float() / counts.sum().clamp_min(1)
-        balance = logits.shape[1] * (share * logits.softmax(dim=1).mean(dim=0)).sum()
-        z = logits.logsumexp(dim=1).square().mean()
+        balance, z = router_losses(logits, counts=counts).unbind()
         load.add(counts=counts, balance=balance, z=z, weight=self.weight)
         if self.balance_weight == 0 and self.z_weight == 0:
             return out

@@ -40,6 +40,11 @@ class FlatOptimizer:
         """Of the states as a checkpoint has them."""
         return self.format.names
 
+    @property
+    def joins_groups(self) -> bool:
+        """One call of `step` can update parts with rows of their own."""
+        return self.kernel is kernels.adamw and not self.is_wide
+
     def step(
         self,
         master: Tensor,
@@ -49,6 +54,7 @@ class FlatOptimizer:
         control: Tensor,
         out: Tensor | None = None,
         position: int = 0,
+        tiles: Tensor | None = None,
     ) -> None:
         """Updates `master` and `states` in place from the scaled, summed gradient.
 
@@ -56,11 +62,13 @@ class FlatOptimizer:
         of the control table, written by `ztk.kernels.step_control`, which says whether to skip, the factor on the gradient and the
         hyperparameters; position: of the first element in the model;
         out: 16-bit [n] that receives the cast master. A skipped step changes no value.
+        tiles: of `ztk.kernels.tiles_of`: which row of `control`, then [groups, 16], is whose; only where `joins_groups`.
         """
         options = (
             self.options
             | ({"start": position} if self.is_stochastic else {})
             | ({"out": out} if self.writes_out else {})
+            | ({} if tiles is None else {"tiles": tiles})
         )
         kept = (master, *states)
         values = tuple(value.to(torch.float32) for value in kept) if self.is_wide else kept

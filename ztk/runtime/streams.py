@@ -176,6 +176,23 @@ def copy_behind(event: Event, *, source: Tensor, out: Tensor) -> None:
     stream.synchronize()
 
 
+class Reading:
+    """Values on their way to the host: what the device is given between the start and `wait` runs while the host waits for them."""
+
+    def __init__(self, values: Tensor) -> None:
+        """values: a tensor of any shape, as the current stream leaves it."""
+        self._values, self._copy = values, None
+        if has_streams(values):
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
+            self._copy = start_copy(values, out=self._values)
+
+    def wait(self) -> Tensor:
+        """The values, in the host's memory."""
+        if self._copy is not None:
+            self._copy.synchronize()
+        return self._values
+
+
 @functools.cache
 def _copies(device: torch.device) -> tuple[Stream, Stream]:
     """The streams to a device and from it."""

@@ -29,11 +29,11 @@ def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
     numel = -(-x.numel() // comm.size) * comm.size
     if numel == x.numel():
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(out.view(-1), label=label).wait()
+        comm.all_reduce(out.view(-1), label=label, in_shard_order=False).wait()
         return out
     flat = x.new_zeros(numel)
     flat[: x.numel()].copy_(x.detach().reshape(-1))
-    comm.all_reduce(flat, label=label).wait()
+    comm.all_reduce(flat, label=label, in_shard_order=False).wait()
     return flat[: x.numel()].view(x.shape).clone()
 
 

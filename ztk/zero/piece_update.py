@@ -5,20 +5,24 @@ Master weights and gradients have any floating-point dtype, the control is fp32.
 
 from torch import Tensor
 
+from ztk.kernels import tiles_of
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.optim.muon import step_along
+from ztk.runtime.planned import is_host_memory
 from ztk.zero.layout import Fragment
 from ztk.zero.missed import MissedUpdates
 from ztk.zero.piece import Piece
 
 
 class PieceUpdate:
-    """Runs the fused update over pieces, one call per parameter group."""
+    """Runs the fused update over pieces: on a device one launch for all parameter groups of a piece where the kernel has it, else one call
+    for each."""
 
     def __init__(self, optimizer: FlatOptimizer, *, groups: GroupTable, missed: MissedUpdates) -> None:
         """missed: the updates that parameters have missed."""
         self._optimizer, self._missed, self._group_of = optimizer, missed, groups.row_of
         self._scales = [row.muon_scale for row in groups.rows]
+        self._tiles: dict[Piece, Tensor] = {}  # of the pieces that one launch updates
 
     def run(
         self,
@@ -37,7 +41,19 @@ class PieceUpdate:
         [n] that receives the cast master. skipped: names of parameters that stay as they are.
         """
         apart = self._apart(piece, skipped=skipped, master=master, gradient=gradient, rows=rows, control=control)
-        for segment in piece.segments:
+        if self._is_one_launch(piece, master=master):
+            self._optimizer.step(
+                master,
+                grad=gradient,
+                states=self._cut(rows, place=slice(0, piece.numel)),
+                control=control,
+                out=out,
+                tiles=self._tiles_of(piece, master=master),
+            )
+            segments = ()
+        else:
+            segments = piece.segments
+        for segment in segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
             if scale := self._scales[segment.group]:
                 step_along(
@@ -61,6 +77,19 @@ class PieceUpdate:
                 row.copy_(value)
             if out is not None:
                 out[place].copy_(master[place])
+
+    def _is_one_launch(self, piece: Piece, *, master: Tensor) -> bool:
+        """On the CPU a call costs little, and its kernel is torch's."""
+        segments = piece.segments
+        on_device = len(segments) > 1 and master.device.type != "cpu" and not is_host_memory(master.untyped_storage())
+        return on_device and self._optimizer.joins_groups and not any(self._scales[cut.group] for cut in segments)
+
+    def _tiles_of(self, piece: Piece, *, master: Tensor) -> Tensor:
+        """Made once: from the host's numbers."""
+        if piece not in self._tiles:
+            cuts = [(cut.start - piece.start, cut.stop - piece.start, cut.group) for cut in piece.segments]
+            self._tiles[piece] = tiles_of(cuts, device=master.device)
+        return self._tiles[piece]
 
     def _cut(self, rows: dict[str, Tensor], *, place: slice) -> tuple[Tensor, ...]:
         """The rows of the elements of `place`, which begins and ends where groups of the format do, or at the padding behind a parameter."""

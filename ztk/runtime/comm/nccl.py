@@ -11,8 +11,8 @@ from ztk.runtime.comm.transport import SeparateMemory
 class NcclTransport(SeparateMemory):
     """Calls return at once; `wait()` on what they return orders the current stream behind them.
 
-    An all-reduce is done as reduce-scatter and all-gather over the same slices as the sharded stages use, so that the order of
-    summation is the same at every stage.
+    An all-reduce of gradients is done as reduce-scatter and all-gather over the same slices as the sharded stages use, so that the order of
+    summation is the same at every stage. `all_sum`, for activations of tensor parallelism, is NCCL's own.
     """
 
     blocking = False
@@ -28,6 +28,9 @@ class NcclTransport(SeparateMemory):
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> dist.Work:
         return dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
+
+    def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work | None:
+        return dist.all_reduce(full, group=self._group, async_op=True)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> dist.Work:
         return dist.all_to_all_single(out, source, group=self._group, async_op=True)

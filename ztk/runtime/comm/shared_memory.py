@@ -87,6 +87,9 @@ class SharedMemoryTransport:
                 for other in others:
                     other[cut].copy_(own[cut])
 
+    def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> None:
+        self.all_reduce(full, own=own, label=label)
+
     def all_gather(self, full: Tensor, *, label: str) -> None:
         if (buffers := self._buffers(full)) is not None:
             with self._reading(label):

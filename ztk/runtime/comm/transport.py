@@ -24,6 +24,8 @@ class Transport(Protocol):
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str): ...  # in place; `own` is this rank's slice
 
+    def all_sum(self, full: Tensor, *, own: Tensor, label: str): ...  # as `all_reduce`, in any order
+
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor | None: ...  # where all ranks see it
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str): ...  # equal parts; part r of `source` goes to r
@@ -50,6 +52,9 @@ class SeparateMemory:
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
         self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the order of the two
         return self.all_gather(full, label=label)
+
+    def all_sum(self, full: Tensor, *, own: Tensor, label: str):
+        return self.all_reduce(full, own=own, label=label)
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:
         return None

@@ -1,0 +1,79 @@
+"""No more than two eager elementwise operations follow each other in a step of the decoder at stage 3: the rest are kernels."""
+
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.planner.chains import chains_of_last_steps
+from tests.planner.measure import SHAPE, Case, planned
+from ztk.optim import OptimizerPolicy
+from ztk.planner import plan
+from ztk.planner.trace import STEPS
+
+CASES = (
+    Case(ranks=2, stage=3, dtype="fp32"),
+    Case(ranks=2, stage=3, dtype="bf16"),
+    Case(ranks=2, stage=3, dtype="fp16", accumulation=2),
+    Case(ranks=2, stage=3, dtype="bf16", recompute="full"),
+    Case(ranks=2, stage=3, dtype="bf16", states="8bit", master="stochastic"),
+    Case(ranks=2, stage=3, dtype="bf16", offload="nvme", parameters="nvme"),
+    Case(ranks=2, stage=3, dtype="bf16", offload="cpu", parameters="cpu", accumulation=2),
+    Case(ranks=2, stage=3, dtype="bf16", experts=4),
+    Case(ranks=4, stage=3, dtype="bf16", experts=4, expert=2),
+    Case(ranks=4, stage=3, dtype="bf16", tensor=2),
+    Case(ranks=4, stage=3, dtype="bf16", tensor=2, sequence_parallel=True),
+    Case(ranks=4, stage=3, dtype="bf16", sequence=2),
+    Case(ranks=4, stage=3, dtype="bf16", context=2),
+)
+# The function in which a chain ends -> why it is one.
+EXCEPTIONS = {
+    "offload.host._copy": "copies between host and device around the sum of two micro-batches, on the host: no kernel joins two memories",
+    "tensor.collectives.summed": "the gradients of queries, keys and values arrive one after another, autograd adds them; then the sum goes "
+    "into the memory that is sent",
+    "sequence.ring._merged": "blocks of attention arrive one after another from the ring, and each is merged when it is there",
+    "sequence.ring.backward": "likewise the gradients of keys and values, which go on to the next rank",
+    "sequence.ring._joined": "likewise, and then the two chunks of a rank are joined",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_has_no_eager_chain_of_more_than_two(case, tmp_path):
+    with chains_of_last_steps() as chains:
+        planned(case, folder=str(tmp_path))
+    assert chains.seen > 40
+    unexplained = [str(chain) for chain in chains.found if chain.places[-1] not in EXCEPTIONS]
+    assert not unexplained, "\n".join(unexplained)
+
+
+class Updates(TorchDispatchMode):
+    """Counts the optimizer's launches."""
+
+    sees_everything = True
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() == "ztk::adamw"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_launch_updates_a_bucket_whatever_groups_it_has(stage, tmp_path):
+    """Of layers whose norms have no weight decay and lie between their matrices, and of what is outside of layers. At stage 0 a
+    rank updates all shards, each by one launch."""
+    case = Case(ranks=2, stage=stage, dtype="bf16")
+    policies = case.policies(str(tmp_path)) | {"optimizer": OptimizerPolicy(weight_decay=0.1)}
+    tokens = torch.empty(4, 128, dtype=torch.int64, device="meta")
+    with Updates() as updates:
+        plan(case.model, batch=(tokens, tokens), world_size=2, topology=case.topology, **policies)
+    assert updates.count == STEPS * (SHAPE["layers"] + 1)
+
+
+def test_a_chain_is_seen(tmp_path, monkeypatch):
+    """An activation by torch's own operations: silu, a product and a sum, and the same backwards."""
+    monkeypatch.setattr(sys.modules["ztk.nn.mlp"], "swiglu", lambda gate, up: F.silu(gate) * up + gate)
+    with chains_of_last_steps() as chains:
+        planned(CASES[1], folder=str(tmp_path))
+    assert [chain.places[-1] for chain in chains.found] == ["nn.mlp.forward", "engine.engine.backward"]
