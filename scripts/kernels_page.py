@@ -28,7 +28,10 @@ COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, 
 ITEMSIZE = 2
 PICTURED = "sm_90"
 
-KERNELS_OF = {"linear_cross_entropy": "cross_entropy", "linear_logprob": "cross_entropy"}  # ops without kernels of their own
+KERNELS_OF = {
+    "linear_cross_entropy": "cross_entropy",
+    "linear_logprob": "cross_entropy",
+}  # ops without kernels of their own
 
 # (share of the limit, ratio to the best peer) to reach on an H200.
 GOALS = {
