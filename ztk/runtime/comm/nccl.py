@@ -30,6 +30,7 @@ class NcclTransport(SeparateMemory):
         return dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work | None:
+        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
         return dist.all_reduce(full, group=self._group, async_op=True)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> dist.Work:

@@ -88,6 +88,7 @@ class SharedMemoryTransport:
                     other[cut].copy_(own[cut])
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> None:
+        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
         self.all_reduce(full, own=own, label=label)
 
     def all_gather(self, full: Tensor, *, label: str) -> None:

@@ -24,7 +24,9 @@ class Transport(Protocol):
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str): ...  # in place; `own` is this rank's slice
 
-    def all_sum(self, full: Tensor, *, own: Tensor, label: str): ...  # as `all_reduce`, in any order
+    def all_sum(self, full: Tensor, *, own: Tensor, label: str):
+        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
+        ...
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor | None: ...  # where all ranks see it
 
@@ -54,6 +56,7 @@ class SeparateMemory:
         return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str):
+        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
         return self.all_reduce(full, own=own, label=label)
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:
