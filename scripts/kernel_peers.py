@@ -127,14 +127,16 @@ class _FlashOptimAdamW:
     """FlashOptim's AdamW with states of 8 bits, over one parameter of the same size: its optimizer owns its states."""
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        self._make, self._parameter, self._optimizer = optimizer, None, None
+        self._make = optimizer
+        self._made: tuple[torch.nn.Parameter, torch.optim.Optimizer] | None = None
 
     def __call__(self, param, *, grad, **_):
-        if self._parameter is None or self._parameter.shape != param.shape or self._parameter.device != param.device:
-            self._parameter = torch.nn.Parameter(torch.zeros_like(grad, dtype=torch.bfloat16))
-            self._optimizer = self._make([self._parameter], lr=1e-3, weight_decay=0.1)
-        self._parameter.grad = grad.to(torch.bfloat16)
-        self._optimizer.step()
+        made = self._made
+        if made is None or made[0].shape != param.shape or made[0].device != param.device:
+            parameter = torch.nn.Parameter(torch.zeros_like(grad, dtype=torch.bfloat16))
+            self._made = made = parameter, self._make([parameter], lr=1e-3, weight_decay=0.1)
+        made[0].grad = grad.to(torch.bfloat16)
+        made[1].step()
 
 
 def flashoptim_peers() -> dict[str, dict[str, Peer]]:
