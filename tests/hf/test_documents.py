@@ -9,8 +9,9 @@ from tests.hf.test_causal import Strategy
 from tests.topology.families import VOCABULARY, make
 from ztk.hf import attention
 from ztk.hf.causal import CausalForward, open_causal
-from ztk.hf.documents import TESTED
+from ztk.hf.documents import TESTED, documents_fault
 from ztk.hf.kernels import inject_kernels
+from ztk.hf.sequences import divisible
 from ztk.kernels import attention_varlen
 from ztk.nn import Documents
 from ztk.optim import OptimizerPolicy
@@ -49,10 +50,34 @@ def test_logits_are_those_of_each_document_alone(kind):
             torch.testing.assert_close(logits, model(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
 
 
+@pytest.mark.parametrize("kind", TESTED)
+def test_the_attention_of_parts_keeps_documents_apart(kind):
+    """Every family hands the documents on to its attention layers, which get no mask then."""
+    plain, model = make(FAMILIES[kind]).eval(), make(FAMILIES[kind]).eval()
+    divisible(model)
+    model.part_attention.positions = slice(0, 12)  # all of the sequence
+    tokens, documents = packed()
+    if documents_fault(model.config, in_parts=True) is not None:
+        with pytest.raises(ValueError, match=r"by a mask over full sequences; use data\.packing=concatenate"):
+            CausalForward(model)(tokens, None, documents)
+        return
+    with torch.no_grad():
+        found = CausalForward(model)(tokens, None, documents).flatten(0, 1).split(SIZES)
+        for row, logits in zip(tokens.flatten().split(SIZES), found, strict=True):
+            torch.testing.assert_close(logits, plain(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("Llama", {}), ("GPT2", {}), ("Mistral", {"sliding_window": 3}), ("Qwen2Moe", {})],
-    ids=["Llama", "GPT2", "Mistral with a window", "Qwen2Moe"],
+    [
+        ("Llama", {}),
+        ("GPT2", {}),
+        ("Mistral", {"sliding_window": 3}),
+        ("Qwen2Moe", {}),
+        # Its layers keep the window to themselves.
+        ("Qwen2Moe", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 2}),
+    ],
+    ids=["Llama", "GPT2", "Mistral with a window", "Qwen2Moe", "Qwen2Moe with a window"],
 )
 def test_with_kernels(family, changes):
     """Attention is the op `attention_varlen`; gradients, too."""

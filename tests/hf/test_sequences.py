@@ -7,7 +7,8 @@ import torch
 
 from tests.hf.test_causal import RELATIVE, saved
 from tests.topology.families import VOCABULARY, make
-from ztk.hf.causal import open_causal
+from ztk.hf.causal import CausalForward, open_causal
+from ztk.hf.sequences import divisible
 from ztk.nn import Documents
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
@@ -87,6 +88,27 @@ def test_losses_are_those_of_one_rank(ranks, tmp_path, name):
     for losses in ranks(case.world).run(losses_of, folder=folder, case=case):
         assert losses == pytest.approx(expected, rel=RELATIVE)
     assert expected[-1] < expected[0]
+
+
+WINDOW = {"sliding_window": 3}
+CHOSEN = WINDOW | {"use_sliding_window": True}
+WINDOWS = dict.fromkeys(("Mistral", "Mixtral", "Phi3", "Gemma2", "Starcoder2"), WINDOW)
+WINDOWS |= dict.fromkeys(("Qwen2", "Qwen3"), CHOSEN | {"max_window_layers": 0})
+WINDOWS |= {"Qwen2Moe": CHOSEN | {"max_window_layers": 2}, "Qwen3Moe": CHOSEN}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_the_attention_of_parts_knows_the_window(family):
+    """Every family hands its window on to attention, which gets no mask."""
+    plain, model = (make(family, **WINDOWS[family]).eval() for _ in range(2))
+    divisible(model)
+    model.part_attention.positions = slice(0, 12)  # all of the sequence
+    tokens = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        found, expected = CausalForward(model)(tokens), plain(input_ids=tokens).logits
+        full = make(family).eval()(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # fp32 rounding of logits of size 1
+    assert not torch.allclose(full, expected, atol=1e-3)  # the window matters
 
 
 def refusal_of(process: Process, *, folder: str) -> str:

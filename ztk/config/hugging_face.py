@@ -130,7 +130,8 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
         from ztk.hf.causal import read_config  # here: it takes torch and transformers
         from ztk.hf.documents import documents_fault
 
-        if (fault := documents_fault(read_config(str(folder)))) is not None:
+        in_parts = topology.context * topology.sequence > 1
+        if (fault := documents_fault(read_config(str(folder)), in_parts=in_parts)) is not None:
             yield fault
     reads_bytes = config.data.name is not DataName.synthetic and config.data.tokenizer in (None, "bytes")
     if reads_bytes and model.vocab_size < 256:

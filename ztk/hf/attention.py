@@ -54,7 +54,8 @@ def attention_forward(  # noqa: PLR0917 - as transformers calls it
     """As transformers' attention functions: query [B, H, T, D], key and value [B, K, S, D]; returns [B, T, H, D]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if causal and _is_packed(query, key=key, dropout=dropout, extra=kwargs):
-        return _over_documents(query, key=key, value=value, scaling=scaling, extra=kwargs), None
+        window = window_of(module, given=kwargs)
+        return _over_documents(query, key=key, value=value, scaling=scaling, window=window, extra=kwargs), None
     if not _fits(query, key=key, value=value, mask=attention_mask, dropout=dropout, extra=kwargs):
         return _torch()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -75,12 +76,20 @@ def _is_packed(query: Tensor, *, key: Tensor, dropout: float, extra: dict) -> bo
     )
 
 
-def _over_documents(query: Tensor, *, key: Tensor, value: Tensor, scaling: float | None, extra: dict) -> Tensor:
+def window_of(module: nn.Module, *, given: dict) -> int:
+    """How many tokens see each other in an attention layer, which hands that on or keeps it; 0: all of the past."""
+    window = given.get("sliding_window")
+    return (getattr(module, "sliding_window", None) if window is None else window) or 0
+
+
+def _over_documents(
+    query: Tensor, *, key: Tensor, value: Tensor, scaling: float | None, window: int, extra: dict
+) -> Tensor:
     """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
     B, _, T, _ = query.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     borders = {"cu_seqlens": extra["cu_seq_lens_q"], "max_seqlen": extra["max_length_q"]}
-    out = attention_varlen(*rows, **borders, window=extra.get("sliding_window") or 0, scale=scaling)
+    out = attention_varlen(*rows, **borders, window=window, scale=scaling)
     return out.unflatten(0, (B, T))
 
 

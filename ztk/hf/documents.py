@@ -19,10 +19,16 @@ TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
     *("gpt2", "gpt_neox", "phi", "stablelm"),
 )
+_BY_MASK_ALONE = ("stablelm",)  # their layers do not hand on to attention what a model is called with
 
 
-def documents_fault(config: Any) -> str | None:
-    """Why a model of this configuration of transformers gets no documents; None if it does."""
+def documents_fault(config: Any, *, in_parts: bool = False) -> str | None:
+    """Why a model of this configuration of transformers gets no documents; None if it does. in_parts: a rank has a part of each sequence."""
+    if in_parts and config.model_type in _BY_MASK_ALONE:
+        return (
+            f"data.packing=documents: models of type {config.model_type} keep documents apart by a mask over full sequences; use "
+            "data.packing=concatenate, or topology.sequence=1 topology.context=1"
+        )
     if config.model_type in TESTED:
         return None
     return (
@@ -38,7 +44,7 @@ def arguments_of(
     slice; None: all tokens are there), on `device`. Raises ValueError for a model that would attend across documents."""
     if documents is None:
         return {} if own is None else {"position_ids": _places(own, device=device)[None]}
-    if (fault := documents_fault(config)) is not None:
+    if (fault := documents_fault(config, in_parts=own is not None)) is not None:
         raise ValueError(fault)
     if own is not None:  # the attention of parts knows the documents by themselves
         positions = documents.positions

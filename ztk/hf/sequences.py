@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.hf.attention import NAME
+from ztk.hf.attention import NAME, window_of
 from ztk.kernels import attention, attention_varlen
 from ztk.nn import Documents
 from ztk.sequence import Divisible
@@ -70,14 +70,14 @@ class PartAttention:
     ) -> tuple[Tensor, None]:
         """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]. Raises ValueError with dropout and a mask, which act on full
         sequences."""
-        del module, is_causal
+        del is_causal
         if dropout or attention_mask is not None:
             raise ValueError(
                 f"attention over parts of sequences: dropout={dropout} and a mask need full sequences: use topology.sequence=1 "
                 "topology.context=1"
             )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        options = {"documents": kwargs.get("documents"), "window": kwargs.get("sliding_window") or 0, "scale": scaling}
+        options = {"documents": kwargs.get("documents"), "window": window_of(module, given=kwargs), "scale": scaling}
         return self.core(query, key=key, value=value, **options), None
 
 

@@ -1,0 +1,228 @@
+"""Loaders beside each other in tokens per second, and the memory of a run that reads a corpus of any size.
+
+    python scripts/bench_loaders.py --work FOLDER                                  about 2 minutes on two cores
+    python scripts/bench_loaders.py --work FOLDER --nanochat CHECKOUT              nanochat's loader, too
+    python scripts/bench_loaders.py --work FOLDER --memory 10                      its memory on 10 GB made on the spot
+
+Each loader gives batches of 8 x 1,024 tokens and their targets, int64 on the CPU, shuffled, from the same documents and tokenizer:
+
+- ztk: the tokens of its cache, `ztk.data.TokenStream`, also with packed documents kept apart;
+- torch: `DataLoader` over a shuffled `datasets.Dataset` of sequences that are tokenised and cut before, with 0 and 2 workers;
+- nanochat: tokenises and packs while it reads parquet, as its training does. Its first batches, which fill its buffer, are not counted.
+
+What comes before the first batch (tokenising by ztk, cutting for torch) is printed apart. The ratio is tokens per second over those of
+torch with the number of workers that is best for it. The memory is that of a process of its own, pages of mapped files included, while it
+builds the cache and while it reads all sequences in the order of training.
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ztk.data import ReadPolicy, Share, SubwordTokenizer, TextPolicy, open_tokens
+
+SEQUENCES, LENGTH, VOCABULARY = 8, 1024, 4096
+PER_BATCH = SEQUENCES * LENGTH
+READ = ReadPolicy(share=0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for corpora, caches and results")
+    parser.add_argument("--megabytes", type=int, default=64, help="of text that is loaded")
+    parser.add_argument("--seconds", type=float, default=5.0, help="that each loader is measured")
+    parser.add_argument("--nanochat", type=Path, help="a checkout of github.com/karpathy/nanochat")
+    parser.add_argument("--memory", type=float, help="measure memory alone, on so many GB")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)  # in the process whose memory is measured
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.read is not None:
+        read_all(options.read, work=options.work)
+    elif options.memory is not None:
+        measure_memory(options.work, nbytes=int(options.memory * 1e9))
+    else:
+        compare(options)
+
+
+# Tokens per second
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Prints a line per loader, and writes loaders.json."""
+    path = write_corpus(options.work / f"corpus-{options.megabytes}.jsonl", nbytes=options.megabytes << 20)
+    start = time.perf_counter()
+    policy = TextPolicy(
+        paths=(str(path),), tokenizer="train", vocab_size=VOCABULARY, read=READ, cache_dir=str(options.work / "cache")
+    )
+    corpus = open_tokens(policy)
+    print(
+        f"ztk: tokenizer and cache in {time.perf_counter() - start:.1f} s (0 s in later runs); {corpus.describe()[0]}"
+    )
+    apart = open_tokens(
+        TextPolicy(**{name: getattr(policy, name) for name in policy.__slots__} | {"keeps_apart": True})
+    )
+    loaders: dict[str, Callable[[], Iterator[object]]] = {
+        "ztk": lambda: ztk_batches(corpus),
+        "ztk, documents kept apart": lambda: ztk_batches(apart),
+    }
+    sequences = cut_for_torch(corpus.parts[0].train, folder=options.work / "sequences")
+    loaders |= {
+        f"torch DataLoader, {workers} workers": lambda workers=workers: torch_batches(sequences, workers=workers)
+        for workers in (0, 2)
+    }
+    if options.nanochat is not None:
+        assert isinstance(corpus.tokenizer, SubwordTokenizer)
+        given = {"checkout": options.nanochat, "tokenizer": corpus.tokenizer}
+        loaders["nanochat"] = lambda: nanochat_batches(path, work=options.work, **given)
+    rates = {name: tokens_per_second(make(), seconds=options.seconds) for name, make in loaders.items()}
+    best = max(rate for name, rate in rates.items() if name.startswith("torch"))
+    print("| loader | tokens per second | ratio |\n| --- | --- | --- |")
+    for name, rate in rates.items():
+        print(f"| {name} | {rate:,.0f} | {rate / best:.2f} |")
+    (options.work / "loaders.json").write_text(json.dumps(rates, indent=1))
+
+
+def tokens_per_second(batches: Iterator[object], *, seconds: float) -> float:
+    """Of so many seconds, after ten batches that are not counted."""
+    for _ in itertools.islice(batches, 10):
+        pass
+    count, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < seconds:
+        next(batches)
+        count += 1
+    return count * PER_BATCH / taken
+
+
+def ztk_batches(corpus) -> Iterator[object]:
+    stream = corpus.stream(seq_len=LENGTH, share=Share(micro_batch=SEQUENCES), seed=0)
+    while True:
+        yield stream.next_batch()
+
+
+def cut_for_torch(tokens, *, folder: Path):
+    """A `datasets.Dataset` of sequences, written once, memory-mapped as `datasets` does."""
+    import datasets
+    import numpy
+
+    start, count = time.perf_counter(), (len(tokens) - 1) // LENGTH
+    rows = numpy.asarray(tokens)
+
+    def sequences() -> Iterator[dict]:
+        for number in range(count):
+            yield {"input_ids": rows[number * LENGTH : (number + 1) * LENGTH + 1].astype("int32")}
+
+    made = datasets.Dataset.from_generator(sequences, cache_dir=str(folder))
+    print(f"torch: {count:,} sequences cut in {time.perf_counter() - start:.1f} s")
+    return made.with_format("torch")
+
+
+def torch_batches(sequences, *, workers: int) -> Iterator[object]:
+    from torch.utils.data import DataLoader
+
+    while True:
+        for batch in DataLoader(sequences, batch_size=SEQUENCES, shuffle=True, drop_last=True, num_workers=workers):
+            tokens = batch["input_ids"].long()
+            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def nanochat_batches(path: Path, *, work: Path, checkout: Path, tokenizer: SubwordTokenizer) -> Iterator[object]:
+    """nanochat's own loader over the same documents in parquet files."""
+    import pyarrow
+    import pyarrow.parquet
+
+    sys.path.insert(0, str(checkout))
+    dataloader: Any = importlib.import_module("nanochat.dataloader")
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    files = [work / f"nanochat-{number}.parquet" for number in range(2)]  # the last one is its validation split
+    for file, part in zip(files, (texts, texts[:1000]), strict=True):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), file, row_group_size=1024)
+    dataloader.list_parquet_files = lambda **options: [str(file) for file in files]
+
+    class Tokenizer:
+        """The methods that its loader calls."""
+
+        def get_bos_token_id(self) -> int:
+            return tokenizer.end
+
+        def encode(self, several: list[str], *, prepend: int, num_threads: int) -> list[list[int]]:
+            del num_threads  # tokenizers takes all cores
+            return [[prepend, *tokens] for tokens in tokenizer.encode_batch(several)]
+
+    return dataloader.tokenizing_distributed_data_loader_bos_bestfit(
+        Tokenizer(), SEQUENCES, LENGTH, "train", device="cpu"
+    )
+
+
+# Memory
+
+
+def measure_memory(work: Path, *, nbytes: int) -> None:
+    """Prints the memory of a process that builds the cache and reads random sequences, on a tenth of the text and on all of it."""
+    for size in (nbytes // 10, nbytes):
+        path = write_corpus(work / f"memory-{size}.jsonl", nbytes=size)
+        command = [sys.executable, __file__, "--work", str(work), "--read", str(path)]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        print(
+            f"{size / 1e9:.1f} GB: {found['building'] / 1e6:.0f} MB at most while building ({size / 1e6 / found['build']:.0f} MB/s), "
+            f"{found['reading'] / 1e6:.0f} MB while reading ({found['rate'] / 1e6:.1f} M tokens/s), {found['start'] / 1e6:.0f} MB before"
+        )
+        path.unlink()
+
+
+def read_all(path: Path, *, work: Path) -> None:
+    """Bytes of `path` as tokens, all sequences in the order of training; a line with what it took."""
+    peaks, phase, ended = {"building": 0, "reading": 0}, ["building"], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.05):
+            peaks[phase[0]] = max(peaks[phase[0]], resident_bytes())
+
+    first, thread = resident_bytes(), threading.Thread(target=sample)
+    thread.start()
+    start = time.perf_counter()
+    corpus = open_tokens(TextPolicy(paths=(str(path),), read=READ, cache_dir=str(work / f"cache-{path.stem}")))
+    built = time.perf_counter()
+    phase[0] = "reading"
+    count = len(corpus.parts[0].train) // PER_BATCH
+    for _ in itertools.islice(ztk_batches(corpus), count):
+        pass
+    seconds = time.perf_counter() - built
+    ended.set()
+    thread.join()
+    print(json.dumps(peaks | {"start": first, "build": built - start, "rate": count * PER_BATCH / seconds}))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, mapped files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def write_corpus(path: Path, *, nbytes: int) -> Path:
+    """Documents of 50 to 2,000 words out of the standard library's, once."""
+    if path.is_file():
+        return path
+    numbers, size = random.Random(0), 0
+    words = Path(os.__file__).read_text().split() + Path(argparse.__file__).read_text().split()
+    pool = [" ".join(numbers.choices(words, k=50)) for _ in range(5000)]
+    with path.with_suffix(".part").open("w") as file:
+        while size < nbytes:
+            line = json.dumps({"text": " ".join(numbers.choices(pool, k=numbers.randint(1, 40)))}) + "\n"
+            size += file.write(line)
+    path.with_suffix(".part").rename(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()
