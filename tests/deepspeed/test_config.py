@@ -2,6 +2,7 @@
 
 import base64
 import json
+import pickle
 
 import pytest
 
@@ -67,6 +68,13 @@ WRONG = [
 @pytest.mark.parametrize(("config", "fix"), WRONG, ids=lambda value: str(value)[:60])
 def test_wrong_and_pointless_configurations_are_refused(config, fix):
     assert any(fix in fault for fault in faults(**config)), faults(**config)
+
+
+def test_the_error_crosses_processes():
+    """As from ranks that torch.multiprocessing has started."""
+    for faults in (["a: no"], ["a: no", "b: no"]):
+        copied = pickle.loads(pickle.dumps(DeepSpeedConfigError(faults)))
+        assert str(copied) == str(DeepSpeedConfigError(faults)) and copied.faults == faults
 
 
 def test_all_faults_come_in_one_error():

@@ -167,6 +167,7 @@ def asked_along(process, *, stage: int) -> dict:
         x = x * (float("inf") if step == 1 and process.rank == 1 else 1)
         engine.backward(torch.nn.functional.cross_entropy(engine(x).float(), y))
         found["overflows"].append(optimizer.check_overflow(external=True))
+        assert optimizer.needs_scaler() == engine.fp16_enabled()
         engine.step()
     timer.update_epoch_count()
     found["speed"], found["epoch"], found["skipped"] = (

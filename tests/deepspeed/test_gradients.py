@@ -247,3 +247,80 @@ def test_a_gans_engines_do_not_mix_their_gradients(ranks, stage):
         for model, weights in zip((made, drawn), found, strict=True):
             for name, value in model.named_parameters():
                 torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=1e-4)  # as above
+
+
+def _two_losses(model, x, y, backward, zero_grad) -> None:
+    outputs = model(x)
+    backward(F.cross_entropy(outputs, y), retain_graph=True)
+    backward(0.1 * outputs.square().mean())
+
+
+def _real_and_fake(model, x, y, backward, zero_grad) -> None:
+    """As a GAN's discriminator learns: a backward each, one step."""
+    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(-x), y).backward()
+    (0.1 * model.module.fc2(torch.ones(4, 32)).square().mean()).backward()  # a part of the model
+
+
+def _dropped_between(model, x, y, backward, zero_grad) -> None:
+    F.cross_entropy(model(-x), y).backward()
+    zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(2 * x), y).backward()
+
+
+def _clipped_between(model, x, y, backward, zero_grad) -> None:
+    """At stage 0, where `p.grad` is there."""
+    F.cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    F.cross_entropy(model(-x), y).backward()
+
+
+SEVERAL = (_two_losses, _real_and_fake, _dropped_between, _clipped_between)
+
+
+def several_backwards(process, *, stage: int, more: dict) -> list:
+    found = []
+    for backwards in SEVERAL[: 4 if stage == 0 else 3]:
+        config = scripts.config(stage=stage, gradient_clipping=0.0, **more)
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+        engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
+        for step in range(3):
+            x, y = (part.chunk(process.world_size)[process.rank] for part in scripts.data(step))
+            backwards(engine, x, y, engine.backward, engine.zero_grad)
+            engine.step()
+        found.append((scripts.weights(engine), engine.global_steps, engine.get_global_grad_norm()))
+        engine.destroy()
+    return found
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = scripts.build()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "more", [{}, {"prescale_gradients": True, "gradient_predivide_factor": 4.0}], ids=["", "prescaled"]
+)
+def test_a_step_may_have_several_backwards(ranks, stage, more):
+    found = ranks(2).run(several_backwards, stage=stage, more=more)[0]
+    for backwards, (weights, steps, norm) in zip(SEVERAL, found, strict=False):
+        model = _Plain()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            sgd.zero_grad()
+            x, y = scripts.data(step)
+            backwards(
+                model, x, y, lambda loss, retain_graph=False: loss.backward(retain_graph=retain_graph), sgd.zero_grad
+            )
+            expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+            sgd.step()
+        assert steps == 3
+        torch.testing.assert_close(norm, float(expected), rtol=1e-5, atol=0)
+        for name, value in model.module.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=1e-6)

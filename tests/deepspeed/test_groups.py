@@ -1,5 +1,7 @@
 """Parameter groups of SGD, tags that two engines would share, gradients of a begun step; a grid of a pipeline needs no process."""
 
+import collections
+
 import pytest
 import torch
 from torch import nn
@@ -220,3 +222,32 @@ def test_a_grid_of_a_topology_or_of_none():
     assert PipelineParallelGrid().get_pipe_parallel_world_size() == 1
     with pytest.raises(ValueError, match="has 2 ranks, and 1 were started"):
         PipelineParallelGrid(topology=PipeDataParallelTopology(num_pp=2, num_dp=1))
+
+
+def test_states_are_not_changed_through_optimizer_state():
+    """Scripts reset an optimizer so (`optimizer.state.clear()`), and nothing would happen."""
+    model, sgd = groups({"momentum": 0.9}, {"momentum": 0.9})
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=CONFIG)
+    parameter = next(model.parameters())
+    for owner in (optimizer, sgd):
+        assert len(owner.state) == 0 and not list(owner.state.items())
+        state = owner.state
+        for change in (
+            lambda state: state[parameter]["momentum_buffer"].zero_(),
+            lambda state: state.clear(),
+            lambda state: state.pop(parameter, None),
+            lambda state: state.update({parameter: {}}),
+            lambda state: state.__setitem__(parameter, {}),
+        ):
+            with pytest.raises(RuntimeError, match="safe_set_full_optimizer_state"):
+                change(state)
+    for owner in (optimizer, sgd):
+        state, owner.state = owner.state, collections.defaultdict(dict)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        with pytest.raises(RuntimeError, match="load_state_dict"):
+            engine.step()
+        engine.zero_grad()
+        owner.state = state
+    engine.destroy()
+    sgd.state.clear()
+    sgd.state[parameter]["momentum_buffer"] = None

@@ -13,6 +13,7 @@ from torch import nn
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.zero.models import Layout, make_engine
+from ztk.zero import released
 from ztk.zero.released import check_saved, is_released, placeholder, release
 
 
@@ -192,3 +193,91 @@ def trained_after_saving(process) -> None:
 
 def test_training_does_not_go_on_after_such_a_file(ranks):
     ranks(2).run(trained_after_saving)
+
+
+def _penalty(parameters: list) -> torch.Tensor:
+    return sum(parameter.abs().sum() for parameter in parameters)
+
+
+def _penalty_of_vector(parameters: list) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(parameters).abs().sum()
+
+
+def _penalty_of_parts(parameters: list) -> torch.Tensor:
+    return sum(part.abs().sum() for parameter in parameters for part in parameter.split(5))
+
+
+PENALTIES = (_penalty, _penalty_of_vector, _penalty_of_parts)
+
+
+AVERAGES = {
+    "lerp_": lambda average, p: average.lerp_(p, 0.1),
+    "data.add_": lambda average, p: average.data.mul_(0.9).add_(p.data, alpha=0.1),
+    "+=": lambda average, p: average.__iadd__(p.detach()),
+    "copy_": lambda average, p: average.copy_(p),
+    "index": lambda average, p: average.__setitem__(slice(None), p),
+    "foreach": lambda average, p: torch._foreach_add_([average], [p]),
+    "out=": lambda average, p: torch.mul(p.detach(), 2.0, out=average),
+}
+
+
+def read_where_released(process) -> dict:
+    """What each use of a released parameter's values says; a loss with a term that was read inside GatheredParameters trains."""
+    released._read.clear()
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=3))
+    parameters, said = list(engine.module.parameters()), {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert parameters[0].norm().isnan() and parameters[1].norm().isnan()
+        torch.zeros_like(parameters[0]).add_(1.0)
+        assert all(value.isnan() for value in torch._foreach_norm(parameters))
+        said["log"] = [str(warning.message) for warning in caught]
+    for name, write in AVERAGES.items():
+        average = torch.zeros(parameters[0].shape)
+        try:
+            with torch.no_grad():
+                write(average, parameters[0])
+        except RuntimeError as error:
+            said[name] = str(error)
+        assert not average.isnan().any()
+    x, y = (part.chunk(process.world_size)[process.rank] for part in scripts.data(0))
+    for penalty in PENALTIES:
+        try:
+            engine.backward(nn.functional.cross_entropy(engine(x), y) + 0.01 * penalty(parameters))
+        except RuntimeError as error:
+            said[penalty] = str(error)
+        engine.engine.discard_gradients()
+    loss = nn.functional.cross_entropy(engine(x), y)
+    with deepspeed.zero.GatheredParameters(parameters):
+        loss = loss + 0.01 * _penalty(parameters)
+    engine.backward(loss)
+    engine.step()
+    said["weights"] = scripts.weights(engine)
+    try:
+        engine.backward(engine(x * float("inf")).sum())
+        engine.step()
+    except FloatingPointError as error:
+        said["not finite"] = str(error)
+    engine.destroy()
+    released._read.clear()
+    return said
+
+
+def test_values_of_a_released_parameter_go_nowhere_unsaid(ranks):
+    model = scripts.build()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    x, y = scripts.data(0)
+    (nn.functional.cross_entropy(model(x), y) + 0.01 * _penalty(list(model.parameters()))).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    adam.step()
+    for said in ranks(2).run(read_where_released):
+        weights = said.pop("weights")
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=1e-6)
+        assert len(said["log"]) == 1
+        assert "GatheredParameters" in said["log"][0] and "reads as NaN" in said["log"][0]
+        for name in AVERAGES:
+            assert "GatheredParameters" in said[name] and "another tensor" in said[name], name
+        for penalty in PENALTIES:
+            assert "GatheredParameters" in said[penalty] and "the loss has it as NaN" in said[penalty], penalty
+        assert "released" in said["not finite"]

@@ -4,6 +4,7 @@ A loss has the dtype that the model computes it in.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ztk.deepspeed.gradients import forget_gradients
 from ztk.deepspeed.groups import TrainedGroups, hyper_row
 from ztk.deepspeed.loss_scaler import EngineLossScale
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
+from ztk.deepspeed.optimizer_state import StateElsewhere, check_same
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
@@ -58,6 +60,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
         self._refusals = [] if trained.client is None else _refuse_states(trained.client)
+        self.state = self._no_state = StateElsewhere()
+        self._shows_no_state = self.optimizer is not self and not self.optimizer.state
+        if self._shows_no_state:  # a class may have set states in its constructor, which its step takes over
+            self.optimizer.state = self.state
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # what the device has
@@ -104,6 +110,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The engine ends: the client's optimizer is its own again."""
         while self._refusals:
             self._refusals.pop().remove()
+        if self._shows_no_state:
+            self.optimizer.state, self._shows_no_state = defaultdict(dict), False
 
     def _mark_stepped(self) -> None:
         if self.optimizer is not self:
@@ -139,6 +147,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return float(self._engine.control.loss_scale)
 
     loss_scale = cur_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before its backward: `engine.scale(loss).backward()`."""
+        return self._engine.zero.reduction.needs_scaled_loss
 
     @property
     def loss_scaler(self) -> EngineLossScale:
@@ -320,6 +332,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Numbers that changed go to the device in one copy, which is not waited for."""
         if len(self.param_groups) != len(self._row_of_group):
             raise ValueError(_NEW_GROUP)
+        check_same(self.state, expected=self._no_state)
+        if self._shows_no_state:
+            check_same(self.optimizer.state, expected=self._no_state)
         before, table = self._hyper.clone(), self._engine.control.hyper
         for group, row in zip(self.param_groups, self._row_of_group, strict=True):
             if row is None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from ztk.engine.control import StepControl
 from ztk.runtime.streams import Copy, start_copy
 from ztk.zero import Zero
+from ztk.zero.released import was_read
 
 
 class OverflowGuard:
@@ -54,4 +55,6 @@ class OverflowGuard:
         else:
             reason = "and there is no dynamic loss scale that could fix it"
             fix = "look at the data and the loss of this step, or use a smaller optimizer.lr"
+        if was_read():
+            fix += "; the script has read parameters while they were released (zero stage 3), which are NaN: see the warning"
         raise FloatingPointError(f"step {step}: the gradient of {name} is not finite {reason}; {fix}")

@@ -17,7 +17,7 @@ class BucketGradient:
 
     full: [layout.size], this rank's local gradient; None: there is none.
     squares: float64 [1], the sum of squares of the reduced shard; None: this step's gradient is not reduced yet.
-    is_launched: its reduction has started in this backward. is_final: this step's gradient is reduced, and `full` must not change.
+    is_launched: its reduction has started in this backward. is_final: this step's gradient is reduced, in `full` (stages 0 and 1).
     used: numbers of the parameters that got a gradient since the last step.
     has_earlier: the stored shard contains gradients of earlier micro-batches of this step.
     """
@@ -72,6 +72,20 @@ class BucketGradient:
     def begin_backward(self) -> None:
         """A backward starts: no gradient has arrived in it."""
         self._arrived.clear()
+
+    def reopen(self, *, own: range, prescale: float) -> None:
+        """Gradients of a further backward may be added to reduced ones: each rank keeps the sums of its own shard, so that the next
+        reduction counts them once.
+
+        own: the rank's shard of the buffer. prescale: what the reduction will multiply the buffer by.
+        """
+        assert self.full is not None and self.is_final
+        self.full[: own.start].zero_()
+        self.full[own.stop :].zero_()
+        if prescale != 1.0:
+            self.full[own.start : own.stop].div_(prescale)
+        self._written = [True] * len(self.parameters)
+        self.squares, self.is_final = None, False
 
     def fill_missing(self, *, acquire: Callable[[], Tensor]) -> None:
         """Sets the gradient of parameters that were not used to zero."""

@@ -119,7 +119,7 @@ class GradientReduction:
     def begin(self, backward: Backward | None = None) -> None:
         """A backward begins; None: the one that was announced last.
 
-        Raises RuntimeError if the last backward did not end, or if this step's gradients are reduced already.
+        Raises RuntimeError if the last backward did not end.
         """
         if self._current is not None:
             raise RuntimeError(
@@ -129,15 +129,18 @@ class GradientReduction:
         backward = backward or self._announced
         scope = backward.scope
         self._plan = self._order if scope is None else [bucket for bucket in self._order if bucket in scope]
-        if any(bucket.gradient.is_final for bucket in self._plan):
-            raise RuntimeError(
-                "a second backward after this step's gradients were reduced: call engine.step() first, or run all but "
-                "the last backward of the step under engine.no_sync(); to drop the gradients call engine.discard_gradients() "
-                "(engine.zero_grad() of a DeepSpeed engine)"
-            )
+        for bucket in self._plan:
+            if bucket.gradient.is_final:
+                self._reopen(bucket)
         self._current, self._num_launched = backward, 0
         for bucket in self._plan:
             bucket.gradient.begin_backward()
+
+    def _reopen(self, bucket: Bucket) -> None:
+        """A further backward of this step adds to gradients that are reduced: scripts call one per loss, and one `step()`."""
+        while any(reduction.bucket is bucket for reduction in self._in_flight):
+            self._finish_oldest()
+        bucket.gradient.reopen(own=bucket.layout.shard(bucket.comm.rank), prescale=self.prescale)
 
     def accept(self, bucket: Bucket, *, index: int) -> None:
         """Takes the gradient that autograd has finished for parameter `index` of `bucket`, and reduces what is complete.

@@ -1,9 +1,11 @@
 """A released parameter: it has its own shape, reads as NaN, takes no memory, and refuses to be written.
 
 Its values are on other ranks, in main memory or on a disk, so what a script writes into it would be lost. Its memory therefore refuses
-writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible, but for an entry of
-a state dict: whoever copies it wants to keep the weights. `torch.save` of one writes what no program can load, warns, and lets the next step
-raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the module on rank 0 at every stage, and the full one after it.
+writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible, for a log on one
+rank, and is said once. What keeps or uses the NaN is an error: a write of it into another tensor (averages of weights, target networks), the
+backward of a loss that read it, and a copy of an entry of a state dict, whose reader wants to keep the weights. `torch.save` of such an entry
+writes what no program can load, warns, and lets the next step raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the
+module on rank 0 at every stage, and the full one after it.
 A placeholder has the dtype of its parameter.
 """
 
@@ -38,8 +40,38 @@ _SAVED = (
     "a state dict was saved in which a parameter of shape {shape} is released: its values are not on this rank (zero stage 3), so the file "
     f"cannot be loaded; {_INSTEAD}"
 )
+_IN_PLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
+# What they return has a parameter's shape or dtype, or is its gradient, and has nothing of its values.
+_WITHOUT_VALUES = {
+    "__get__",
+    "grad",
+    "backward",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+    "new",
+}
+_CONVERSIONS = {
+    "to",
+    "half",
+    "bfloat16",
+    "float",
+    "double",
+    "cpu",
+    "cuda",
+}  # `module.to()` makes them and throws them away
 _IN_STATE_DICT = nn.Module._save_to_state_dict.__code__
 _saved: list[tuple[int, ...]] = []  # shapes of what was saved since the script has gathered parameters
+_read: list[tuple[int, ...]] = []  # shapes of what was read while it was released
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -87,16 +119,21 @@ class _Guard:
             if _replaces(function, args):
                 # pyrefly: ignore[bad-index]  # _replaces has looked at args[0]
                 raise RuntimeError(_message(args[0]))
+            if _writes_elsewhere(function, args=args, kwargs=kwargs):
+                raise RuntimeError(
+                    _was_read(_first_guarded(args, kwargs), what="it would write NaN into another tensor")
+                )
             try:
                 result = function(*args, **kwargs)
             except RuntimeError as error:
                 if not any(refusal in str(error) for refusal in _REFUSALS):
                     raise
-                guarded = next((value for value in (*args, *kwargs.values()) if isinstance(value, _Guard)), None)
-                raise RuntimeError(_message(guarded)) from error
+                raise RuntimeError(_message(_first_guarded(args, kwargs))) from error
             is_view = type(result) is Tensor and any(
                 _share(result, value) for value in args if isinstance(value, _Guard)
             )
+            if not is_view:
+                _note_reading(function, args=args, kwargs=kwargs, result=result)
             if is_view and function is Tensor.detach and sys._getframe(1).f_code is _IN_STATE_DICT:
                 return result.as_subclass(_Entry)
             return result.as_subclass(_View) if is_view else result
@@ -151,6 +188,11 @@ def check_saved() -> None:
         raise RuntimeError(message)
 
 
+def was_read() -> bool:
+    """A script has read a released parameter, which gave it NaN."""
+    return bool(_read)
+
+
 def forget_saved() -> None:
     """The script gathers parameters, to save them perhaps."""
     _saved.clear()
@@ -190,6 +232,51 @@ def _replaces(function: Any, args: tuple) -> bool:
     return name in _REPLACE or (name == "__set__" and function.__self__.__name__ == "data")
 
 
+def _first_guarded(args: tuple, kwargs: dict) -> Tensor | None:
+    """Of the arguments, and of the lists among them."""
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, _Guard):
+                # pyrefly: ignore[bad-return]  # mixed into tensors alone
+                return item
+    return None
+
+
+def _writes_elsewhere(function: Any, *, args: tuple, kwargs: dict) -> bool:
+    """`function` reads a released parameter into a tensor that is none: `average.lerp_(p, 0.1)`, `target.copy_(p)`, `out=`, `_foreach_add_`."""
+    name = getattr(function, "__name__", "")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    written = kwargs.get("out", args[0] if is_in_place and args else None)
+    if isinstance(written, list | tuple):
+        written = written[0] if written else None
+    if not isinstance(written, Tensor) or isinstance(written, _Guard) or not written.is_floating_point():
+        return False
+    guarded = _first_guarded(args, {key: value for key, value in kwargs.items() if key != "out"})
+    return guarded is not None and name not in _REPLACE and guarded.numel() > 0
+
+
+def _note_reading(function: Any, *, args: tuple, kwargs: dict, result: Any) -> None:
+    """`function` has made `result` of a released parameter: says so once, and makes the backward of a loss with it an error."""
+    name = getattr(function, "__name__", "")
+    if name in _WITHOUT_VALUES:
+        return
+    guarded = _first_guarded(args, kwargs)
+    if guarded is None or guarded.numel() == 0:
+        return
+    for made in result if isinstance(result, list | tuple) else (result,):
+        if not isinstance(made, Tensor) or isinstance(made, _Guard) or not made.is_floating_point():
+            continue
+        if not _read and name not in _CONVERSIONS:
+            warnings.warn(_was_read(guarded, what="it reads as NaN"), stacklevel=4)
+            _read.append(tuple(guarded.shape))
+        if made.requires_grad:
+            made.register_hook(functools.partial(_refuse, message=_was_read(guarded, what="the loss has it as NaN")))
+
+
+def _refuse(gradient: Tensor, *, message: str) -> None:
+    raise RuntimeError(message)
+
+
 def _share(view: Tensor, tensor: Tensor) -> bool:
     is_strided = view.layout is torch.strided and view.device == tensor.device
     return is_strided and view.untyped_storage()._cdata == tensor.untyped_storage()._cdata
@@ -198,6 +285,15 @@ def _share(view: Tensor, tensor: Tensor) -> bool:
 def _kept(tensor: Tensor | None) -> str:
     shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
     return f"a state dict has a released parameter{shape}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
+
+
+def _was_read(tensor: Tensor | None, *, what: str) -> str:
+    shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
+    return (
+        f"a released parameter{shape} was read where it is not gathered: its values are not on this rank (zero stage 3), so {what}. Read it "
+        "inside deepspeed.zero.GatheredParameters(list(model.parameters())) on every rank, also for a term of the loss. A forward gathers "
+        "what modules read by name (self.layer.weight), not what self.parameters() lists"
+    )
 
 
 def _message(tensor: Tensor | None) -> str:

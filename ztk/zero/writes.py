@@ -93,7 +93,7 @@ class ParameterWrites:
 
     def _check_replaced(self) -> None:
         for module, key, parameter, name in self._slots:
-            now = module._parameters.get(key)
+            now = module._parameters[key] if key in module._parameters else None  # noqa: SIM401  # a scripted module's has no get()
             if now is not parameter and now is not None and now.requires_grad:
                 raise RuntimeError(
                     f"parameter {name} was replaced by another object (load_state_dict(assign=True), or an assignment), which the "

@@ -8,3 +8,6 @@ class DeepSpeedConfigError(ValueError):
         self.faults = faults
         head = "the DeepSpeed configuration is refused:\n  " if len(faults) > 1 else ""
         super().__init__(head + "\n  ".join(faults))
+
+    def __reduce__(self) -> tuple:
+        return DeepSpeedConfigError, (self.faults,)
