@@ -385,6 +385,7 @@ def surface(process: Process) -> dict:
         "config": engine.config["train_batch_size"],
         "solved": (engine._config.train_batch_size, engine._config.gradient_accumulation_steps, engine._config.optimizer_name),
         "group": torch.distributed.get_process_group_ranks(engine.data_parallel_group),
+        "window": (optimizer.dynamic_loss_scale, optimizer.loss_scale_config.scale_window, optimizer.loss_scaler.cur_iter),
         "scaler": (optimizer.loss_scaler.loss_scale, optimizer.loss_scaler.cur_scale, optimizer.loss_scaler.dynamic),
     }  # fmt: skip
     errors = {}

@@ -38,6 +38,7 @@ def test_what_an_engine_answers(ranks):
     assert found["modes"] == (False, True) and found["norm"] is None and found["same"] and found["config"] == 8
     assert found["dtypes"] == (torch.float16,) * 3
     assert found["solved"] == (8, 1, "adamw") and found["group"] == [0, 1] and found["scaler"] == (128, 128, False)
+    assert found["window"] == (False, 1000, 0)
     errors = found["errors"]
     assert "engine.step() updates" in errors["loss_scaler"]
     assert "no_such_thing" in errors["attribute"] and "scalar" in errors["vector"]

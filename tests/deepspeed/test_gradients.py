@@ -324,3 +324,42 @@ def test_a_step_may_have_several_backwards(ranks, stage, more):
         torch.testing.assert_close(norm, float(expected), rtol=1e-5, atol=0)
         for name, value in model.module.named_parameters():
             torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=1e-6)
+
+
+def assigned(process, *, fp16: bool) -> tuple:
+    config = scripts.config(stage=0, gradient_clipping=0.0, fp16={"enabled": fp16, "initial_scale_power": 4})
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
+    for step in range(3):
+        x, y = (part.chunk(process.world_size)[process.rank] for part in scripts.data(step))
+        _assign_of_two_losses(engine, list(engine.module.parameters()), x, y)
+        engine.step()
+    found = scripts.weights(engine), engine.global_steps, engine.skipped_steps
+    engine.module.fc1.weight.grad = torch.full_like(engine.module.fc1.weight, float("inf"))
+    if fp16:
+        engine.step()
+        assert engine.skipped_steps == found[2] + 1
+    engine.destroy()
+    return found
+
+
+def _assign_of_two_losses(model, parameters: list, x, y) -> None:
+    outputs = model(x).float()
+    losses = F.cross_entropy(outputs, y), 0.1 * outputs.square().mean()
+    of_each = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    for parameter, first, second in zip(parameters, *of_each, strict=True):
+        parameter.grad = first - 0.5 * second
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_gradients_that_a_script_computes_itself_are_averaged_at_stage_0(ranks, fp16):
+    model = scripts.build()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        _assign_of_two_losses(model, list(model.parameters()), *scripts.data(step))
+        sgd.step()
+    for weights, steps, skipped in ranks(2).run(assigned, fp16=fp16):
+        assert (steps, skipped) == (3, 0)
+        for name, value in model.named_parameters():
+            # fp16: gradients below 1 are rounded to 2^-11, three steps of lr 0.1, through a forward that is rounded as well.
+            torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=2e-3 if fp16 else 1e-6)

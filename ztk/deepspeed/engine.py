@@ -19,7 +19,7 @@ from ztk.deepspeed.buffers import naming_buffers
 from ztk.deepspeed.build import Builder
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.getters import Getters
-from ztk.deepspeed.gradients import take_changes
+from ztk.deepspeed.gradients import take_assigned, take_changes
 from ztk.deepspeed.loader import loader_of
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
@@ -146,6 +146,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._announce()
+        take_assigned(self.engine)
         assert self.optimizer is not None
         if not self.settings.managed_accumulation and self.engine.zero.reduction.has_gradients:
             self.engine.zero.reduction.reduce_now()  # backwards have not known that they were the last ones

@@ -16,6 +16,8 @@ from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.engine import Engine
 from ztk.kernels import sum_of_squares
+from ztk.zero.gradient import gradient_of, set_gradient
+from ztk.zero.reduction import Backward
 from ztk.zero.released import change_class
 
 _HINT = (
@@ -91,6 +93,29 @@ def take_changes(engine: Engine) -> None:
                     changed = True
         if changed and bucket.gradient.squares is not None:
             bucket.gradient.squares = sum_of_squares(bucket.own(bucket.gradient.full))
+
+
+def take_assigned(engine: Engine) -> None:
+    """At stage 0 a script may call no backward of the engine and set `p.grad` itself (torch.autograd.grad of several losses, meta learning):
+    it counts as this rank's own gradient, and is averaged like one. A collective call if any parameter has one."""
+    reduction = engine.zero.reduction
+    if engine.zero.policy.stage > 0 or reduction.has_gradients:
+        return
+    assigned = [
+        (bucket, index)
+        for bucket in engine.zero.buckets
+        for index, parameter in enumerate(bucket.parameters)
+        if bucket.traits.trainable and gradient_of(parameter) is not None
+    ]
+    if not assigned:
+        return
+    reduction.begin(Backward())
+    for bucket, index in assigned:
+        parameter = bucket.parameters[index]
+        scaled = gradient_of(parameter).detach().float() * _divisor(engine, is_reduced=False)
+        set_gradient(parameter, scaled.to(parameter.dtype))
+        reduction.accept(bucket, index=index)
+    reduction.finish()
 
 
 def forget_gradients(engine: Engine) -> None:

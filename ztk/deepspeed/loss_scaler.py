@@ -4,13 +4,14 @@ The engine decides on its scale on the device (`ztk.kernels.step_control`); `opt
 Results have the dtype of their inputs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from ztk.deepspeed.log import log_dist
 from ztk.deepspeed.saved_types import module_is
+from ztk.engine import Engine
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 INITIAL_LOSS_SCALE = "init_scale"
@@ -134,12 +135,21 @@ class DynamicLossScaler(LossScalerBase):
 class EngineLossScale(LossScalerBase):
     """An engine's loss scale, which changes with its steps; to read. On a GPU reading waits for the device."""
 
-    def __init__(self, read: Callable[[], float], *, dynamic: bool) -> None:
-        self._read, self.dynamic = read, dynamic
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        scaling = engine.control.scaling
+        self.dynamic = self.dynamic_loss_scale = scaling.dynamic
+        self.scale_window, self.delayed_shift, self.min_scale = scaling.window, scaling.hysteresis, scaling.floor
+        self.scale_factor = scaling.growth_factor
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self._engine.global_steps
 
     @property
     def cur_scale(self) -> float:
-        return self._read()
+        return float(self._engine.control.loss_scale)
 
     def update_scale(self, overflow: bool) -> None:
         """Raises RuntimeError: the engine's step decides."""

@@ -155,7 +155,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scaler(self) -> EngineLossScale:
         """The loss scale as an object: `optimizer.loss_scaler.loss_scale`."""
-        return EngineLossScale(lambda: self.cur_scale, dynamic=self._engine.control.scaling.dynamic)
+        return EngineLossScale(self._engine)
+
+    loss_scale_config = loss_scaler  # its name at stage 0
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self._engine.control.scaling.dynamic
 
     def offload_states(
         self,
