@@ -2,16 +2,22 @@
 
 import os
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from experiments.ranks import started
+from ztk import kernels
 from ztk.config import Config
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.offload import OffloadPolicy
 from ztk.policies.tier import Tier
 from ztk.report.folder import PACKED
+from ztk.runtime import Comm
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed
 
@@ -27,9 +33,36 @@ class Cost:
     chosen: float
 
 
-def open_answering(config: Config) -> tuple[Opened, Generator]:
-    """The model of `inference.model`, and the engine over it. With offload=nvme its packed weights, which are written first where there are
-    none; prints the plan. Without a folder of the user's they have no name afterwards: they end with the process.
+@contextmanager
+def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
+    """`open_answering` on the rank that answers. On the others None, when it has answered: ranks that share the model compute until then.
+
+    After an error nobody waits for the others: the launcher ends all ranks.
+
+    Raises:
+        ValueError: as `open_answering`.
+    """
+    if config.topology.tensor == 1:
+        kernels.set_backend(config.kernels.backend)
+        yield open_answering(config)
+        return
+    with started(config) as process:
+        opened, generator = open_answering(config, comm=process.mesh.comm("tp"))
+        if generator.follows:
+            release_module(opened)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank that answers says when it is done
+            generator.follow()
+            yield None
+            return
+        yield opened, generator
+        generator.close()
+
+
+def open_answering(config: Config, *, comm: Comm | None = None) -> tuple[Opened, Generator]:
+    """The model of `inference.model`, and the engine over it. comm: of ranks that share it.
+
+    With offload=nvme its packed weights, which are written first where there are none; prints the plan. Without a folder of the user's they
+    have no name afterwards: they end with the process.
 
     Raises:
         ValueError: as `open_model`, `pack_model` and `Generator`.
@@ -37,16 +70,26 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
     path, ema = config.inference.model, bool(config.inference.ema)
     if config.offload.optimizer is Tier.none:
         opened = open_model(path, ema=ema)
-        return opened, Generator(opened.module, policy=_policy(config))
+        return opened, Generator(opened.module, policy=_policy(config), comm=comm, draft=_draft(config))
     to = _packed_folder(config)
     try:
         opened = open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
-        generator = Generator(opened.module, policy=_policy(config))
+        generator = Generator(opened.module, policy=_policy(config), draft=_draft(config))
     finally:
         if config.offload.nvme_path is None:
             shutil.rmtree(to, ignore_errors=True)
     print(generator.plan, flush=True)
     return opened, generator
+
+
+def _draft(config: Config) -> nn.Module | None:
+    path = config.inference.draft_model
+    if path is None:
+        return None
+    module = open_model(path).module
+    if isinstance(module, Packed):
+        raise ValueError(f"inference.draft_model={path}: has packed weights; name the model itself")
+    return module
 
 
 def _say_packed(packed: Packed) -> None:
@@ -104,6 +147,7 @@ def _policy(config: Config) -> InferencePolicy:
         max_step_tokens=chosen.max_step_tokens,
         max_model_len=config.eval.seq_len or _USUAL_WINDOW if config.task.name == "eval" else chosen.max_model_len,
         lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
+        draft_tokens=chosen.draft_tokens or 0,  # null without a draft model
         weights=_format(config),
         offload=_offload(config),
         memory_bytes=chosen.memory_bytes,

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.answering import open_answering, release_module
+from experiments.answering import answering, release_module
 from experiments.evaluation_files import Question, read_questions, read_texts
-from ztk import kernels
 from ztk.config import Config
 from ztk.inference import EncodedChoices, Generator, encode_choices, log_likelihoods, score_choices
 from ztk.report import RunFolder
@@ -40,11 +39,16 @@ def main(config: Config) -> None:
         ValueError: a line that is no document or question, by file and line; or a model that cannot be computed.
         FloatingPointError: logits that are not finite.
     """
-    kernels.set_backend(config.kernels.backend)
+    with answering(config) as leading:
+        if leading is not None:
+            evaluate(config, opened=leading[0], generator=leading[1])
+
+
+def evaluate(config: Config, *, opened: Opened, generator: Generator) -> None:
+    """Scores all files, prints the table and writes it. Raises as `main`."""
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
-    opened, generator = open_answering(config)
     release_module(opened)
     subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))
     started = time.perf_counter()

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.answering import cost_of_weights, open_answering, release_module, usual_sampling
-from ztk import kernels
+from experiments.answering import answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
 from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder
@@ -37,14 +36,19 @@ class Prompt:
 
 
 def main(config: Config) -> None:
-    """Answers all prompts and writes them with the totals.
+    """Every rank answers all prompts, and the first one writes them with the totals.
 
     Raises:
         ValueError: a model that cannot be computed, or a line that is not a prompt, by its number.
         FloatingPointError: logits that are not finite.
     """
-    kernels.set_backend(config.kernels.backend)
-    opened, generator = open_answering(config)
+    with answering(config) as leading:
+        if leading is not None:
+            answer(config, opened=leading[0], generator=leading[1])
+
+
+def answer(config: Config, *, opened: Opened, generator: Generator) -> None:
+    """Answers all prompts and writes them with the totals. Raises as `main`."""
     cost = cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)
     usual = replace(usual_sampling(config), stop_token_ids=opened.ends)

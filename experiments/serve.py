@@ -7,10 +7,11 @@ import sys
 
 import uvicorn
 
-from experiments.answering import cost_of_weights, open_answering, release_module, usual_sampling
-from ztk import kernels
+from experiments.answering import answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
+from ztk.inference import Generator
 from ztk.serve.app import ServePolicy, Server
+from ztk.serve.models import Opened
 
 _TERMINATED = 128 + signal.SIGTERM  # of a process that SIGTERM ends before it serves
 
@@ -19,11 +20,17 @@ def main(config: Config) -> None:
     """Serves until SIGTERM or SIGINT; running answers then have `serve.drain_seconds` to end.
 
     Raises:
+        PeerLost: a rank that shares the model is gone.
         ValueError: the model cannot be opened or computed, the port is taken, or the key's variable is not set.
     """
-    kernels.set_backend(config.kernels.backend)
+    with answering(config) as leading:
+        if leading is not None:
+            serve(config, opened=leading[0], generator=leading[1])
+
+
+def serve(config: Config, *, opened: Opened, generator: Generator) -> None:
+    """Serves until a signal, or until the engine fails: running answers then end with its error, which is raised. Raises as `main`."""
     chosen = config.serve
-    opened, generator = open_answering(config)
     cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)
     server = Server(
@@ -39,12 +46,15 @@ def main(config: Config) -> None:
         server.app, log_level="warning", timeout_graceful_shutdown=max(1, int(chosen.drain_seconds))
     )
     http = uvicorn.Server(options)
+    server.on_failure(lambda: setattr(http, "should_exit", True))
     before = signal.signal(signal.SIGTERM, lambda *_: None if http.started else sys.exit(_TERMINATED))
     try:
         http.run(sockets=[listening])  # raises the signal that ended it once more, when it is done
     finally:
         signal.signal(signal.SIGTERM, before)
         server.stop(drain_seconds=0)
+    if server.error is not None:
+        raise server.error
 
 
 def _key(variable: str | None) -> str | None:

@@ -10,15 +10,10 @@ keeps filter, baseline and sorting, waits while an axis is brushed, and stops wi
 """
 
 import argparse
-import base64
 import contextlib
-import fcntl
 import itertools
 import json
-import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from browser import LOADED, Browser, find_browser
 
 import ztk
 from ztk.report.html.live import follow
@@ -45,17 +42,6 @@ DRAWN = {
     "differences": "document.querySelectorAll('#panel-differences table tbody tr').length",
     "predictions": "document.querySelectorAll('#panel-predictions .scatterlayer .trace').length",
 }
-# Ends when the page is loaded and plotly has had half a second.
-LOADED = """new Promise((done) => {
-  const wait = () => document.readyState === "complete" ? setTimeout(done, 500) : setTimeout(wait, 50);
-  wait();
-})"""
-# The middle of an element's width, its top and its height, once it is in view.
-BOX = """((one) => {{
-  one.scrollIntoView({{block: "center", inline: "center"}});
-  const box = one.getBoundingClientRect();
-  return [box.x + box.width / 2, box.y, box.height];
-}})(document.querySelector({selector}))"""
 
 
 def main() -> int:
@@ -63,17 +49,8 @@ def main() -> int:
     parser.add_argument("--shots", type=Path, help="where screenshots go")
     parser.add_argument("--folder", type=Path, help="runs to open instead; then only what every report has is checked")
     given = parser.parse_args()
-    browser = (
-        os.environ.get("CHROMIUM")
-        or shutil.which("chromium")
-        or shutil.which("google-chrome")
-        or shutil.which("chromium-headless-shell")
-    )
+    browser = find_browser()
     if browser is None:
-        print(
-            "needs Chromium: install it (Debian: apt-get install chromium) or give its path in CHROMIUM",
-            file=sys.stderr,
-        )
         return 2
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or make_runs(Path(scratch, "runs"))
@@ -101,7 +78,7 @@ def main() -> int:
     return int(bool(faults))
 
 
-def check_page(tab: "Browser", *, page: Path, width: int, dark: bool, folder: Path | None) -> Iterator[str]:
+def check_page(tab: Browser, *, page: Path, width: int, dark: bool, folder: Path | None) -> Iterator[str]:
     tab.open(page, width=width, dark=dark)
     evaluate = tab.evaluate
     needed = DRAWN if folder else {"runs": DRAWN["runs"], "differences": DRAWN["differences"]}
@@ -116,7 +93,7 @@ def check_page(tab: "Browser", *, page: Path, width: int, dark: bool, folder: Pa
     yield from tab.complaints
 
 
-def check_synthetic(tab: "Browser", *, folder: Path) -> Iterator[str]:
+def check_synthetic(tab: Browser, *, folder: Path) -> Iterator[str]:
     evaluate, count = tab.evaluate, DRAWN["runs"]
     every = evaluate(count)
     best = set(ztk.load(folder).pareto("peak_memory.device_bytes", y="tokens_per_second")["arm"])
@@ -161,7 +138,7 @@ def check_synthetic(tab: "Browser", *, folder: Path) -> Iterator[str]:
         yield "the text of a log is missing"
 
 
-def check_live(tab: "Browser", *, folder: Path) -> Iterator[str]:
+def check_live(tab: Browser, *, folder: Path) -> Iterator[str]:
     """One run of the sweep is taken away, so that it is pending, and comes back while the page is open."""
     last = folder / "job3"
     last.rename(folder.with_name("kept"))
@@ -286,123 +263,6 @@ def make_run(folder: Path, *, job: SweepJob, draw: random.Random) -> None:
             "step_seconds": 400 / speed,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
-
-
-class Browser:
-    """A headless Chromium, driven over two pipes (--remote-debugging-pipe) by the DevTools protocol."""
-
-    def __init__(self, path: str, *, profile: Path) -> None:
-        reads, self._writes = os.pipe()
-        self._reads, writes = os.pipe()
-        inner = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]  # clear of 3 and 4, which it uses
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
-            "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"]  # fmt: skip
-        command = [
-            "bash",
-            "-c",
-            'exec "$@" 3<&' + str(inner[0]) + " 4>&" + str(inner[1]),
-            "bash",
-            path,
-            *flags,
-            f"--user-data-dir={profile}",
-        ]
-        self._process = subprocess.Popen(command, pass_fds=inner, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for end in (reads, writes, *inner):
-            os.close(end)
-        self._buffer, self._number, self._session = b"", 0, None
-        self.complaints: list[str] = []
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self._call(f"{domain}.enable")
-        self._call(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
-
-    def open(self, page: Path, *, width: int, dark: bool) -> None:
-        self._size(width=width, height=1000)
-        self._call(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
-        )
-        self._call("Page.navigate", url=page.absolute().as_uri())
-        self.evaluate(LOADED)
-
-    def _size(self, *, width: int, height: int) -> None:
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def evaluate(self, code: str) -> Any:
-        """The value of an expression in the page; an error in it is a complaint."""
-        answer = self._call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in answer:
-            self.complaints.append(f"{code}: {answer['exceptionDetails'].get('exception', {}).get('description')}")
-        return answer["result"].get("value")
-
-    def drag(self, selector: str, *, start: float, end: float) -> None:
-        """Presses the mouse at a share of the element's height, moves it and releases it."""
-        box = self.evaluate(BOX.format(selector=json.dumps(selector)))
-        x, y, height = box
-        points = [y + height * (start + (end - start) * part / 4) for part in range(5)]
-        for kind, at in (
-            ("mousePressed", points[0]),
-            *(("mouseMoved", at) for at in points),
-            ("mouseReleased", points[-1]),
-        ):
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=at, button="left", buttons=1, clickCount=1)
-
-    def shoot(self, path: Path) -> None:
-        """A picture of the page, at most 4000 pixels high."""
-        width, height = self.evaluate("[innerWidth, Math.min(4000, document.documentElement.scrollHeight)]")
-        self._size(width=width, height=height)
-        self.evaluate(LOADED)
-        self.evaluate("scrollTo(0, 0)")
-        shot = self._call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def close(self) -> None:
-        self._call("Browser.close", session=False)
-        self._process.wait(timeout=30)
-        os.close(self._reads)
-        os.close(self._writes)
-
-    def _call(self, method: str, *, session: bool = True, **parameters: Any) -> dict[str, Any]:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        if self._session and session:
-            message["sessionId"] = self._session
-        os.write(self._writes, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._read()
-            self._note(answer)
-            if answer.get("id") == self._number:
-                if "error" in answer:
-                    raise RuntimeError(f"{method}: {answer['error']}")
-                return answer["result"]
-
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            piece = os.read(self._reads, 1 << 20)
-            if not piece:
-                raise RuntimeError("the browser ended; start it by hand to see why")
-            self._buffer += piece
-        text, self._buffer = self._buffer.split(b"\0", 1)
-        return json.loads(text)
-
-    def _note(self, message: dict[str, Any]) -> None:
-        """Errors, warnings and requests are complaints."""
-        method, values = message.get("method"), message.get("params", {})
-        if method == "Runtime.exceptionThrown":
-            self.complaints.append(f"exception: {values['exceptionDetails'].get('exception', {}).get('description')}")
-        elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning", "assert"):
-            self.complaints.append(f"console: {[one.get('value') for one in values['args']]}")
-        elif method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(f"log: {values['entry']['text']} {values['entry'].get('url', '')}")
-        elif method == "Network.requestWillBeSent":
-            url = values["request"]["url"]
-            if not url.startswith(("data:", "blob:", "about:")) and not (
-                url.startswith("file:") and url.endswith("/report.html")
-            ):
-                self.complaints.append(f"request: {url[:200]}")
 
 
 if __name__ == "__main__":

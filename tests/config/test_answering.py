@@ -21,6 +21,14 @@ def test_it_runs_on_one_rank_of_the_cpu(words):
     )
 
 
+def test_ranks_share_layers(words):
+    config = composed(*words, "topology=tp2")
+    assert (config.launch.ranks, config.topology.tensor) == (2, 2)
+    assert any(
+        "offload=nvme with topology.tensor=2" in fault for fault in faults(*words, "topology=tp2", "offload=nvme")
+    )
+
+
 @pytest.mark.parametrize(
     "more, message",
     [
@@ -29,7 +37,12 @@ def test_it_runs_on_one_rank_of_the_cpu(words):
             "zero has no effect with task=generate, which answers prompts and trains nothing: leave it out",
         ),
         ("optimizer.lr=0.1", "optimizer.lr=0.1 has no effect with task=generate"),
-        ("launch.ranks=2", "launch.ranks=2: task=generate runs on one rank"),
+        (
+            "launch.ranks=2",
+            "launch.ranks=2: task=generate runs on topology.tensor=1 ranks; leave it out, or use topology.tensor=2",
+        ),
+        ("topology=dp", "topology has no effect with task=generate"),
+        ("topology=tp2_pp2", "topology.pipeline=2: task=generate cuts layers between ranks, and nothing else"),
         ("launch.device=cuda", "launch.device=cuda: task=generate computes on the CPU"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
@@ -107,7 +120,7 @@ def test_files_to_score_are_lists(eval_words):
         ("eval.choices=[]", "eval.choices=[]: names no file"),
         ("eval.seq_len=1", "eval.seq_len=1: must be 2 or more"),
         ("eval.stride=0", "eval.stride=0: must be 1 or more"),
-        ("launch.ranks=2", "launch.ranks=2: task=eval runs on one rank"),
+        ("launch.ranks=2", "launch.ranks=2: task=eval runs on topology.tensor=1 ranks"),
     ],
 )
 def test_what_cannot_act_on_a_score_is_refused(eval_words, more, message):

@@ -6,8 +6,9 @@ import random
 import torch
 from torch import nn
 
-from tests.inference.models import VOCABULARY
+from tests.inference.models import VOCABULARY, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.runtime.comm import Comm
 
 _SHARED = [(5 * i + 1) % VOCABULARY for i in range(90)]
 REQUESTS = [
@@ -32,18 +33,31 @@ def alone(model: nn.Module, **policy: object) -> list[list[str]]:
     return found
 
 
-def run_schedule(model: nn.Module, *, seed: int, **policy: object) -> tuple[list[list[str]], Generator]:
-    """All requests in one engine, in the order and at the steps that `seed` draws; and the engine."""
+def run_schedule(
+    model: nn.Module, *, seed: int, comm: Comm | None = None, **policy: object
+) -> tuple[list[list[str]], Generator]:
+    """All requests in one engine, in the order and at the steps that `seed` draws; and the engine.
+
+    comm: of ranks that share the model, each of which makes the call; nothing is returned on those that follow."""
     chance = random.Random(seed)
+    own, draft = random.Random(f"draft {seed}"), None
+    if policy.get("weights") != "fp8" and own.random() < 1 / 3:  # fp8 is of GPUs' blocks, a draft model of slabs
+        draft = build_decoder(layers=1, vocab_size=model.config.vocab_size)
     generator = Generator(
         model,
+        draft=draft,
         policy=InferencePolicy(
             max_sequences=chance.randint(1, 7),
             max_step_tokens=chance.choice([1, 3, 8, 17, 64, 65, 200, 512]),
             lookup_tokens=chance.choice([0, 0, 1, 3, 6]),
+            draft_tokens=0 if draft is None else own.randint(1, 5),
             **policy,
         ),
+        comm=comm,
     )
+    if generator.follows:
+        generator.follow()
+        return [], generator
     left = [(number, *request) for number, request in enumerate(REQUESTS)]
     chance.shuffle(left)
     neighbours = 4
@@ -69,6 +83,7 @@ def run_schedule(model: nn.Module, *, seed: int, **policy: object) -> tuple[list
             if chance.random() < 0.5:
                 generator.cancel(other.id)
         step()
+    generator.close()
     found = [
         [fingerprint(*answers[number, sample]) for sample in range(sampling.n)]
         for number, (_, sampling) in enumerate(REQUESTS)

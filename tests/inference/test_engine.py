@@ -1,5 +1,8 @@
 """The engine's interface: answers, streams, scores, errors, weights from a training engine."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 
@@ -120,6 +123,35 @@ def test_drafts_that_are_right_save_steps():
     assert steps == {0: 40, 4: 9}  # the prompt gives one token, each further step the draft's four and one more
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_that_is_near_saves_steps_and_changes_no_token(model, temperature):
+    """The draft is the model itself with a little noise; a far one saves nothing and changes nothing either."""
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, n=2, seed=5)
+    expected = Generator(model).generate([PROMPT, PROMPT[:2]], sampling=sampling)
+    near, far, steps = copy.deepcopy(model), build_decoder(layers=1), []
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    for draft in (near, far):
+        generator, count = Generator(model, policy=InferencePolicy(draft_tokens=4), draft=draft), itertools.count(1)
+        step = generator.step
+        generator.step = lambda step=step, count=count: steps.append(next(count)) or step()
+        found = generator.generate([PROMPT, PROMPT[:2]], sampling=sampling)
+        for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+            assert one.tokens == other.tokens and torch.equal(one.logprobs, other.logprobs)
+    near_steps = steps[: steps.index(1, 1)]
+    assert len(near_steps) < 30 and len(steps) - len(near_steps) > 30
+
+
+def test_draft_models_that_do_not_fit_are_refused(model):
+    with pytest.raises(ValueError, match="inference.draft_tokens=4 without a draft model: give both, or neither"):
+        Generator(model, policy=InferencePolicy(draft_tokens=4))
+    with pytest.raises(ValueError, match="inference.draft_tokens=0 with a draft model"):
+        Generator(model, draft=model)
+    with pytest.raises(ValueError, match="the draft model has 40 tokens and the model 96"):
+        Generator(model, policy=InferencePolicy(draft_tokens=1), draft=build_decoder(vocab_size=40))
+
+
 def test_logits_that_are_not_finite_end_their_request_alone_and_name_the_layer():
     model = build("llama")
     generator = Generator(model)
@@ -167,16 +199,6 @@ def test_numbers_without_sense_are_refused(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"sampling.{name}="):
         SamplingParams(**options)
-
-
-def test_models_that_are_not_computed_are_refused_by_name():
-    import transformers
-
-    config = transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(
-        ValueError, match="model_type=mamba: the inference engine computes the native decoder and bloom"
-    ):
-        Generator(transformers.MambaForCausalLM(config))
 
 
 def test_a_module_that_does_something_else_is_refused():

@@ -5,7 +5,7 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, SamplingParams, attention, engine, products, rows
+from ztk.inference import Generator, SamplingParams, attention, cache, engine, products, rows
 from ztk.inference.steps import Span, Step
 
 MODELS = {
@@ -32,13 +32,13 @@ def test_a_scrambled_cache_entry_is_noticed(monkeypatch):
     """The same check fails when a prefix that is reused has one wrong number in one layer."""
     model = build_decoder()
     expected = alone(model)
-    copy = engine.Cache.copy
+    copy = cache.Cache.copy
 
     def scrambled(self, source, *, target, positions):
         copy(self, source, target=target, positions=positions)
         self.keys[1][target, 0, 0, 2, 0] += 0.5
 
-    monkeypatch.setattr(engine.Cache, "copy", scrambled)
+    monkeypatch.setattr(cache.Cache, "copy", scrambled)
     assert any(run_schedule(model, seed=seed)[0] != expected for seed in range(4))
 
 
@@ -49,7 +49,7 @@ def test_sums_that_follow_the_number_of_rows_are_noticed(monkeypatch):
     multiply = products.Product.multiply
     doubled = lambda self, x: multiply(self, x * 3) / 3 if len(x) > 8 else multiply(self, x)  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "check_rows", lambda model: frozenset())
+        patch.setattr(engine, "check_model", lambda model: frozenset())
         patch.setattr(products.Product, "multiply", doubled)
         assert any(run_schedule(model, seed=seed)[0] != expected for seed in range(4))
     monkeypatch.setattr(products.Product, "multiply", doubled)

@@ -1,4 +1,4 @@
-"""What `task=generate`, `task=serve` and `task=eval` accept: they compute on one rank and train nothing."""
+"""What `task=generate`, `task=serve` and `task=eval` accept: they train nothing, and cut layers between ranks at most."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ from ztk.config.inference_schema import WeightFormat
 from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
+from ztk.config.topology import DEGREES
 from ztk.policies.inference import ONLY_NVME
 from ztk.policies.tier import Tier
 
@@ -15,6 +16,7 @@ _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),
     *("kernels", "launch", "experiment", "sweep", "hydra", "offload"),
 )
+_CUT = ("topology", "topology.tensor")  # with more than one rank
 _TRAINING_TIERS = ("offload.optimizer", "offload.parameters", "offload.pin_memory")
 
 
@@ -24,14 +26,20 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
         return
     task = f"task={config.task.name}"
     does = "scores texts" if config.task.name == "eval" else "answers prompts"
+    is_cut = config.topology.tensor > 1
     for key in sorted(given):
         section = key.partition(".")[0]
-        if section not in _SECTIONS:
+        if section not in _SECTIONS and not (is_cut and key in _CUT):
             value = f"={written(read(config, key=key))}" if "." in key else ""
             yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"
-    if (machine.started_ranks or config.launch.ranks or 1) != 1:
-        ranks = machine.started_ranks or config.launch.ranks
-        yield f"launch.ranks={ranks}: {task} runs on one rank; leave it out, or start one process"
+    ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
+    if ranks != max(1, config.topology.tensor):
+        yield (
+            f"launch.ranks={ranks}: {task} runs on topology.tensor={config.topology.tensor} ranks; leave it out, or use "
+            f"topology.tensor={ranks}, which cuts each layer over them"
+        )
+    if is_cut:
+        yield from _cut_faults(config, task=task)
     if config.launch.device is DeviceName.cuda:
         yield f"launch.device=cuda: {task} computes on the CPU; use launch.device=cpu, or leave it out"
     yield from _offload_faults(config, given=given, task=task)
@@ -40,6 +48,17 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
         yield from _held_out_faults(config)
     else:
         yield from _eval_faults(config)
+
+
+def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
+    for degree in DEGREES:
+        value = getattr(config.topology, degree)
+        if degree != "tensor" and value > 1:
+            yield f"topology.{degree}={value}: {task} cuts layers between ranks, and nothing else; use topology.tensor alone"
+    if config.offload.optimizer is not Tier.none:
+        yield (
+            f"offload=nvme with topology.tensor={config.topology.tensor}: layers are streamed on one rank; leave one of them out"
+        )
 
 
 def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iterator[str]:
@@ -91,11 +110,13 @@ def _eval_faults(config: Config) -> Iterator[str]:
 
 
 def _file_faults(config: Config, *, task: str) -> Iterator[str]:
-    model, prompts = config.inference.model, config.inference.prompts
+    model, prompts, draft = config.inference.model, config.inference.prompts, config.inference.draft_model
     if model is not None and not Path(model).expanduser().is_dir():
         yield (
             f"inference.model={model}: is no folder; name a run folder, a checkpoint, or a folder with the config.json and weights of a "
             "model of transformers"
         )
+    if draft is not None and not Path(draft).expanduser().is_dir():
+        yield f"inference.draft_model={draft}: is no folder; name that of a smaller model with the same tokens, or leave it out"
     if prompts is not None and config.task.name == "generate" and not Path(prompts).expanduser().is_file():
         yield f'inference.prompts={prompts}: is no file; name a jsonl file whose lines are {{"prompt": "text"}}'

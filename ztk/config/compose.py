@@ -244,12 +244,10 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
 
 def _settle_paths(config: Config) -> None:
     config.offload.nvme_path = _nvme_path(config)
-    if config.inference.model is not None:
-        config.inference.model = _absolute(config.inference.model)
-    if config.inference.prompts is not None:
-        config.inference.prompts = _absolute(config.inference.prompts)
-    if config.inference.held_out is not None:
-        config.inference.held_out = _absolute(config.inference.held_out)
+    for name in ("model", "draft_model", "prompts", "held_out"):
+        path = getattr(config.inference, name)
+        if path is not None:
+            setattr(config.inference, name, _absolute(path))
     if config.eval.path is not None:
         config.eval.path = [_absolute(path) for path in as_paths(config.eval.path)]
     if config.eval.choices is not None:

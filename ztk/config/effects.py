@@ -276,10 +276,15 @@ EFFECTS = (
         only="task=generate or task=serve",
     ),
     Effect(
-        keys=(*keys_of("inference", "max_model_len", "held_out"), "sampling.stop"),
+        keys=(*keys_of("inference", "max_model_len", "held_out", "draft_model"), "sampling.stop"),
         when=_prompted,
         only="task=generate or task=serve",
         required=False,
+    ),
+    Effect(
+        keys=("inference.draft_tokens",),
+        when=lambda c, m: _prompted(c, m) and c.inference.draft_model is not None,
+        only="inference.draft_model=FOLDER, and task=generate or task=serve",
     ),
     Effect(keys=(*_SHARED, "inference.ema"), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),

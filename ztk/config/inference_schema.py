@@ -43,6 +43,11 @@ class InferenceConfig:
     lookup_tokens: int | None = key(
         "draft tokens per step, found in the text itself; 0: none. They change no token", default=None
     )
+    draft_model: str | None = key(
+        "a smaller model with the same tokens, run folder or folder of transformers, which drafts where nothing was looked up; null: none",
+        default=None,
+    )
+    draft_tokens: int | None = key("draft tokens per step of inference.draft_model. They change no token", default=None)
     weights: WeightFormat | None = key(
         "stored: fp32; int8: a scale per output channel; int4: groups of 128 inputs, the head in int8", default=None
     )

@@ -48,9 +48,11 @@ def replicas_of(topology: TopologyConfig, *, ranks: int) -> int:
 
 
 def settled_ranks(config: Config, *, machine: Machine) -> int:
-    """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one; one to answer prompts."""
+    """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one.
+
+    To answer prompts, those that share layers."""
     if config.task.name in ANSWERING:
-        return 1
+        return max(1, config.topology.tensor)
     named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
     everything = machine.gpus if device_of(config, machine=machine) == "cuda" else 0
     return machine.started_ranks or config.launch.ranks or named or everything or RANKS_WITHOUT_GPU
@@ -59,6 +61,8 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
 def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     topology = config.topology
+    if config.task.name in ANSWERING:
+        return  # `answering_faults` says what they accept
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # the ranges say so
     if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):

@@ -83,6 +83,11 @@ class BlockModel:
                 broken.append(number)
         return self._norm(x, by=self.weights.norm)
 
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows, on the CPU."""
+        x = self.forward(tokens, spans=spans, cache=cache)
+        return self.logits(x[rows]).cpu() if rows else torch.empty(0, self.description.vocab_size)
+
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self._linear(x, self.weights.head, wide=True)

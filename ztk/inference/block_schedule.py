@@ -5,8 +5,9 @@ from torch import Tensor
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_pool import BlockPool
+from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.policy import InferencePolicy
-from ztk.inference.schedule import Scheduler, Sequence, Work, common_length
+from ztk.inference.schedule import Scheduler, Sequence, Work
 
 
 class BlockScheduler(Scheduler):
@@ -16,8 +17,8 @@ class BlockScheduler(Scheduler):
     (Kwon et al. 2023, swapping). It waits in front of all new ones, and goes on where it was.
     """
 
-    def __init__(self, policy: InferencePolicy, *, cache: BlockCache) -> None:
-        super().__init__(policy, cache=cache)
+    def __init__(self, policy: InferencePolicy, *, cache: BlockCache, drafts: DraftModel | None = None) -> None:
+        super().__init__(policy, cache=cache, drafts=drafts)
         self._blocks = cache
         self.pool = BlockPool(cache.blocks, tables=cache.tables)
         self._saved: dict[Sequence, list[Tensor]] = {}  # of preempted sequences

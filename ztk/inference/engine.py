@@ -6,48 +6,25 @@ Parameters have the dtype that the trainer computes in.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_model import BlockModel
-from ztk.inference.block_opening import block_cache, open_blocks, placement_of
+from ztk.inference.block_opening import block_cache
 from ztk.inference.block_schedule import BlockScheduler
-from ztk.inference.block_weights import collect_blocks
 from ztk.inference.cache import Cache
-from ztk.inference.describe import describe
-from ztk.inference.model import InferenceModel
-from ztk.inference.opening import Opened, from_packed, from_state, settled
+from ztk.inference.draft import DraftModel
+from ztk.inference.opening import TrainingEngine, from_module, from_packed, reopened, settled
 from ztk.inference.packed import Packed
+from ztk.inference.parallel import LeadingModel, Ranks, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import check_module, check_rows, product_key
+from ztk.inference.probe import allow_lone_rows, check_model
 from ztk.inference.sample import draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
-from ztk.inference.weights import collect
-from ztk.nn import Decoder
-
-
-class TrainingEngine(Protocol):
-    """What the generator reads of a training engine: `ztk.Engine` has it."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        ...
-
-    @property
-    def zero(self) -> "FullParameters":
-        """Where its parameters are."""
-        ...
-
-
-class FullParameters(Protocol):
-    """The parameters by name, in their full shapes, one after the other; a collective call."""
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
+from ztk.runtime.comm import Comm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,49 +39,71 @@ class Request:
 class Generator:
     """Generates with the native decoder or a causal language model of transformers, on the CPU, in fp32 or with weights of 8 or 4 bits.
 
+    draft: a smaller model with the same tokens, whose guesses save steps and change no token: see ztk/inference/draft.py.
+    comm: of the ranks that share the model, each of which makes a generator; None or one rank: none. The first one answers, the others call
+    `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, what is done with the memory. model: a module, a training engine, whose weights are gathered (every rank
     calls it), or a folder of packed weights. Its linear layers are copied in the
     processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
     sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
 
     Raises:
-        ValueError: a model that the engine does not compute, or a processor whose products differ by the number of rows.
+        ValueError: a model that the engine does not compute or that its ranks cannot divide, or a processor whose products differ by the
+            number of rows.
     """
 
-    def __init__(self, model: "nn.Module | TrainingEngine | Packed", *, policy: InferencePolicy | None = None) -> None:
+    def __init__(
+        self,
+        model: "nn.Module | TrainingEngine | Packed",
+        *,
+        policy: InferencePolicy | None = None,
+        comm: Comm | None = None,
+        draft: nn.Module | None = None,
+    ) -> None:
         chosen = policy or InferencePolicy()
+        self._ranks = None if comm is None or comm.size == 1 else Ranks(comm)
+        if self._ranks is not None and (chosen.offload is not None or isinstance(model, Packed)):
+            raise ValueError(
+                "offload=nvme with topology.tensor above 1: a packed folder has full layers; use topology=dp, or leave offload out"
+            )
         opened = (
-            from_packed(model, policy=chosen) if isinstance(model, Packed) else self._from_module(model, policy=chosen)
+            from_packed(model, policy=chosen)
+            if isinstance(model, Packed)
+            else from_module(model, policy=chosen, ranks=self._ranks)
         )
         self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
         self._packed_bytes = opened.packed_bytes
         self.policy = settled(chosen, plan=self.plan)
         self._subject, self.description = opened.subject, opened.subject.description
-        self._lone = frozenset() if isinstance(self._model, BlockModel) else check_rows(self._model)
-        self._allow_lone_rows()
+        self._lone = check_model(self._model)
+        allow_lone_rows(self._model, exact=self._lone)
         self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-        self._cache, self._scheduler = self._memory()
+        self._cache, self._scheduler = self._memory(drafts=self._drafts(draft))
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
+        self._closed = False
 
-    @staticmethod
-    def _from_module(model: "nn.Module | TrainingEngine", *, policy: InferencePolicy) -> Opened:
-        if isinstance(model, nn.Module):
-            module, state = model, dict(model.named_parameters())
-        else:
-            module, state = model.module, _gathered(model)
-        subject = describe(module)
-        if isinstance(model, nn.Module) and not isinstance(model, Decoder):
-            # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
-            check_module(InferenceModel(subject, weights=collect(state, description=subject.description)), module=model)
-        placement = placement_of(policy, module=module)
-        if placement is not None:
-            model = open_blocks(state, subject=subject, placement=placement, policy=policy)
-            return Opened(model=model, subject=subject)
-        if policy.offload is not None:
-            return from_state(state, subject=subject, policy=policy, offload=policy.offload)
-        weights = collect(state, description=subject.description, kind=policy.weights)
-        return Opened(model=InferenceModel(subject, weights=weights), subject=subject)
+    def _drafts(self, module: nn.Module | None) -> DraftModel | None:
+        """The draft model, with weights of the same format."""
+        count = self.policy.draft_tokens
+        if (module is None) != (count == 0):
+            raise ValueError(
+                f"inference.draft_tokens={count} {'without' if module is None else 'with'} a draft model: give both, or neither"
+            )
+        if module is None or self.follows:
+            return None
+        if self.policy.weights == "fp8" or any(parameter.device.type != "cpu" for parameter in module.parameters()):
+            raise ValueError(
+                "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one that is there"
+            )
+        policy = InferencePolicy(weights=self.policy.weights, cache="slabs", device="cpu")
+        model = from_module(module, policy=policy).model
+        assert not isinstance(model, BlockModel), "it has slabs"
+        size, own = model.description.vocab_size, self.description.vocab_size
+        if size != own:
+            raise ValueError(f"the draft model has {size} tokens and the model {own}: use one with the same tokenizer")
+        allow_lone_rows(model, exact=check_model(model))
+        return DraftModel(model, slots=self.policy.max_sequences, count=count)
 
     # Complete answers
 
@@ -206,10 +205,9 @@ class Generator:
         for work in works:
             spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
             tokens += work.tokens
-        x = self._model.forward(torch.tensor(tokens), spans=spans, cache=self._cache)
         needed = [self._rows_with_logits(work) for work in works]
         rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
-        logits = self._model.logits(x[rows]).cpu() if rows else torch.empty(0, self.description.vocab_size)
+        logits = self._model.step_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=rows)
         parts = logits.split([len(own) for own in needed])
         return [
             output
@@ -236,15 +234,8 @@ class Generator:
             )
         if self.has_work:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
-        state = _gathered(engine)
-        if isinstance(self._model, BlockModel):
-            placement = self._model.weights.placement
-            weights = collect_blocks(state, description=self.description, placement=placement)
-            self._model = BlockModel(self._subject, weights=weights, exact=self.policy.exact)
-        else:
-            weights = collect(state, description=self.description, kind=self.policy.weights)
-            self._model = InferenceModel(self._subject, weights=weights)
-            self._allow_lone_rows()
+        self._model = reopened(engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks)
+        allow_lone_rows(self._model, exact=self._lone)
         self._scheduler.forget()
 
     @property
@@ -254,7 +245,7 @@ class Generator:
             return self._packed_bytes
         if isinstance(self._model, BlockModel):
             return self._model.nbytes
-        return sum(product.nbytes for product in self._model.weights.products())
+        return sum(product.nbytes for product in self._model.products())
 
     @property
     def streamed_bytes(self) -> int:
@@ -265,9 +256,44 @@ class Generator:
         return self._streamed.counters.read_bytes
 
     def close(self) -> None:
-        """Ends the threads that read layers. The generator computes nothing afterwards. Idempotent."""
+        """Ends the threads that read layers, and `follow` on the other ranks. The generator computes nothing afterwards. Idempotent."""
         if self._streamed is not None:
             self._streamed.close()
+        if self.leads and not self._closed:
+            self.dismiss()
+        self._closed = True
+
+    # Ranks that share the model
+
+    @property
+    def leads(self) -> bool:
+        """Other ranks follow this one."""
+        return isinstance(self._model, LeadingModel)
+
+    @property
+    def follows(self) -> bool:
+        """This rank computes what another one asks for: it calls `follow` and nothing else."""
+        return self._ranks is not None and not self.leads
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """On every rank but the first: computes its part of each step until the first one calls `close` or `dismiss`.
+
+        Raises:
+            PeerLost: the first rank is gone.
+        """
+        assert self._ranks is not None and self.follows, "a rank that follows"
+        follow(self._model, cache=self._cache, ranks=self._ranks)
+
+    def dismiss(self) -> None:
+        """On the first rank: ends `follow` on the others, so that all can call `load`; they may follow again."""
+        assert isinstance(self._model, LeadingModel), "the rank that leads"
+        self._model.dismiss()
+
+    def beat(self) -> None:
+        """On the first rank, where nothing is computed for a while: says so to the others. Else nothing. Raises PeerLost if one is gone."""
+        if isinstance(self._model, LeadingModel):
+            self._model.beat()
 
     def forget_prefixes(self) -> None:
         """Later prompts are computed from their first token."""
@@ -275,28 +301,24 @@ class Generator:
 
     # Parts
 
-    def _memory(self) -> tuple[Cache | BlockCache, Scheduler]:
+    def _memory(self, *, drafts: DraftModel | None) -> tuple[Cache | BlockCache, Scheduler]:
         """The cache of all sequences, and who shares it."""
         slots = self.policy.max_sequences
         if isinstance(self._model, BlockModel):
             cache = block_cache(self._model, policy=self.policy, slots=slots, positions=self.max_len)
-            return cache, BlockScheduler(self.policy, cache=cache)
-        cache = Cache(self.description, slots=slots)
-        return cache, Scheduler(self.policy, cache=cache)
+            return cache, BlockScheduler(self.policy, cache=cache, drafts=drafts)
+        cache = self._model.new_cache(slots=slots)
+        return cache, Scheduler(self.policy, cache=cache, drafts=drafts)
 
-    def _scratch(self, positions: int) -> Cache | BlockCache:
-        """A cache for one sequence."""
-        if isinstance(self._model, BlockModel):
-            return block_cache(self._model, policy=self.policy, slots=1, positions=positions, is_scratch=True)
-        cache = Cache(self.description, slots=1)
-        cache.reserve(positions)
-        return cache
-
-    def _allow_lone_rows(self) -> None:
-        if isinstance(self._model, BlockModel):
-            return  # its kernels have one path for every number of rows
-        for product in self._model.weights.products():
-            product.doubles = product_key(product) not in self._lone
+    def _first_broken(self, tokens: list[int]) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are."""
+        if not isinstance(self._model, BlockModel):
+            return self._model.first_broken(tokens)
+        found: list[int] = []
+        scratch = block_cache(self._model, policy=self.policy, slots=1, positions=len(tokens), is_scratch=True)
+        span = Span(slot=0, start=0, length=len(tokens), row=0)
+        self._model.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
+        return found[0] if found else None
 
     def _check(self, prompt: list[int], *, limit: int) -> None:
         if not prompt:
@@ -404,11 +426,8 @@ class Generator:
 
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
-        found: list[int] = []
-        scratch = self._scratch(len(sequence.tokens))
-        span = Span(slot=0, start=0, length=len(sequence.tokens), row=0)
-        self._model.forward(torch.tensor(sequence.tokens), spans=[span], cache=scratch, broken=found)
-        place = f"after layer {found[0]} of {self.description.layers}" if found else "in the head"
+        found = self._first_broken(sequence.tokens)
+        place = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
         error = f"the logits are not finite, first {place}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
         self._scheduler.finish(sequence, reason="error", error=error)
         self._forget_if_done(sequence.request_id)
@@ -425,11 +444,6 @@ class Generator:
         """Requests are dropped when all answers have ended; who waits for them has their sequences."""
         if all(sequence.finish_reason is not None for sequence in self._sequences.get(number, [])):
             self._sequences.pop(number, None)
-
-
-def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Copies, fp32 on the CPU."""
-    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
 
 
 def _values(logprobs: list[PromptLogprob]) -> Tensor:

@@ -3,17 +3,23 @@
 Rows have the dtype that the engine computes in.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.attention import attend
 from ztk.inference.cache import Cache
+from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
-from ztk.inference.products import Affine
+from ztk.inference.products import Affine, Product
 from ztk.inference.rows import rms_norm, rope, share, swiglu
 from ztk.inference.steps import Span, Step
 from ztk.inference.weights import Layer, Mlp, Weights
+
+if TYPE_CHECKING:
+    from ztk.inference.parallel import Ranks
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -28,12 +34,15 @@ _ACTIVATIONS = {
 class InferenceModel:
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
 
+    ranks: those that share the model; `weights` are this rank's part then, and `description` says its heads.
+
     Raises:
         ValueError: an activation that is not supported.
     """
 
-    def __init__(self, subject: Subject, *, weights: Weights) -> None:
-        self.description, self.weights = subject.description, weights
+    def __init__(self, subject: Subject, *, weights: Weights, ranks: "Ranks | None" = None) -> None:
+        self._full, self._ranks, self.weights = subject.description, ranks, weights
+        self.description = self._full if ranks is None else ranks.cut.own(self._full)
         if self.description.activation not in _ACTIVATIONS:
             raise ValueError(
                 f"activation {self.description.activation} is not supported by the inference engine: it has "
@@ -41,7 +50,31 @@ class InferenceModel:
             )
         self._tables = subject.tables
         self._activation = _ACTIVATIONS[self.description.activation]
-        self._slopes = alibi_slopes(self.description.heads) if self.description.is_alibi else None
+        self._slopes = alibi_slopes(self._full.heads) if self._full.is_alibi else None
+        if ranks is not None and self._slopes is not None:
+            self._slopes = own_slopes(self._slopes, cut=ranks.cut)
+
+    def products(self) -> list[Product]:
+        """Those in memory, the head last."""
+        return self.weights.products()
+
+    def new_cache(self, *, slots: int) -> Cache:
+        """For so many sequences."""
+        return Cache(self.description, slots=slots)
+
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
+        x = self.forward(tokens, spans=spans, cache=cache)
+        return self.logits(x[rows]) if rows else x.new_empty(0, self.description.vocab_size)
+
+    def first_broken(self, tokens: list[int]) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
+        found: list[int] = []
+        scratch = Cache(self.description, slots=1)
+        scratch.reserve(len(tokens))
+        span = Span(slot=0, start=0, length=len(tokens), row=0)
+        self.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
+        return found[0] if found else None
 
     def forward(self, tokens: Tensor, *, spans: list[Span], cache: Cache, broken: list[int] | None = None) -> Tensor:
         """tokens int64 [M] -> the last norm's output [M, C]; keys and values of all rows are in the cache afterwards.
@@ -59,6 +92,8 @@ class InferenceModel:
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self.weights.head(x)
+        if self._ranks is not None:
+            found = self._ranks.join(found)[:, : self.description.vocab_size]
         if self.description.logit_softcap:
             cap = self.description.logit_softcap
             found = torch.tanh(found / cap) * cap
@@ -98,7 +133,7 @@ class InferenceModel:
         of = self.description
         query, key, value = (part(x) for part in (layer.query, layer.key, layer.value))
         if of.qk_norm == "all":
-            query, key = self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)
+            query, key = self._normed_together(query, key=key, layer=layer)
         query, key, value = (part.unflatten(1, (-1, of.head_dim)) for part in (query, key, value))
         if of.qk_norm == "heads":
             query, key = self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)
@@ -118,12 +153,25 @@ class InferenceModel:
                 softcap=of.softcap,
                 slopes=self._slopes,
             )
-        return layer.out(out.flatten(1))
+        return self._summed(layer.out(out.flatten(1)))
+
+    def _normed_together(self, query: Tensor, *, key: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Norms over all heads, those of other ranks included."""
+        if self._ranks is None:
+            return self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)
+        cut, columns = self._ranks.cut, key.shape[1]
+        queries = self.norm(self._ranks.join(query), by=layer.query_norm)
+        keys = self.norm(self._ranks.join_keys(key, description=self._full), by=layer.key_norm)
+        first = cut.rank * self._full.kv_heads // cut.size * self._full.head_dim
+        return queries.chunk(cut.size, dim=1)[cut.rank], keys[:, first : first + columns]
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        return partial if self._ranks is None else self._ranks.sum(partial)
 
     def _feed_forward(self, x: Tensor, *, layer: Layer) -> Tensor:
         if layer.experts is None:
             assert layer.mlp is not None, "a layer has an MLP or experts"
-            return self.mlp(x, weights=layer.mlp)
+            return self._summed(self.mlp(x, weights=layer.mlp))
         assert layer.router is not None, "experts have a router"
         probabilities = torch.softmax(layer.router(x), dim=-1)
         weights, chosen = probabilities.topk(self.description.experts_per_token, dim=-1)
@@ -137,10 +185,10 @@ class InferenceModel:
         if layer.mlp is not None:  # the shared expert
             shared = self.mlp(x, weights=layer.mlp)
             out = out + (shared if layer.shared_gate is None else share(layer.shared_gate(x)) * shared)
-        return out
+        return self._summed(out)
 
     def mlp(self, x: Tensor, *, weights: Mlp) -> Tensor:
-        """x [M, C] -> [M, C]."""
+        """x [M, C] -> [M, C]; of a model that ranks share this rank's part of the sum."""
         raised = weights.up(x)
         if weights.gate is None:
             return weights.down(self._activation(raised))

@@ -2,16 +2,22 @@
 
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ztk.inference.block_model import BlockModel
-from ztk.inference.describe import Subject
+from ztk.inference.block_opening import open_blocks, placement_of
+from ztk.inference.block_weights import collect_blocks
+from ztk.inference.describe import FAMILIES, Subject, describe
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel, is_own_family
 from ztk.inference.packed import Packed, pack
+from ztk.inference.parallel import LeadingModel, Ranks
 from ztk.inference.plan import (
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
@@ -22,11 +28,35 @@ from ztk.inference.plan import (
     sizes_of,
 )
 from ztk.inference.policy import InferencePolicy
+from ztk.inference.probe import check_module
 from ztk.inference.rates import measure
 from ztk.inference.stream import StreamedLayers
-from ztk.inference.weights import ResidentLayers
+from ztk.inference.weights import ResidentLayers, collect
+from ztk.nn import Decoder
 from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.host_memory import return_freed_memory
+
+
+class TrainingEngine(Protocol):
+    """What the generator reads of a training engine: `ztk.Engine` has it."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        ...
+
+    @property
+    def zero(self) -> "FullParameters":
+        """Where its parameters are."""
+        ...
+
+
+class FullParameters(Protocol):
+    """The parameters by name, in their full shapes, one after the other; a collective call."""
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """In their own dtypes."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +64,99 @@ class Opened:
     """A model that computes, over slabs or over blocks. plan, streamed: None where all weights are in memory and were not planned.
     packed_bytes: of the layers and the head of a packed folder."""
 
-    model: InferenceModel | BlockModel
+    model: InferenceModel | ModuleModel | BlockModel
     subject: Subject
     plan: StreamPlan | None = None
     streamed: StreamedLayers | None = None
     packed_bytes: int | None = None
+
+
+def from_module(model: nn.Module | TrainingEngine, *, policy: InferencePolicy, ranks: Ranks | None = None) -> Opened:
+    """The model over the weights of a module, or of a training engine, whose ranks all make the call; with `policy.offload` packed and
+    streamed. A module of transformers is compared with the engine. ranks: those that share the layers.
+
+    Raises:
+        ValueError: a model that the engine does not compute, or does not compute so.
+    """
+    if isinstance(model, nn.Module):
+        module, state = model, dict(model.named_parameters())
+    else:
+        module, state = model.module, _gathered(model)
+    is_checked = isinstance(model, nn.Module) and not isinstance(model, Decoder)
+    if not is_own_family(module):
+        return _from_own_modules(module, state=state, policy=policy, ranks=ranks, is_checked=is_checked)
+    subject, placement = describe(module), placement_of(policy, module=module)
+    if placement is not None and ranks is not None:
+        raise ValueError(
+            "inference.cache=blocks with topology.tensor above 1: ranks share layers over slabs; leave one of them out"
+        )
+    if is_checked and (
+        policy.weights != "stored" or policy.offload is not None or ranks is not None or placement is not None
+    ):
+        # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
+        check_module(_built(subject, state=state, kind="stored", ranks=None), module=module)
+    if placement is not None:
+        return Opened(model=open_blocks(state, subject=subject, placement=placement, policy=policy), subject=subject)
+    if policy.offload is not None:
+        return from_state(state, subject=subject, policy=policy, offload=policy.offload)
+    built = _built(subject, state=state, kind=policy.weights, ranks=ranks)
+    if is_checked and policy.weights == "stored" and ranks is None:
+        check_module(built, module=module)
+    return Opened(model=built, subject=subject)
+
+
+def reopened(
+    engine: TrainingEngine,
+    *,
+    model: InferenceModel | ModuleModel | BlockModel,
+    subject: Subject,
+    policy: InferencePolicy,
+    ranks: Ranks | None,
+) -> InferenceModel | ModuleModel | BlockModel:
+    """The same `model` with the weights that a training engine has now. A collective call."""
+    state, kind = _gathered(engine), policy.weights
+    if isinstance(model, BlockModel):
+        weights = collect_blocks(state, description=subject.description, placement=model.weights.placement)
+        return BlockModel(subject, weights=weights, exact=policy.exact)
+    if not is_own_family(engine.module):
+        return ModuleModel(engine.module, state=state, kind=kind)
+    return _built(subject, state=state, kind=kind, ranks=ranks)
+
+
+def _from_own_modules(
+    module: nn.Module, *, state: Mapping[str, Tensor], policy: InferencePolicy, ranks: Ranks | None, is_checked: bool
+) -> Opened:
+    """A model of none of the engine's families, by its own modules."""
+    kind = getattr(getattr(module, "config", None), "model_type", "")
+    over_blocks = placement_of(policy, module=module) is not None
+    for option, is_given in (
+        ("inference.cache=blocks", over_blocks),
+        ("offload=nvme", policy.offload is not None),
+        ("topology.tensor above 1", ranks is not None),
+    ):
+        if is_given:
+            raise ValueError(f"model_type={kind}: {option} is for {', '.join(sorted(FAMILIES))}; leave it out")
+    model = ModuleModel(module, state=state, kind=policy.weights)
+    if is_checked:
+        exact = model if policy.weights == "stored" else ModuleModel(module, state=state, kind="stored")
+        check_module(exact, module=module, eager=True)
+    return Opened(model=model, subject=Subject(description=model.description, tables=[]))
+
+
+def _built(subject: Subject, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> InferenceModel:
+    """The model over a state in memory, or this rank's part of it."""
+    cut = None if ranks is None else ranks.cut
+    if cut is not None:
+        cut.own(subject.description)  # says what cannot be divided
+    weights = collect(state, description=subject.description, kind=kind, cut=cut)
+    if ranks is not None and ranks.comm.rank == 0:
+        return LeadingModel(subject, weights=weights, ranks=ranks)
+    return InferenceModel(subject, weights=weights, ranks=ranks)
+
+
+def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Copies, fp32 on the CPU."""
+    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
 
 
 def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:

@@ -21,6 +21,7 @@ class InferencePolicy:
     max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
+    draft_tokens: draft tokens per step of the generator's draft model, where nothing was looked up; 0: there is none.
     weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py. Over blocks: stored (the dtype of the
         module's parameters on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see ztk/kernels/_weight_formats.py.
     offload: layers that do not fit into memory are read from a packed folder in every pass, past the page cache. Of its keys `parameters`
@@ -42,6 +43,7 @@ class InferencePolicy:
     max_step_tokens: int | None = None
     max_model_len: int | None = None
     lookup_tokens: int = 0
+    draft_tokens: int = 0
     weights: str = "stored"
     offload: OffloadPolicy | None = None
     memory_bytes: int | None = None

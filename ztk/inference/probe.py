@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.inference.cache import Cache
+from ztk.inference.block_model import BlockModel
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
 from ztk.inference.products import Product
 from ztk.inference.steps import Span
 from ztk.inference.weights import Mlp
@@ -20,6 +21,28 @@ _TOKENS = 48
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+def check_model(model: InferenceModel | ModuleModel | BlockModel) -> frozenset[tuple[str, tuple[int, int]]]:
+    """`check_rows`; of a model that runs its own modules their products, and texts beside each other; one over blocks has been checked when
+    it was opened. Raises ValueError as they do."""
+    if isinstance(model, BlockModel):
+        return frozenset()
+    if isinstance(model, InferenceModel):
+        return check_rows(model)
+    exact = check_products(model.products())
+    check_schedules(model)
+    return exact
+
+
+def allow_lone_rows(
+    model: InferenceModel | ModuleModel | BlockModel, *, exact: frozenset[tuple[str, tuple[int, int]]]
+) -> None:
+    """Products of these kinds and shapes need not compute a lone row twice."""
+    if isinstance(model, BlockModel):
+        return  # its kernels have one path for every number of rows
+    for product in model.products():
+        product.doubles = product_key(product) not in exact
+
+
 def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
     """One product per kind and shape of weight, the norm and the MLP, with several numbers of rows.
 
@@ -28,14 +51,7 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
     Raises:
         ValueError: a row differs; then answers would depend on what is computed beside them.
     """
-    exact = set()
-    for key, product in {product_key(product): product for product in model.weights.products()}.items():
-        x = random_rows(max(_ROWS), columns=product.shape[1])
-        odd = _differ(product.multiply, x=x)
-        if odd:
-            raise ValueError(_message(f"products with a weight of {list(product.shape)}", odd=odd))
-        if torch.equal(product.multiply(x[:1]), product.multiply(x[:2])[:1]):
-            exact.add(key)
+    exact = check_products(model.products())
     x = random_rows(max(_ROWS), columns=model.description.dim)
     mlps = {
         (mlp.up.shape, mlp.down.shape): mlp
@@ -50,7 +66,56 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
         odd = _differ(compute, x=x, counts=(1, *_ROWS))
         if odd:
             raise ValueError(_message(name, odd=odd))
+    return exact
+
+
+def check_products(products: list[Product]) -> frozenset[tuple[str, tuple[int, int]]]:
+    """As `check_rows`, of one product per kind and shape of weight.
+
+    Raises:
+        ValueError: a row differs.
+    """
+    exact = set()
+    for key, product in {product_key(product): product for product in products}.items():
+        x = random_rows(max(_ROWS), columns=product.shape[1])
+        odd = _differ(product.multiply, x=x)
+        if odd:
+            raise ValueError(_message(f"products with a weight of {list(product.shape)}", odd=odd))
+        if torch.equal(product.multiply(x[:1]), product.multiply(x[:2])[:1]):
+            exact.add(key)
     return frozenset(exact)
+
+
+@torch.inference_mode()
+def check_schedules(model: ModuleModel) -> None:
+    """One text alone and beside another one, in pieces: its logits have the same bits.
+
+    Raises:
+        ValueError: they have not.
+    """
+    of = model.description
+    text = random_tokens(of.vocab_size, count=min(_TOKENS, of.max_len))
+    middle, rows = len(text) // 3, list(range(len(text)))
+    alone = model.new_cache(slots=1)
+    alone.reserve(len(text))
+    expected = model.step_logits(text, spans=[Span(slot=0, start=0, length=len(text), row=0)], cache=alone, rows=rows)
+    cache, found = model.new_cache(slots=3), []
+    cache.reserve(len(text))
+    for start, stop in ((0, middle), (middle, middle + 1), (middle + 1, len(text))):
+        other = Span(slot=0, start=start, length=stop - start, row=0)
+        own = Span(slot=2, start=start, length=stop - start, row=stop - start)
+        tokens, at = torch.cat([text[start:stop].flip(0), text[start:stop]]), range(own.row, own.row + own.length)
+        found.append(model.step_logits(tokens, spans=[other, own], cache=cache, rows=list(at)))
+    if not torch.equal(torch.cat(found), expected):
+        raise ValueError(
+            f"model_type={of.family}: what its own modules compute for a sequence depends on the sequences beside it on this processor, so "
+            "answers would not be exact; generate with the model's own generate()"
+        )
+
+
+def random_tokens(vocabulary: int, *, count: int) -> Tensor:
+    """The same int64 [count] every time; torch's own generator stays where it is."""
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def _mlp(model: InferenceModel, rows: Tensor, *, weights: Mlp) -> Tensor:
@@ -81,30 +146,29 @@ def _message(what: str, *, odd: int) -> str:
     )
 
 
-def check_module(model: InferenceModel, *, module: Any) -> None:
-    """Computes one text by the engine and by `module`, a causal language model of transformers, itself.
+def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: bool = False) -> None:
+    """Computes one text by the engine and by `module`, a causal language model of transformers, itself. eager: by its eager attention.
 
     Raises:
         ValueError: the logits differ.
     """
     of = model.description
     dtype = next(module.parameters()).dtype
-    tokens = torch.randint(of.vocab_size, (min(_TOKENS, of.max_len),), generator=torch.Generator().manual_seed(0))
-    cache = Cache(of, slots=1)
+    tokens = random_tokens(of.vocab_size, count=min(_TOKENS, of.max_len))
+    cache = model.new_cache(slots=1)
     cache.reserve(len(tokens))
+    span, eager = Span(slot=0, start=0, length=len(tokens), row=0), eager or of.softcap is not None
     implementation, was_training = module.config._attn_implementation, module.training
     module.eval()
-    if of.softcap is not None:
+    if eager:
         module.set_attn_implementation("eager")  # torch's fused attention leaves the cap out
     try:
         with torch.inference_mode():
-            own = model.logits(
-                model.forward(tokens, spans=[Span(slot=0, start=0, length=len(tokens), row=0)], cache=cache)
-            )
+            own = model.step_logits(tokens, spans=[span], cache=cache, rows=list(range(len(tokens))))
             expected = module(tokens.unsqueeze(0), use_cache=False).logits[0].float()
     finally:
         module.train(was_training)
-        if of.softcap is not None:
+        if eager:
             module.set_attn_implementation(implementation)
     difference, largest = float((own - expected).abs().max()), float(expected.abs().max())
     if not difference <= _DIFFERENCE[dtype] * largest:

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ztk.inference.cache import Cache
+from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.policy import InferencePolicy, PromptLogprob, SamplingParams
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
@@ -53,8 +54,8 @@ class Scheduler:
     A slot that is free remembers the tokens whose keys and values it has; a sequence that begins alike copies them.
     """
 
-    def __init__(self, policy: InferencePolicy, *, cache: Cache) -> None:
-        self._policy, self._cache = policy, cache
+    def __init__(self, policy: InferencePolicy, *, cache: Cache, drafts: DraftModel | None = None) -> None:
+        self._policy, self._cache, self._draft_model = policy, cache, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._contents: list[list[int]] = [[] for _ in range(policy.max_sequences)]
@@ -66,8 +67,9 @@ class Scheduler:
         self._admit()
         budget, works = self._policy.max_step_tokens, []
         ready = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
+        found = self._drafts(ready[:budget], room=budget - len(ready))
         for sequence in ready[:budget]:
-            drafts = self._drafts(sequence, room=budget - len(ready))
+            drafts = found.get(sequence, [])
             budget -= 1 + len(drafts)
             works.append(
                 Work(
@@ -117,7 +119,8 @@ class Scheduler:
             self._free.remove(slot)
             if length and slot != source:
                 self._cache.copy(source, target=slot, positions=length)
-            self._cache.reserve(len(sequence.tokens) + sequence.limit + self._policy.lookup_tokens)
+            ahead = max(self._policy.lookup_tokens, self._policy.draft_tokens)
+            self._cache.reserve(len(sequence.tokens) + sequence.limit + ahead)
             self.waiting.remove(sequence)
             sequence.slot = slot
             self.reused_tokens += length
@@ -140,10 +143,30 @@ class Scheduler:
         soon = max((common_length(other.tokens, other=sequence.tokens[:-1]) for other in self.running), default=0)
         return soon - now >= _WORTH_WAITING
 
-    def _drafts(self, sequence: Sequence, *, room: int) -> list[int]:
+    def _drafts(self, ready: list[Sequence], *, room: int) -> dict[Sequence, list[int]]:
+        """Tokens that may come next, `room` in all: those that followed the last two tokens before, else the draft model's."""
+        found, asked = {}, []
+        for sequence in ready:
+            found[sequence] = self._looked_up(
+                sequence, count=self._most(sequence, wanted=self._policy.lookup_tokens, room=room)
+            )
+            room -= len(found[sequence])
+        for sequence in ready if self._draft_model is not None else ():
+            count = 0 if found[sequence] else self._most(sequence, wanted=self._policy.draft_tokens, room=room)
+            if count > 0:
+                asked.append((sequence, count))
+                room -= count
+        if asked and self._draft_model is not None:
+            proposed = self._draft_model.propose(asked)
+            found |= {sequence: drafts for (sequence, _), drafts in zip(asked, proposed, strict=True)}
+        return found
+
+    def _most(self, sequence: Sequence, *, wanted: int, room: int) -> int:
+        """The last token of an answer is drawn, not guessed."""
+        return min(wanted, sequence.limit - len(sequence.answer) - 1, room)
+
+    def _looked_up(self, sequence: Sequence, *, count: int) -> list[int]:
         """What followed the last two tokens where they stood before."""
-        left = sequence.limit - len(sequence.answer) - 1
-        count = min(self._policy.lookup_tokens, left, room)
         tokens = sequence.tokens
         if count <= 0 or len(tokens) < 3:
             return []
@@ -152,11 +175,3 @@ class Scheduler:
             if tokens[start : start + 2] == last:
                 return tokens[start + 2 : start + 2 + count]
         return []
-
-
-def common_length(first: list[int], *, other: list[int]) -> int:
-    """Length of the common beginning."""
-    length = min(len(first), len(other))
-    if first[:length] == other[:length]:
-        return length
-    return next(place for place in range(length) if first[place] != other[place])

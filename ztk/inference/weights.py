@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
@@ -238,14 +239,16 @@ _NAMES = {
 }
 
 
-def collect(state: Mapping[str, Tensor], *, description: Description, kind: str = "stored") -> Weights:
+def collect(
+    state: Mapping[str, Tensor], *, description: Description, kind: str = "stored", cut: Cut | None = None
+) -> Weights:
     """The engine's weights on the CPU, from a model's parameters by name, in their full shapes: fp32, but linear layers and
-    head of the format `kind`.
+    head of the format `kind`. cut: a tensor-parallel rank takes its part of them.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    reader = WeightReader(state, description=description, products=products_of(kind))
+    reader = WeightReader(state, description=description, products=products_of(kind), cut=cut)
     weights = reader.rest()
     weights.layers = ResidentLayers(reader.layer(number) for number in range(description.layers))
     return weights
@@ -264,8 +267,11 @@ class WeightReader:
         ValueError: as `collect`.
     """
 
-    def __init__(self, state: Mapping[str, Tensor], *, description: Description, products: Products) -> None:
+    def __init__(
+        self, state: Mapping[str, Tensor], *, description: Description, products: Products, cut: Cut | None = None
+    ) -> None:
         self._state, self._of, self._names = state, description, _NAMES[description.family]
+        self._cut = cut or Cut()
         self._product, self._head_product, self._plain_product = products
 
     def rest(self) -> Weights:
@@ -278,7 +284,7 @@ class WeightReader:
             embedding_norm=self._affine(names.embedding_norm) if names.embedding_norm else None,
             layers=ResidentLayers(),
             norm=self._norm(names.norm),
-            head=self._head_product(head),
+            head=self._head_product(self._cut.vocabulary(head)),
         )
 
     def layer(self, number: int) -> Layer:
@@ -286,6 +292,8 @@ class WeightReader:
         names, of = self._names, self._of
         block = names.block.format(number)
         query, key, value = self._projections(block)
+        query = self._cut.query(query, description=of)
+        key, value = (self._cut.key(part, description=of) for part in (key, value))
         norms = {
             kind: self._norm(block + getattr(names, kind))
             for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -295,7 +303,7 @@ class WeightReader:
             query=self._product(query),
             key=self._product(key),
             value=self._product(value),
-            out=self._product(self._matrix(block + names.out)),
+            out=self._product(self._cut.out(self._matrix(block + names.out), description=of)),
             **norms,
         )
         if of.qk_norm != "none":
@@ -361,6 +369,7 @@ class WeightReader:
         return self._plain_product(self._affine(f"{block}gate")), each
 
     def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
+        gate, up, down = self._cut.inner(gate=gate, up=up, down=down)
         extra = -up.weight.shape[0] % _INNER
 
         def rows(part: Affine) -> Affine:

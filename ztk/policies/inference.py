@@ -12,6 +12,7 @@ RANGES = {
     "max_model_len": COUNT,
     "lookup_tokens": COUNT_OR_ZERO,
     "cache_tokens": COUNT,
+    "draft_tokens": COUNT_OR_ZERO,
     "memory_bytes": SIZE,
 }
 ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"

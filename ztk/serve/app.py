@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,17 @@ class Server:
     def stop(self, *, drain_seconds: float) -> None:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
         self._loop.stop(drain_seconds=drain_seconds)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the engine has ended, if it has failed: it answers nothing any more."""
+        return self._loop.error
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """`call` runs on the engine's thread when the engine has failed and those who wait for it have heard of it."""
+        self._loop.on_failure = call
+        if self._loop.error is not None:
+            call()
 
     # Routes
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ztk.inference import Generator, Output, SamplingParams
+from ztk.inference.parallel import BEAT_SECONDS
 
 
 class Busy(Exception):
@@ -57,6 +58,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self.error: Exception | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="ztk-serve", daemon=True)
         self._thread.start()
 
@@ -114,11 +116,14 @@ class EngineLoop:
         try:
             while True:
                 with self._wake:
-                    while not self._commands and not self.generator.has_work:
-                        self._wake.wait()
+                    if not self._commands and not self.generator.has_work:
+                        self._wake.wait(timeout=BEAT_SECONDS if self.generator.leads else None)
                     commands = [self._commands.popleft() for _ in range(len(self._commands))]
                 for command in commands:
                     command()
+                if not self.generator.has_work:
+                    self.generator.beat()
+                    continue
                 started = time.perf_counter()
                 self._hand_out(self.generator.step())
                 self.counters.seconds += time.perf_counter() - started
@@ -128,6 +133,8 @@ class EngineLoop:
             self.error = error
         for job in self._jobs.values():
             job.deliver(self.error or RuntimeError("the server shuts down"))
+        if self.error is not None:
+            self.on_failure()
 
     def _begin(self, job: Job) -> None:
         try:

@@ -56,7 +56,7 @@ def test_the_attention_kernel_reads_prompts_and_nothing_else(monkeypatch):
         attention, "attention", lambda q, k, v, **more: calls.append(q.shape[1]) or original(q, k, v, **more)
     )
     engine = deepspeed.init_inference(small.llama(), dtype="fp32", replace_with_kernel_inject=True)
-    small.greedy(engine, small.prompts(), new=3)
+    small.greedy(engine.module, small.prompts(), new=3)
     assert calls == [9, 9]  # both layers, the prompt; later tokens look back at a cache
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, 0] = 0

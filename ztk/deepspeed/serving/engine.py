@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
+from ztk.deepspeed.serving.generation import EngineGeneration
 from ztk.hf.kernels import Injection
 from ztk.runtime import Process
 
@@ -37,6 +38,8 @@ class InferenceEngine(nn.Module):
         self.__dict__["_streaming"] = streaming  # a module too, but no part of this one
         self._times: list[float] | None = None
         self._is_compiled = self._closed = False
+        is_whole = streaming is None and process.mesh.comm("tp").size == 1 and not model.training
+        self.__dict__["_answers"] = EngineGeneration(model) if is_whole and _is_causal(model) else None
         if hasattr(model, "generate"):
             self.generate = self._generate
 
@@ -57,7 +60,8 @@ class InferenceEngine(nn.Module):
         return self.module(*args, **kwargs)
 
     def _generate(self, *args, **kwargs):
-        """The module's `generate`, beams included. Raises ValueError for a prompt longer than `max_out_tokens`."""
+        """As the module's `generate`, beams included: by ztk's inference engine where it has the same answer, which
+        `ztk.deepspeed.serving.generation` decides. Raises ValueError for a prompt longer than `max_out_tokens`."""
         prompt = kwargs.get("input_ids", args[0] if args else None)
         limit = self._config.max_out_tokens
         if isinstance(prompt, Tensor) and prompt.dim() == 2 and prompt.shape[1] > limit:
@@ -65,8 +69,10 @@ class InferenceEngine(nn.Module):
                 f"max_out_tokens={limit}: the prompt has {prompt.shape[1]} tokens; give init_inference max_out_tokens={prompt.shape[1]} "
                 "or more"
             )
+        # pyrefly: ignore[missing-attribute]  # `_answers` is no parameter
+        found = None if self._answers is None else self._answers.answer(args, kwargs)
         # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
-        return self.module.generate(*args, **kwargs)
+        return self.module.generate(*args, **kwargs) if found is None else found
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """From now on `model_times` has the time of every forward. use_cuda_events: accepted; the device is waited for either way."""
@@ -122,9 +128,15 @@ class InferenceEngine(nn.Module):
         if self._closed:
             return
         self._closed = True
+        self.__dict__["_answers"] = None  # and the weights that it has copied
         if self._streaming is not None:
             # pyrefly: ignore[missing-attribute]  # the engine of ZeRO-Inference
             self._streaming.destroy()
             self.module.__dict__.pop("generate", None)
         if self._injection is not None:
             self._injection.undo()
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """A causal language model of transformers."""
+    return hasattr(model, "generation_config") and hasattr(model, "_prepare_generation_config")

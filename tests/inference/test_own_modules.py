@@ -1,0 +1,81 @@
+"""Models outside of the engine's families run their own modules over its cache, as exactly, or are refused by name."""
+
+import pytest
+import torch
+import transformers
+
+from tests.inference.models import _GROUPED, greedy
+from tests.inference.schedules import alone, run_schedule
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.module_model import ModuleModel
+
+PROMPTS = [[3, 1, 4], [(7 * i + 3) % 96 for i in range(70)]]
+OTHERS = {
+    "cohere": ("CohereConfig", _GROUPED | {"intermediate_size": 64, "logit_scale": 0.5}),
+    "starcoder2": ("Starcoder2Config", _GROUPED | {"intermediate_size": 64, "sliding_window": 24}),
+    "smollm3": ("SmolLM3Config", _GROUPED | {"intermediate_size": 64}),
+}
+
+
+def build_other(name: str, **options):
+    kind, own = OTHERS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, kind)(**own | options)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_greedy_tokens_are_those_of_transformers(name):
+    model = build_other(name)
+    generator = Generator(model, policy=InferencePolicy(max_step_tokens=48))
+    assert isinstance(generator._model, ModuleModel)
+    answers = generator.generate(PROMPTS, sampling=SamplingParams(max_tokens=24, temperature=0))
+    for prompt, [answer] in zip(PROMPTS, answers, strict=True):
+        assert answer.tokens == greedy(model, prompt=prompt, count=24), f"prompt of {len(prompt)}"
+
+
+def test_random_schedules_change_no_bit():
+    model = build_other("starcoder2")
+    expected = alone(model)
+    assert all(run_schedule(model, seed=seed)[0] == expected for seed in range(2))
+
+
+def test_a_layer_that_is_not_finite_is_named():
+    model = build_other("cohere")
+    generator = Generator(model)
+    generator._model._blocks[1].mlp.down_proj.product._bias = torch.full((32,), float("nan"))
+    [[answer]] = generator.generate([PROMPTS[0]])
+    assert answer.finish_reason == "error" and "first after layer 1 of 3" in answer.error
+
+
+def test_the_module_itself_stays_as_it_is():
+    model = build_other("cohere")
+    names = [type(part).__name__ for part in model.modules()]
+    Generator(model)
+    assert [type(part).__name__ for part in model.modules()] == names and model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("MambaConfig", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "mamba: it is recurrent"),
+        ("GPTJConfig", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}, "gptj: it does not use transformers' attention interface"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_over_the_cache_is_refused_by_name(kind, options, reason):
+    config = getattr(transformers, kind)(vocab_size=32, **options)
+    with pytest.raises(ValueError, match=f"model_type={reason}"):
+        Generator(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def test_modules_that_look_at_other_rows_are_refused():
+    """Planted: a norm over all rows of a step."""
+    model = build_other("cohere")
+
+    class Everything(torch.nn.Module):
+        def forward(self, x):
+            return x / x.abs().max()
+
+    model.model.norm = Everything()
+    with pytest.raises(ValueError, match="depends on the sequences beside it"):
+        Generator(model)

@@ -1,0 +1,122 @@
+"""Layers cut over two ranks: the tokens of one rank, whatever is computed beside them."""
+
+import pytest
+import torch
+
+import ztk
+from tests.inference.models import VOCABULARY, build, build_decoder
+from tests.inference.schedules import run_schedule
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.cut import Cut
+from ztk.inference.parallel import _INLINE
+
+PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+# Those that are cut in ways of their own; scripts/check_answers.py has all.
+FOREIGN = ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "olmo2", "gemma2", "qwen2_moe"]
+OWN = {
+    "native": lambda: build_decoder(vocab_size=97),  # which two ranks cannot divide
+    "native with experts": lambda: build_decoder(experts=4, experts_every=2, shared_hidden_dim=24),
+    "one key head": lambda: build_decoder(kv_heads=1),
+    "olmo2 with one key head": lambda: build("olmo2", num_key_value_heads=1),
+}
+
+
+def made(name: str):
+    return OWN[name]() if name in OWN else build(name)
+
+
+def answers_of_both(process: ztk.Process, *, names: list[str], weights: str) -> list[list[list]]:
+    """Tokens and log-probabilities of each model by two ranks and by one."""
+    found = []
+    for name in names:
+        model, policy = made(name), InferencePolicy(max_step_tokens=48, weights=weights)
+        generator = Generator(model, policy=policy, comm=process.comm)
+        if generator.follows:
+            generator.follow()
+            continue
+        both = [each.generate(PROMPTS, sampling=GREEDY) for each in (generator, Generator(model, policy=policy))]
+        generator.close()
+        found.append([[(answer.tokens, answer.logprobs) for [answer] in answers] for answers in both])
+    return found
+
+
+@pytest.mark.parametrize("names", [FOREIGN, list(OWN)], ids=["transformers", "native"])
+def test_two_ranks_have_the_tokens_of_one(ranks, names):
+    for name, (two, one) in zip(names, ranks(2).run(answers_of_both, names=names, weights="stored")[0], strict=True):
+        assert [tokens for tokens, _ in two] == [tokens for tokens, _ in one], name
+        for (_, cut), (_, full) in zip(two, one, strict=True):
+            torch.testing.assert_close(cut, full, rtol=1e-4, atol=1e-4)  # as of transformers in test_families
+
+
+def schedules_of_leader(process: ztk.Process, *, name: str, seeds: list[int], weights: str) -> list:
+    """Random schedules by two ranks."""
+    model, found = made(name), []
+    for seed in seeds:
+        shared = run_schedule(model, seed=seed, weights=weights, comm=process.comm)
+        found.append(shared[0])
+    return found
+
+
+@pytest.mark.parametrize(("name", "weights"), [("native", "stored"), ("mixtral", "int4")])
+def test_random_schedules_change_no_bit(ranks, name, weights):
+    first, *others = ranks(2).run(schedules_of_leader, name=name, seeds=[0, 1], weights=weights)[0]
+    assert all(other == first for other in others)
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    description = Generator(build_decoder(heads=6, kv_heads=2, dim=48)).description
+    assert Cut(rank=5, size=6).own(description).kv_heads == 1
+    with pytest.raises(ValueError, match="topology.tensor=4: 6 query heads and 2 key heads cannot be divided by it"):
+        Cut(size=4).own(description)
+
+
+def weights_of_an_engine(process: ztk.Process, *, stage: int) -> list[list[int]]:
+    """Answers before, after a step of training by `load`, and of a generator that is made of the engine."""
+    engine = ztk.parallelize(
+        build_decoder(), process=process, optimizer=ztk.OptimizerPolicy(lr=1e-2), zero=ztk.ZeroPolicy(stage=stage)
+    )
+    found, generator = [], Generator(engine, comm=process.comm)
+
+    def answer() -> None:
+        if generator.follows:
+            generator.follow()
+        else:
+            found.append(generator.generate([PROMPTS[1]], sampling=GREEDY)[0][0].tokens)
+            generator.dismiss()
+
+    answer()
+    tokens = torch.arange(64).view(2, 32) * (process.rank + 2) % VOCABULARY
+    engine.backward(engine(tokens, tokens.roll(-1, 1)))
+    engine.step()
+    generator.load(engine)
+    answer()
+    fresh = Generator(engine)
+    found.append(fresh.generate([PROMPTS[1]], sampling=GREEDY)[0][0].tokens)
+    engine.close()
+    return found
+
+
+def test_weights_come_from_a_training_engine(ranks):
+    before, after, fresh = ranks(2).run(weights_of_an_engine, stage=3)[0]
+    assert before != after == fresh
+
+
+def broken_and_long(process: ztk.Process) -> tuple[list[str], int]:
+    """Errors that name the layer, and the steps of a message that is longer than one broadcast."""
+    model = build_decoder(max_seq_len=8192)
+    generator = Generator(model, policy=InferencePolicy(max_step_tokens=8192), comm=process.comm)
+    if generator.follows:
+        generator.follow()
+        return [], 0
+    long = [number % VOCABULARY for number in range(_INLINE + 100)]
+    [[answer]] = generator.generate([long], sampling=SamplingParams(max_tokens=1))
+    generator._model.weights.layers[1].mlp.down._bias = torch.full((32,), float("nan"))
+    [[broken]] = generator.generate([PROMPTS[0]], sampling=GREEDY)
+    generator.close()
+    return [str(broken.error)], len(answer.tokens)
+
+
+def test_a_broken_layer_is_named_and_long_messages_arrive(ranks):
+    (error,), count = ranks(2).run(broken_and_long)[0]
+    assert "first after layer 1 of 2" in error and count == 1

@@ -1,0 +1,86 @@
+"""Which part of each weight a tensor-parallel rank computes with: heads, inner columns and a part of the vocabulary (Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053). It follows from the description alone, so every family is cut, whatever its modules are called."""
+
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ztk.inference.describe import Description
+from ztk.inference.products import Affine
+
+_GROUP = 128  # inputs that share a scale in int4: a cut between them changes no step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def own(self, description: Description) -> Description:
+        """What this rank computes of the model: its heads.
+
+        Raises:
+            ValueError: the heads cannot be divided.
+        """
+        heads, keys = description.heads, description.kv_heads
+        if heads % self.size or (keys % self.size and self.size % keys):
+            raise ValueError(
+                f"topology.tensor={self.size}: {heads} query heads and {keys} key heads cannot be divided by it; use a common divisor of both"
+            )
+        return replace(description, heads=heads // self.size, kv_heads=max(1, keys // self.size))
+
+    def query(self, full: Affine, *, description: Description) -> Affine:
+        """The rows of this rank's query heads."""
+        rows = description.heads * description.head_dim // self.size
+        return self._rows(full, start=self.rank * rows, stop=(self.rank + 1) * rows)
+
+    def key(self, full: Affine, *, description: Description) -> Affine:
+        """The rows of the key (or value) heads that this rank's query heads read; several ranks have one if there are fewer of them."""
+        keys, size = description.kv_heads, description.head_dim
+        first = self.rank * keys // self.size * size
+        return self._rows(full, start=first, stop=first + max(1, keys // self.size) * size)
+
+    def out(self, full: Affine, *, description: Description) -> Affine:
+        """The columns of this rank's query heads. One rank adds the bias."""
+        columns = description.heads * description.head_dim // self.size
+        return self._columns(full, start=self.rank * columns, stop=(self.rank + 1) * columns)
+
+    def inner(self, *, gate: Affine | None, up: Affine, down: Affine) -> tuple[Affine | None, Affine, Affine]:
+        """This rank's inner columns of an MLP: gate, up, down."""
+        start, stop = self._inner(up.weight.shape[0])
+        own = None if gate is None else self._rows(gate, start=start, stop=stop)
+        return own, self._rows(up, start=start, stop=stop), self._columns(down, start=start, stop=stop)
+
+    def vocabulary(self, full: Affine) -> Affine:
+        """This rank's rows of the head, filled up with zeros so that all ranks have as many."""
+        if self.size == 1:
+            return full
+        total = full.weight.shape[0]
+        rows = -(-total // self.size)
+        start, stop = min(self.rank * rows, total), min((self.rank + 1) * rows, total)
+        part, missing = self._rows(full, start=start, stop=stop), rows - (stop - start)
+        bias = None if part.bias is None else F.pad(part.bias, (0, missing))
+        return Affine(weight=F.pad(part.weight, (0, 0, 0, missing)), bias=bias)
+
+    def _inner(self, width: int) -> tuple[int, int]:
+        grain = _GROUP if width >= self.size * _GROUP else 1
+        each = -(-width // (self.size * grain)) * grain
+        return min(self.rank * each, width), min((self.rank + 1) * each, width)
+
+    def _rows(self, full: Affine, *, start: int, stop: int) -> Affine:
+        if self.size == 1:
+            return full
+        return Affine(weight=full.weight[start:stop], bias=None if full.bias is None else full.bias[start:stop])
+
+    def _columns(self, full: Affine, *, start: int, stop: int) -> Affine:
+        if self.size == 1:
+            return full
+        return Affine(weight=full.weight[:, start:stop].contiguous(), bias=full.bias if self.rank == 0 else None)
+
+
+def own_slopes(slopes: Tensor, *, cut: Cut) -> Tensor:
+    """ALiBi's slopes, fp32 [H], of this rank's heads."""
+    return slopes.chunk(cut.size)[cut.rank]

@@ -1,0 +1,91 @@
+"""Drafts from a smaller model (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192), without a rule of acceptance.
+
+A draft is drawn as its token will be: with the number that belongs to the position, from the draft model's probabilities after the same
+sampling steps. It counts if it is the token that the model itself draws, so drafts change no token and no log-probability, at any
+temperature; the nearer the two models, the more often both draw the same token from the same number.
+"""
+
+from typing import Protocol
+
+import torch
+
+from ztk.inference.model import InferenceModel
+from ztk.inference.policy import SamplingParams
+from ztk.inference.sample import draw
+from ztk.inference.steps import Span
+
+_PROMPT_TOKENS = 2048  # computed at one time
+
+
+class Drafted(Protocol):
+    """What a draft goes on from. tokens: prompt and answer. slot: the engine's."""
+
+    tokens: list[int]
+    prompt_length: int
+    slot: int
+    sample: int
+    sampling: SamplingParams
+
+
+class DraftModel:
+    """A small model with a cache of its own, whose slots are the engine's. count: tokens that it proposes at most."""
+
+    def __init__(self, model: InferenceModel, *, slots: int, count: int) -> None:
+        self.model, self.count = model, count
+        self._cache = model.new_cache(slots=slots)
+        self._contents: list[list[int]] = [[] for _ in range(slots)]
+
+    def propose(self, asked: list[tuple[Drafted, int]]) -> list[list[int]]:
+        """For each sequence up to so many tokens that may come next; fewer where the draft model takes no more, or its logits are not
+        finite."""
+        drafts: list[list[int]] = [[] for _ in asked]
+        limit = self.model.description.max_len
+        counts = [min(count, limit - len(sequence.tokens)) for sequence, count in asked]
+        self._compute_prompts([sequence for (sequence, _), count in zip(asked, counts, strict=True) if count > 0])
+        for step in range(max(counts, default=0)):
+            at = [number for number, count in enumerate(counts) if count > step]
+            rows = [(asked[number][0], drafts[number]) for number in at]
+            for number, (sequence, own), line in zip(at, rows, self._logits(rows), strict=True):
+                if not line.isfinite().all():
+                    counts[number] = 0
+                    self._cache.clear(sequence.slot)
+                    self._contents[sequence.slot] = []
+                    continue
+                own.append(_drawn(line, sequence=sequence, drafts=own))
+        return drafts
+
+    def _compute_prompts(self, sequences: list[Drafted]) -> None:
+        """Keys and values of all tokens but the last."""
+        for sequence in sequences:
+            wanted, held = sequence.tokens[:-1], self._contents[sequence.slot]
+            start = common_length(held, other=wanted)
+            self._cache.reserve(len(sequence.tokens) + self.count)
+            while start < len(wanted):
+                part = wanted[start : start + _PROMPT_TOKENS]
+                span = Span(slot=sequence.slot, start=start, length=len(part), row=0)
+                self.model.step_logits(torch.tensor(part), spans=[span], cache=self._cache, rows=[])
+                start += len(part)
+            self._contents[sequence.slot] = wanted
+
+    def _logits(self, rows: list[tuple[Drafted, list[int]]]) -> torch.Tensor:
+        """Of the token after each sequence and its drafts so far: fp32 [len(rows), V]."""
+        tokens, spans = [], []
+        for row, (sequence, drafts) in enumerate(rows):
+            tokens.append(drafts[-1] if drafts else sequence.tokens[-1])
+            spans.append(Span(slot=sequence.slot, start=len(sequence.tokens) + len(drafts) - 1, length=1, row=row))
+            self._contents[sequence.slot] = [*sequence.tokens, *drafts]
+        return self.model.step_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=list(range(len(rows))))
+
+
+def _drawn(line: torch.Tensor, *, sequence: Drafted, drafts: list[int]) -> int:
+    prompt = sequence.tokens[: sequence.prompt_length]
+    answer = [*sequence.tokens[sequence.prompt_length :], *drafts]
+    return draw(line, sampling=sequence.sampling, prompt=prompt, answer=answer, sample=sequence.sample).token
+
+
+def common_length(first: list[int], *, other: list[int]) -> int:
+    """Of the common beginning of two lists of tokens."""
+    length = min(len(first), len(other))
+    if first[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if first[place] != other[place])

@@ -1,0 +1,320 @@
+"""Causal models of transformers outside of the engine's families: their own modules run over the engine's cache.
+
+[Note: Modules over the cache]
+A step's rows, of any sequences, are one row of tokens to the module, with their positions. Everything but attention works on rows; attention
+goes through transformers' attention interface, where `attend` takes keys and values from the cache. Masks are made by transformers' mask
+interface: what comes back from it here is a marker with the layer's window, and a layer that attends by another mask is refused. Linear
+layers are replaced, in a copy that shares the other weights, by products whose rows have the same bits for any number of rows.
+
+What else a module does with its rows is not known, so three things are checked when it is loaded: the logits are the module's own, they are
+the same bits beside another sequence and in chunks, and no module looks at more than its row.
+"""
+
+import copy
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ztk.inference.attention import attend
+from ztk.inference.cache import Cache
+from ztk.inference.describe import FAMILIES, Description
+from ztk.inference.products import Affine, Product
+from ztk.inference.quantised import FORMATS
+from ztk.inference.steps import Span, Step
+
+NAME = "ztk_cache"
+_MODELS, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"
+_LENGTH_ROPES = {"dynamic", "longrope"}  # angles follow the longest position of a step
+_ELSEWHERE = "generate with the model's own generate()"
+_current: "_Pass | None" = None  # of the thread that computes; the engine computes one step at a time
+
+
+def is_own_family(module: nn.Module) -> bool:
+    """Whether the engine has its own forward for the model."""
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return kind is None or kind in FAMILIES
+
+
+def refusal_of(module: Any) -> str | None:
+    """Why a model cannot run over the cache; None if nothing is known against it."""
+    return next(_reasons(module), None)
+
+
+def _reasons(module: Any) -> Iterator[str]:
+    config, modeling = module.config, sys.modules.get(_MODELS)
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        yield "it is no model of transformers"
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it has an encoder, and the engine computes decoders"
+    if any(hasattr(config, name) for name in ("vision_config", "audio_config", "speech_config")):
+        yield "it is multimodal, and the engine reads tokens alone; load its text model by itself"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(module, "_is_stateful", False) or kinds:
+        what = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        yield f"it is recurrent{what}, and the engine keeps keys and values alone"
+    if not module._can_set_attn_implementation():
+        yield "it does not use transformers' attention interface"
+    missing = {"position_ids", "logits_to_keep"} - inspect.signature(module.forward).parameters.keys()
+    if missing:
+        yield f"its forward does not take {' and '.join(sorted(missing))}"
+    if module.get_output_embeddings() is None:
+        yield "it has no head over its vocabulary"
+    ropes = {kind for part in module.modules() for kind in _rope_kinds(part)} & _LENGTH_ROPES
+    if ropes:
+        yield f"rope_type={ropes.pop()}: its angles depend on the text's length"
+
+
+class ModuleModel:
+    """The same interface to the engine as `InferenceModel`.
+
+    state: the parameters by name, in their full shapes and any dtype. kind: the format of the linear layers.
+
+    Raises:
+        ValueError: a model that cannot run over the cache, with the reason.
+    """
+
+    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str) -> None:
+        reason = refusal_of(module)
+        if reason is not None:
+            raise _refused(module, reason=reason)
+        self._module, self._products = _copy_over_products(module, state=state, kind=kind)
+        self.description = _description(self._module)
+        self._slots_of_layers = _attention_layers(self._module)
+        self._blocks = _blocks(self._module, count=self.description.layers)
+        self._try_out()
+
+    def products(self) -> list[Product]:
+        """Its linear layers."""
+        return self._products
+
+    def new_cache(self, *, slots: int) -> Cache:
+        """For so many sequences."""
+        return Cache(self.description, slots=slots)
+
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
+        of = self.description
+        step = Step(spans, group=of.heads // of.kv_heads)
+        kept = torch.tensor(rows or [0])
+        with _computing(_Pass(step=step, cache=cache, layers=self._slots_of_layers, description=of)):
+            found = self._module(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=step.positions.unsqueeze(0),
+                attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),  # otherwise documents are looked for
+                use_cache=False,
+                logits_to_keep=kept,
+            )
+        return found.logits[0, : len(rows)].float()
+
+    def _try_out(self) -> None:
+        """One step: what the module cannot do over the cache is a refusal."""
+        cache = self.new_cache(slots=1)
+        cache.reserve(3)
+        try:
+            with torch.inference_mode():
+                self.step_logits(
+                    torch.tensor([0, 1, 0]), spans=[Span(slot=0, start=0, length=3, row=0)], cache=cache, rows=[2]
+                )
+        except ValueError as error:
+            raise _refused(self._module, reason=f"it {error}") from error
+        except (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError) as error:
+            raise _refused(self._module, reason=f"its forward fails over the cache ({error})") from error
+
+    def first_broken(self, tokens: list[int]) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
+        found: list[int] = []
+
+        def look(number: int, out: Any) -> None:
+            x = out[0] if isinstance(out, tuple) else out
+            if not found and not x.isfinite().all():
+                found.append(number)
+
+        handles = [
+            block.register_forward_hook(lambda module, given, out, number=number: look(number, out))
+            for number, block in enumerate(self._blocks)
+        ]
+        try:
+            scratch = self.new_cache(slots=1)
+            scratch.reserve(len(tokens))
+            span = Span(slot=0, start=0, length=len(tokens), row=0)
+            self.step_logits(torch.tensor(tokens), spans=[span], cache=scratch, rows=[])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else None
+
+
+class _Linear(nn.Module):
+    """A linear layer by a product: x [..., in] -> [..., out]."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+        self.out_features, self.in_features = product.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """What attention needs of the step that is computed. layers: attention modules by id -> their place in the cache."""
+
+    step: Step
+    cache: Cache
+    layers: dict[int, int]
+    description: Description
+
+
+@contextmanager
+def _computing(one: _Pass) -> Iterator[None]:
+    global _current  # noqa: PLW0603  # transformers' interface passes nothing of ours
+    _current = one
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """As transformers' attention functions: query [1, H, M, D], key and value [1, K, M, D]; returns [1, M, H, D of the values]."""
+    one = _current
+    assert one is not None, "a ModuleModel computes"
+    unknown = [name for name in ("s_aux", "position_bias", "head_mask", "sinks") if kwargs.get(name) is not None]
+    if unknown or attention_mask is None or attention_mask.dim() != 1 or id(module) not in one.layers:
+        raise ValueError(f"attends with {unknown[0] if unknown else 'a mask of its own'}")
+    layer, of = one.layers[id(module)], one.description
+    q, k, v = (part[0].transpose(0, 1).float().contiguous() for part in (query, key, value))
+    if q.shape[1:] != (of.heads, of.head_dim) or k.shape[1:] != (of.kv_heads, of.head_dim):
+        raise ValueError(f"has heads of another shape in layer {layer}")
+    width = v.shape[2]
+    one.step.write(k, value=F.pad(v, (0, of.head_dim - width)), cache=one.cache, layer=layer)
+    out = torch.empty_like(q)
+    for tiles in one.step.groups:
+        out[tiles.targets] = attend(
+            q,
+            tiles=tiles,
+            keys=one.cache.keys[layer],
+            values=one.cache.values[layer],
+            scale=of.head_dim**-0.5 if scaling is None else scaling,
+            window=int(attention_mask[0]) or None,
+            softcap=softcap,
+        )
+    return out[None, ..., :width].to(query.dtype), None
+
+
+def _window_marker(
+    *,
+    mask_function: Any,
+    q_length: int,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: object,
+) -> Tensor:
+    """In place of a mask: int64 [1], how many keys a query sees, itself included; 0: all before it. Refuses masks that are neither."""
+    if use_vmap:
+        raise ValueError("has a mask of its own")
+    last = 2 * (local_size or q_length)
+    keys = torch.arange(last + 1)
+    seen = mask_function(0, 0, torch.tensor(last), keys)
+    expected = keys <= last if local_size is None else keys > last - local_size
+    if not torch.equal(torch.as_tensor(seen).expand_as(expected), expected):
+        raise ValueError("attends in chunks, or by another mask of its own")
+    return torch.tensor([local_size or 0])
+
+
+def _copy_over_products(module: Any, *, state: Mapping[str, Tensor], kind: str) -> tuple[Any, list[Product]]:
+    """A copy in fp32 that shares what `state` has, with products in place of linear layers; and the products."""
+    shared = {id(value): value for value in (*module.parameters(), *module.buffers())}
+    own = copy.deepcopy(module, memo=shared)
+    product, head_product = FORMATS[kind]
+    head, products = own.get_output_embeddings(), []
+    embedding = _name_of(own, own.get_input_embeddings().weight)  # the head's, too, where they are tied
+    for name, part in list(own.named_modules()):
+        columns = type(part).__name__ == "Conv1D" and hasattr(part, "nf")
+        if not columns and not isinstance(part, nn.Linear):
+            continue
+        weight, bias = state.get(f"{name}.weight"), state.get(f"{name}.bias")
+        found = _fp32(state[embedding] if weight is None else weight)
+        affine = Affine(weight=found.t().contiguous() if columns else found, bias=None if bias is None else _fp32(bias))
+        products.append((head_product if part is head else product)(affine))
+        parent, _, leaf = name.rpartition(".")
+        setattr(own.get_submodule(parent), leaf, _Linear(products[-1]))
+    for name, _ in list(own.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(own.get_submodule(owner), leaf, nn.Parameter(_fp32(state[name]), requires_grad=False))
+    modeling, masks = sys.modules[_MODELS], sys.modules[_MASKS]
+    modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attend_over_cache)
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_marker)
+    own.set_attn_implementation(NAME)
+    return own.eval(), products
+
+
+def _fp32(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", torch.float32)
+
+
+def _name_of(module: nn.Module, parameter: Tensor) -> str:
+    return next(name for name, value in module.named_parameters() if value is parameter)
+
+
+def _description(module: Any) -> Description:
+    config = module.config
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if hasattr(config, "qk_rope_head_dim"):  # latent attention: a head has a part that turns and one that does not
+        size = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return Description(
+        family=config.model_type,
+        vocab_size=config.vocab_size,
+        dim=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=size,
+        max_len=getattr(config, "max_position_embeddings", None) or 2048,
+        activation="",
+        is_tied=False,
+    )
+
+
+def _attention_layers(module: nn.Module) -> dict[int, int]:
+    """id of each attention module -> its layer."""
+    return {id(part): part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
+
+
+def _blocks(module: nn.Module, *, count: int) -> list[nn.Module]:
+    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    return list(next(lists, nn.ModuleList()))
+
+
+def _rope_kinds(part: Any) -> list[str]:
+    kinds = getattr(part, "rope_type", None) or ()
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
+
+
+def _refused(module: Any, *, reason: str) -> ValueError:
+    kind = getattr(module.config, "model_type", type(module).__name__)
+    families = ", ".join(sorted(FAMILIES))
+    return ValueError(
+        f"model_type={kind}: {reason}. The inference engine computes the native decoder, {families}, and by their own modules those that "
+        f"attend through transformers' interface; {_ELSEWHERE}"
+    )
