@@ -12,8 +12,8 @@ from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads, others_offload
 from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
-from ztk.config.kernels import kernel_faults
 from ztk.config.inference_schema import InferenceConfig
+from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_schema import OptimizerName
