@@ -81,7 +81,11 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the processes."""
+        for pipe in self._pipes:
+            pipe.close()  # a rank that waits for work ends
+        is_measured = "COVERAGE_PROCESS_CONFIG" in os.environ  # by coverage.py: then a rank writes what it has covered
         for process in self._processes:
+            process.join(TIMEOUT_SECONDS if is_measured else 0)
             process.kill()
         for process in self._processes:
             process.join()
