@@ -132,6 +132,6 @@ def print_fixes(found: list[Fix]) -> None:
         return
     print("  it fits with one of these, the cheapest step first:")
     for fix in found[:SHOWN]:
-        assert fix.plan.time is not None and fix.plan.margin_bytes is not None
+        assert fix.plan.margin_bytes is not None
         left = f"{written(fix.plan.margin_bytes)} left"
-        print(f"    {' '.join(fix.overrides):<60} {fix.plan.time.seconds:.3g} s a step or more, {left}")
+        print(f"    {' '.join(fix.overrides):<60} {fix.plan.step_words} a step, {left}")

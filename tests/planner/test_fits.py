@@ -15,6 +15,7 @@ from ztk.config import ConfigError, compose, conf_dir
 from ztk.config.arguments import options_of
 from ztk.planner import Plan, fixes
 from ztk.planner.lanes import Lanes
+from ztk.policies.curves import seconds_of
 
 # Round numbers: an operation per nanosecond, a byte per nanosecond, and links of a tenth of that.
 HARDWARE = ztk.Hardware(
@@ -38,7 +39,14 @@ HARDWARE = ztk.Hardware(
 
 
 def work(lanes: Lanes, **amounts) -> None:
-    usual = {"flops": 0, "device_bytes": 0, "host_bytes": 0, "dtype": torch.bfloat16, "copies": False}
+    usual = {
+        "kind": "product",
+        "flops": 0,
+        "device_bytes": 0,
+        "host_bytes": 0,
+        "dtype": torch.bfloat16,
+        "copies": False,
+    }
     lanes.compute(**usual | amounts)
 
 
@@ -87,6 +95,43 @@ def test_the_busiest_lane_is_a_bound_and_is_named():
     time = lanes.read(disk_read=2_000_000_000, disk_write=2_000_000_000)
     assert time.busy == pytest.approx({"compute": 1.0, "wire": 0.0, "pcie": 0.003, "host": 0.004, "disk": 6.0})
     assert time.seconds == pytest.approx(6.0) and time.limit == "disk"
+
+
+CURVES = {
+    "product.float32": [[1e6, 1.0], [4e6, 2.0]],
+    "product.bfloat16": [[1e6, 0.5]],
+    "attention.float32": [[1e6, 1.0]],
+    "elementwise.float32": [[1e6, 0.25]],
+    "all_gather": [[1e6, 3.0]],
+}
+
+
+def test_between_measured_points_seconds_are_a_power_of_the_work():
+    points = CURVES["product.float32"]
+    assert [seconds_of(points, amount=amount) for amount in (5e5, 1e6, 2e6, 4e6, 8e6)] == pytest.approx(
+        [0.5, 1.0, 2**0.5, 2.0, 4.0]
+    )
+    for points in ([], [[2.0, 1.0], [1.0, 2.0]], [[1.0, 0.0]]):
+        with pytest.raises(ValueError, match="hardware.curves: product.float32 needs points"):
+            replace(HARDWARE, curves=CURVES | {"product.float32": points})
+    with pytest.raises(ValueError, match="attention.float32, elementwise.float32 must be there"):
+        replace(HARDWARE, curves={"product.float32": [[1e6, 1.0]]})
+
+
+def test_on_the_cores_of_a_cpu_all_but_the_disk_takes_turns():
+    lanes = Lanes(replace(HARDWARE, curves=CURVES, operation_latency=0.1))
+    lanes.restart()
+    work(lanes, flops=2_000_000, dtype=torch.float32)  # 0.1 + 1.414
+    work(lanes, flops=1_000_000)  # 0.1 + 0.5, in bfloat16
+    work(lanes, kind="elementwise", device_bytes=2_000_000)  # 0.1 + 0.5, of the curve of float32
+    work(lanes, kind="elementwise", host_bytes=500_000, device_bytes=500_000)  # 0.1 + 0.25
+    work(lanes, kind="rope")  # nothing but its start
+    sent = lanes.collective(size=2, in_node=2)("all_gather", 1_000_000)
+    sent.wait()
+    time = lanes.read(disk_read=1_000_000_000, disk_write=0)
+    computed = 4 * 0.1 + 2**0.5 + 0.5 + 0.5
+    assert time.busy == pytest.approx({"compute": computed, "wire": 3.0, "host": 0.35, "pcie": 0.0, "disk": 1.0})
+    assert time.seconds == pytest.approx(computed + 3.35) and time.waiting == 0.0
 
 
 def test_a_step_takes_its_operations_and_its_bytes():

@@ -11,11 +11,11 @@ import ztk
 from experiments import policies
 from tests.planner.test_fits import HARDWARE
 from tests.planner.test_plan import CPU, small_plan
-from ztk.calibrate import combine, measure
+from ztk.calibrate import combine, curves, measure, timing
 from ztk.calibrate.__main__ import main
 from ztk.calibrate.measure import METHODS
 from ztk.calibrate.rank import describe
-from ztk.config import ConfigError, compose
+from ztk.config import ConfigError, compose, from_yaml, to_yaml
 from ztk.policies.hardware import NAMES
 from ztk.policies.measured import read_measured, write_measured
 
@@ -53,11 +53,20 @@ def test_what_was_never_written_is_refused_with_the_command(cache, tmp_path):
 def test_what_was_written_is_what_a_plan_reads(cache, tmp_path):
     assert write_measured(content()) == cache
     assert ztk.Hardware.here() == WITHOUT_NETWORK
+    kinds = ("product.float32", "elementwise.float32", "attention.float32")
+    curves = {"curves": {kind: [[1e6, 1e-3], [2e6, 1.5e-3]] for kind in kinds}}
+    write_measured({"hardware": content()["hardware"] | curves}, file=tmp_path / "cpu.json")
+    config = plan_here(tmp_path, f"hardware.file={tmp_path / 'cpu.json'}", "launch.ranks=8")
+    assert policies.hardware(from_yaml(to_yaml(config))) == replace(WITHOUT_NETWORK, **curves)
     config = plan_here(tmp_path, "hardware.capacity_bytes=5000000", "launch.ranks=8")
     assert policies.hardware(config) == replace(WITHOUT_NETWORK, capacity_bytes=5_000_000)
     write_measured(content() | {"hardware": content()["hardware"] | {"ranks_per_node": 3}}, file=tmp_path / "own.json")
     assert plan_here(tmp_path, f"hardware.file={tmp_path / 'own.json'}").hardware.ranks_per_node == 3
-    assert "at the rates measured today" in str(small_plan(hardware=ztk.Hardware.here()))
+    assert "s or more, at the rates measured today" in str(small_plan(hardware=ztk.Hardware.here()))
+    cpu = {
+        kind: [[1e6, 1e-3]] for kind in ("product.float32", "elementwise.float32", "attention.float32", "all_gather")
+    }
+    assert "a step takes about " in str(small_plan(hardware=replace(ztk.Hardware.here(), curves=cpu)))
 
 
 def test_no_network_was_measured(cache, tmp_path):
@@ -105,7 +114,7 @@ def measured(process, *, folder: str) -> dict[str, float]:
     """Once each, and little of the disk: the numbers are rough and the code is the same."""
     module = sys.modules["ztk.calibrate.measure"]  # the package has a function of that name
 
-    module.ROUND_SECONDS, module.ROUNDS, module.IO_BYTES = 0.0, 1, 64 << 20
+    timing.ROUND_SECONDS, timing.ROUNDS, curves.CALL_SECONDS, module.IO_BYTES = 0.0, 1, 0.0, 64 << 20
     return measure(process, folder=folder)
 
 

@@ -47,10 +47,15 @@ def calibrate(*, ranks: int, device: str, folder: str, to: str | None, cores: in
         content = json.loads(draft.read_text(encoding="utf-8"))
     path = write_measured(content, file=None if to is None else measured_path(to))
     for name, value in content["hardware"].items():
-        written = value if isinstance(value, str) else f"{value:.6g}"
-        print(f"{name:<22}{written:<24}{content['sources'].get(name, '')}")
+        print(f"{name:<22}{_written(value):<24}{content['sources'].get(name, '')}")
     print(f"{path}: written in {time.perf_counter() - started:.0f} s")
     return 0
+
+
+def _written(value: str | float | dict) -> str:
+    if isinstance(value, dict):
+        return f"of {len(value)} kinds of work"
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The keys of `hardware`: what a plan is made for, and what floors of kernels are counted with."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ztk.config.key import key
 
@@ -29,6 +30,9 @@ class HardwareConfig:
     network_bandwidth: float | None = key("bytes per second between nodes", default=None)
     ranks_per_node: int | None = key("devices of a node", default=None)
     operation_latency: float | None = key("seconds that an operation takes at least; null: 0", default=None)
+    curves: dict[str, Any] | None = key(
+        "of a CPU: seconds by amount of work, `python -m ztk.calibrate` measures them; null: rates alone", default=None
+    )
     source: str | None = key("where the numbers are from, in the words of the plan", default=None)
     file: str | None = key(
         "file of hardware=here, which `python -m ztk.calibrate --to FILE` writes; null: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache",

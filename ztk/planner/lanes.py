@@ -3,16 +3,24 @@
 Operations run one after the other at the hardware's rates; collectives are sent in the order of their issue, and the step waits for them
 where the engine waits. The other lanes only add up what they move, because the engine overlaps them with the rest. So the step takes as long
 as computing and waiting, or as the busiest lane if that takes longer: a lower bound at the hardware's rates.
+
+On a CPU, whose hardware has curves, the same cores compute, reduce and update: all but the disk adds up.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from ztk.policies.curves import seconds_of
 from ztk.policies.hardware import Hardware
 from ztk.runtime.comm.planned import Moved
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
+PRODUCT, ATTENTION, ELEMENTWISE = (
+    "product",
+    "attention",
+    "elementwise",
+)  # kinds of operations, beside ztk's own by their names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,21 +63,43 @@ class Lanes:
         seconds = max(self._now - self._start, *self._busy.values())
         return StepTime(seconds=seconds, busy=dict(self._busy), waiting=self._waiting)
 
-    def compute(self, *, flops: int, device_bytes: int, host_bytes: int, dtype: torch.dtype, copies: bool) -> None:
-        """One operation. copies: it does nothing else. With memory of the host it runs there, or is a copy between host and device."""
+    def compute(
+        self, *, kind: str, flops: int, device_bytes: int, host_bytes: int, dtype: torch.dtype, copies: bool
+    ) -> None:
+        """One operation. kind: what takes its time. copies: it does nothing else. With memory of the host it runs there, or is a copy
+        between host and device."""
         hardware = self._hardware
+        if hardware.curves is not None:
+            nbytes = device_bytes + host_bytes
+            self._take("host" if host_bytes else "compute", seconds=self._on_cores(kind, flops or nbytes, dtype=dtype))
+            return
         if not host_bytes:
-            seconds = max(
-                flops / hardware.rate(str(dtype).removeprefix("torch.")),
-                device_bytes / hardware.memory_bandwidth,
-                hardware.operation_latency,
+            self._take(
+                "compute",
+                seconds=max(
+                    flops / hardware.rate(_name(dtype)),
+                    device_bytes / hardware.memory_bandwidth,
+                    hardware.operation_latency,
+                ),
             )
-            self._now += seconds
-            self._busy["compute"] += seconds
             return
         self._busy["pcie"] += device_bytes / hardware.pcie_bandwidth
         if not (copies and device_bytes):
             self._busy["host"] += host_bytes / hardware.host_bandwidth
+
+    def _take(self, lane: str, *, seconds: float) -> None:
+        """Nothing else is computed meanwhile."""
+        self._now += seconds
+        self._busy[lane] += seconds
+
+    def _on_cores(self, kind: str, amount: int, *, dtype: torch.dtype) -> float:
+        """Seconds of an operation by the hardware's curves; what is in no measured dtype is as in float32, and what was not measured itself
+        as elementwise."""
+        curves = self._hardware.curves or {}
+        measured = _name(dtype)
+        names = (kind, *(f"{one}.{name}" for one in (kind, ELEMENTWISE) for name in (measured, "float32")))
+        points = next(curves[name] for name in names if name in curves)
+        return self._hardware.operation_latency + (seconds_of(points, amount=amount) if amount else 0.0)
 
     def collective(self, *, size: int, in_node: int) -> Moved:
         """What a group of `size` ranks, `in_node` of them in each node, calls for each collective.
@@ -93,8 +123,14 @@ class Lanes:
         def moved(kind: str, nbytes: int) -> _Sent:
             share = 1.0 if kind in ("send", "ring") else (size - 1) / size
             seconds = latency + nbytes * share / bandwidth
+            curves = hardware.curves or {}
+            if one_node and "all_gather" in curves:
+                seconds = seconds_of(curves.get(kind, curves["all_gather"]), amount=max(1, nbytes))
             if kind == "send":
                 self.transfer = max(self.transfer, seconds)
+            if hardware.curves:
+                self._take("wire", seconds=seconds)
+                return _Sent(self, ends=self._now)
             self._wire_free = max(self._now, self._wire_free) + seconds
             self._busy["wire"] += seconds
             return _Sent(self, ends=self._wire_free)
@@ -118,3 +154,7 @@ class _Sent:
 
     def wait(self) -> None:
         self._lanes.wait_until(self._ends)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

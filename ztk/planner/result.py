@@ -118,8 +118,16 @@ class Plan:
         yield f"  operations of products and attention, per step: {fullest.flops:.4g}"
         if self.hardware is not None and self.time is not None:
             busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
-            yield f"  a step takes {self.time.seconds:.3g} s or more, at the rates {self.hardware.source}; {self.time.limit} limits it ({busy})"
+            source, limit = self.hardware.source, self.time.limit
+            yield f"  a step takes {self.step_words}, at the rates {source}; {limit} limits it ({busy})"
             yield f"  {self.answer}"
+
+    @property
+    def step_words(self) -> str:
+        """Seconds of a step: a bound by data sheets, an estimate by a CPU's measured curves; empty without hardware."""
+        if self.hardware is None or self.time is None:
+            return ""
+        return f"about {self.time.seconds:.3g} s" if self.hardware.curves else f"{self.time.seconds:.3g} s or more"
 
     @property
     def answer(self) -> str:

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ztk.kernels import op_names
 from ztk.planner.attention import FLOPS
+from ztk.planner.lanes import ATTENTION, ELEMENTWISE, PRODUCT
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.planned import is_host_memory
 
@@ -109,7 +111,14 @@ class StepTracker(TorchDispatchMode):
             if copies:  # its result is its first argument
                 moved[is_host_memory(used[0].untyped_storage())] -= used[0].nbytes
             dtype = used[0 if func in FLOPS else -1].dtype  # attention returns its log-sum-exp last, in fp32
-            self._computed(flops=flops, device_bytes=moved[False], host_bytes=moved[True], dtype=dtype, copies=copies)
+            self._computed(
+                kind=_kind(func, flops=flops),
+                flops=flops,
+                device_bytes=moved[False],
+                host_bytes=moved[True],
+                dtype=dtype,
+                copies=copies,
+            )
 
     def _see(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device or tensor.layout is not torch.strided:
@@ -154,6 +163,14 @@ class StepTracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         index = -1 if node is None else bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return f"backward of {self._ran[index]}" if index >= 0 else "backward"
+
+
+def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:
+    """Of `ztk.planner.lanes`, or the name of an operation of ztk."""
+    if flops:
+        return ATTENTION if "attention" in func.name() else PRODUCT
+    own = func.name().removeprefix("ztk::")
+    return own if own in op_names() else ELEMENTWISE
 
 
 def is_work(func: torch._ops.OpOverload) -> bool:

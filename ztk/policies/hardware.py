@@ -1,7 +1,9 @@
 """The device, the node and the network that a plan is made for; `conf/hardware/` has the numbers of some, with their sources."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from ztk.policies.curves import curve_faults
 from ztk.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
 
 RANGES: dict[str, Range] = {
@@ -27,8 +29,11 @@ class Hardware:
     bf16_rate, fp16_rate, fp32_rate: dense products. host_bandwidth: a device's share of its node's main memory. disk: a device's share.
     link: between the devices of a node. network: between nodes; None: there is none, so a plan for several nodes is refused.
     ranks_per_node: devices of a node. operation_latency: an operation takes at least as long. source: where the numbers are from.
+    curves: of a CPU, where no rate holds at every size: kind of work -> points [amount, seconds], see `ztk.policies.curves`. With curves
+    nothing overlaps but the disk: the same cores compute, reduce and update, and an operation's latency comes before its work.
 
-    Raises ValueError naming key and value for a number that is not positive; latencies and `reserve_bytes` may be zero.
+    Raises ValueError naming key and value for a number that is not positive, and for curves that do not rise; latencies and
+    `reserve_bytes` may be zero.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Hardware:
     ranks_per_node: int
     operation_latency: float = 0.0
     source: str = "of data sheets"
+    curves: Mapping[str, Sequence[Sequence[float]]] | None = None
 
     @staticmethod
     def here(*, file: str | None = None) -> "Hardware":
@@ -62,7 +68,7 @@ class Hardware:
         return Hardware(**read_measured(file))
 
     def __post_init__(self) -> None:
-        refuse(range_faults(self, section="hardware", ranges=RANGES))
+        refuse((*range_faults(self, section="hardware", ranges=RANGES), *curve_faults(self.curves or {})))
 
     @property
     def usable_bytes(self) -> int:
@@ -76,5 +82,5 @@ class Hardware:
 
 NAMES = tuple(field.name for field in fields(Hardware))
 REQUIRED = tuple(
-    name for name in NAMES if name not in ("operation_latency", "source")
+    name for name in NAMES if name not in ("operation_latency", "source", "curves")
 )  # of an option on the command line

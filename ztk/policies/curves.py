@@ -1,0 +1,33 @@
+"""Seconds of work by its amount, between measured points.
+
+Kinds: `product.DTYPE` and `attention.DTYPE` in operations, `elementwise.DTYPE` and the names of ztk's own operations in bytes read and written,
+`all_gather` and `reduce_scatter` in bytes of the buffer of all ranks; DTYPE is float32, bfloat16 or float16.
+"""
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+NEEDED = ("product.float32", "attention.float32", "elementwise.float32")  # stand for other dtypes and kinds
+Points = Sequence[Sequence[float]]  # [amount, seconds], rising amounts
+
+
+def seconds_of(points: Points, *, amount: float) -> float:
+    """Between two points a power of the amount; before the first and after the last in proportion to it."""
+    place = bisect.bisect_left([point[0] for point in points], amount)
+    if place in (0, len(points)):
+        known, seconds = points[min(place, len(points) - 1)]
+        return seconds * amount / known
+    (low, first), (high, last) = points[place - 1], points[place]
+    share = math.log(amount / low) / math.log(high / low)
+    return first * (last / first) ** share
+
+
+def curve_faults(curves: Mapping[str, Points]) -> Iterator[str]:
+    """One line per curve that has no points, or other than positive numbers with rising amounts, and one for those that lack."""
+    if curves and (missing := [kind for kind in NEEDED if kind not in curves]):
+        yield f"hardware.curves: {', '.join(missing)} must be there, too"
+    for kind, points in curves.items():
+        amounts = [point[0] for point in points]
+        if not points or amounts != sorted(set(amounts)) or min(min(point) for point in points) <= 0:
+            yield f"hardware.curves: {kind} needs points [amount, seconds] of positive numbers with rising amounts"
