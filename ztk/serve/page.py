@@ -1,7 +1,8 @@
 """The page on `/`: try a prompt, see how sure the model was of each token."""
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>ztk</title>
+<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>ztk</title>
 <style>
 :root { color-scheme: light dark; --line: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -28,7 +29,7 @@ function show(choice) {
   const span = document.createElement("span"), p = choice.logprobs ? Math.exp(choice.logprobs.token_logprobs[0]) : 1;
   span.textContent = choice.text;
   span.style.background = `rgba(220, 40, 40, ${(0.6 * (1 - p)).toFixed(3)})`;
-  const rivals = choice.logprobs ? Object.entries(choice.logprobs.top_logprobs[0]) : [];
+  const rivals = choice.logprobs ? Object.entries(choice.logprobs.top_logprobs[0]).sort((a, b) => b[1] - a[1]) : [];
   span.title = [`${(100 * p).toFixed(1)} %`, ...rivals.map(([t, v]) => `${JSON.stringify(t)} ${(100 * Math.exp(v)).toFixed(1)} %`)].join("\\n");
   at("answer").append(span);
 }
