@@ -129,6 +129,12 @@ ACCEPTED = {
         lambda made: made.offload.optimizer,
         "none",
     ),
+    "enable_sanity_checks": (
+        zero(stage=3, enable_sanity_checks=True),
+        "enable_sanity_checks=True: ztk always checks",
+        lambda made: made.zero.stage,
+        3,
+    ),
     "legacy_stage1": (
         zero(stage=1, legacy_stage1=True),
         "legacy_stage1=True: there is one stage 1",

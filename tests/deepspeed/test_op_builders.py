@@ -40,4 +40,6 @@ def test_unknown_builders_are_refused():
     with pytest.raises(AttributeError, match="deepspeed.ops.op_builder.SparseAttnBuilder: not offered by ztk"):
         builders.SparseAttnBuilder  # noqa: B018
     assert module_of("deepspeed.ops.op_builder.all_ops").ALL_OPS is builders.ALL_OPS
+    assert module_of("deepspeed.ops.aio").AsyncIOBuilder is builders.AsyncIOBuilder
+    assert module_of("deepspeed.accelerator").is_current_accelerator_supported()
     assert not hasattr(ops, "__file__")

@@ -210,3 +210,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The same object for all calls of a process."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether ztk runs on it: always."""
+    return True

@@ -60,7 +60,9 @@ KEYS = {
     "legacy_stage1": hint(boolean, "there is one stage 1, which gives the same numbers", usual=(False,)),
     "parameter_alignment": fixed(False, why="ztk aligns every parameter to 64 bytes; leave it out"),
     "pipeline_loading_checkpoint": fixed(False, why=_NOT_YET),
-    "enable_sanity_checks": fixed(False, why=_NOT_YET),
+    "enable_sanity_checks": hint(
+        boolean, "ztk always checks what a script writes into gathered parameters", usual=(False,)
+    ),
     "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
     "leaf_module": takes(anything),
     "aio": takes(anything),  # see read_offload

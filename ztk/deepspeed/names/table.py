@@ -52,8 +52,12 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
 
 MODULES: dict[str, Row] = {
     "deepspeed": "ztk.deepspeed",
-    "deepspeed.accelerator": {"ztk.deepspeed.device": "get_accelerator Accelerator"},
-    "deepspeed.accelerator.real_accelerator": {"ztk.deepspeed.device": "get_accelerator"},
+    "deepspeed.accelerator": {
+        "ztk.deepspeed.device": "get_accelerator is_current_accelerator_supported Accelerator",
+    },
+    "deepspeed.accelerator.real_accelerator": {
+        "ztk.deepspeed.device": "get_accelerator is_current_accelerator_supported",
+    },
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.constants": "ztk.deepspeed.checkpoint_constants",
     "deepspeed.checkpoint.ds_to_universal": "ztk.deepspeed.ds_to_universal",
@@ -86,6 +90,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
     "deepspeed.ops": {"ztk.deepspeed.op_builders": "__compatible_ops__"},
     "deepspeed.ops.adagrad": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdagrad"},
+    "deepspeed.ops.aio": {"ztk.deepspeed.op_builders": "AsyncIOBuilder"},
     "deepspeed.ops.adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.adam.cpu_adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam"},
     "deepspeed.ops.adam.fused_adam": {"ztk.deepspeed.own_optimizers": "FusedAdam"},
