@@ -122,7 +122,10 @@ def run(item: str, *, deadline: float, dry: bool) -> dict:
         if done.returncode:
             return {"error": (done.stderr or done.stdout)[-1500:]}
         if item == "job":
-            return json.loads(Path(folder, "summary.json").read_text())
+            summary = json.loads(Path(folder, "summary.json").read_text())
+            return {
+                key: value for key, value in summary.items() if key != "error"
+            }  # None, as the command has ended well
         if item == "kernels":
             return {"lines": done.stdout.splitlines()}
         return json.loads(done.stdout.splitlines()[-1])
