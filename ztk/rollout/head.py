@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.kernels import linear_logprob, linear_token_loss
+from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
 from ztk.kernels.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
@@ -74,6 +74,11 @@ class Answers:
         index = torch.arange(len(tokens)) * tokens.shape[1] + positions
         with self._head.wanting(_Wanted(index=index.to(tokens.device))):
             return self._engine(tokens)
+
+    def chosen(self, logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
+        """The log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as `logprobs` gives them."""
+        scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+        return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
 
     def logprobs(self, tokens: Tensor, *, mask: Tensor, temperature: float = 1.0) -> Tensor:
         """Of the tokens of `mask`, bool [S, T] on the CPU, never the first of a row: float32 [S, T], 0 elsewhere."""

@@ -124,8 +124,12 @@ def _answer(
             logits = large.logits(tokens.to(device), positions=positions - 1)
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
         drawn = choose(distribution, uniforms=uniforms(keys, positions=positions))
+        if large is None:
+            chosen = distribution[rows, drawn]
+        else:  # by the function that the update reads chunks with
+            chosen = large.chosen(logits, tokens=drawn, temperature=policy.temperature)
         where = rows[active], positions[active]
-        tokens[where], logprobs[where] = drawn[active], distribution[rows, drawn][active]
+        tokens[where], logprobs[where] = drawn[active], chosen[active]
         counts += active
         active &= drawn != policy.stop
         if not _any(engine, flag=bool(active.any())):
