@@ -40,6 +40,7 @@ from ztk.rollout import (
     use_cached_attention,
 )
 from ztk.runtime import Process
+from ztk.runtime.comm import connect_groups
 
 EVALUATED = 4  # rollouts, before the first step and after the last
 UNTRAINED = 2**40  # the number of the first prompt to evaluate with
@@ -126,10 +127,22 @@ def open_run(
         reward_model=open_reward_model(config, process=process),
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
-        cached=CachedRollouts(actor) if config.rollout.engine == "generator" else None,
+        cached=open_cached(config, actor=actor),
         weights=open_weights(config, actor=actor),
         guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
     )
+
+
+def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
+    """What draws for rollout.engine=generator: a copy of the weights per `rollout.tensor` neighbours. A collective call."""
+    if config.rollout.engine != "generator":
+        return None
+    size, process = config.rollout.tensor or 1, actor.process
+    if size == 1:
+        return CachedRollouts(actor)
+    groups = [tuple(range(first, first + size)) for first in range(0, process.world_size, size)]
+    options = {"local_world_size": process.local_world_size, "timeout_seconds": process.timeout_seconds}
+    return CachedRollouts(actor, comm=connect_groups(groups, device=process.device, **options))
 
 
 def open_weights(config: Config, *, actor: Engine) -> SettledWeights:

@@ -74,16 +74,18 @@ def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_
 
 
 def test_a_run_corrects_for_the_difference(ranks, tmp_path):
-    """The first texts do not depend on the number of ranks; the ratio to the trainer's probabilities is in the loss."""
+    """The first texts do not depend on the number of ranks, nor on whether they share a copy of the weights; the ratio to the trainer's
+    probabilities is in the loss."""
     found = {}
-    for count in (1, 2):
-        path = tmp_path / str(count)
-        result = ranks(count).run(play, config=config_of("grpo", *GENERATOR, folder=path, ranks=count))
+    for count, tensor in ((1, 1), (2, 1), (2, 2)):
+        path = tmp_path / f"{count}{tensor}"
+        config = config_of("grpo", *GENERATOR, folder=path, ranks=count, rollout__tensor=tensor)
+        result = ranks(count).run(play, config=config)
         joined = Samples.joined([Samples.from_json(rank["rollouts"][0]) for rank in result])
-        found[count] = joined[joined.numbers.argsort()].tokens.tolist()
+        found[count, tensor] = joined[joined.numbers.argsort()].tokens.tolist()
         rows = rows_of(path)
         assert len(rows) == 4 and rows[-1]["grad_norm"] > 0
-    assert found[1] == found[2]
+    assert found[1, 1] == found[2, 1] == found[2, 2]
 
 
 @pytest.mark.parametrize(("task", "world_size", "stage"), [("grpo", 2, 3), ("ppo", 1, 0)])
@@ -144,6 +146,15 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
             "rounds the trainer's products, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
         ),
         (("rollout.engine=generator", "lora=adapter", "warm_start.steps=0"), "with adapters merged into the weights"),
+        (
+            ("rollout.engine=generator", "rollout.tensor=2"),
+            "use rollout.identity=corrected or off, or rollout.tensor=1",
+        ),
+        ((*GENERATOR, "rollout.tensor=3"), "2 ranks cannot be divided by it; use rollout.tensor=2"),
+        (
+            ("rollout.tensor=2",),
+            "rollout.tensor=2 has no effect here, only with task=grpo or task=ppo and rollout.engine=generator",
+        ),
         ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
     ],
 )

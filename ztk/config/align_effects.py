@@ -73,6 +73,11 @@ def _rollout_effects() -> Iterator[Effect]:
         only=f"{only} and zero=stage3, and rollout.engine=trainer",
     )
     yield Effect(
+        keys=("rollout.tensor",),
+        when=lambda c, m: _draws(c, m) and c.rollout.engine is RolloutEngineName.generator,
+        only=f"{only} and rollout.engine=generator",
+    )
+    yield Effect(
         keys=("policy.dual_clip",),
         when=lambda c, m: _draws(c, m) and c.policy.form is PolicyForm.clipped,
         only=f"{only} and policy.form=clipped",

@@ -76,6 +76,19 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    tensor = config.rollout.tensor or 1
+    if (ranks := settled_ranks(config, machine=machine)) % tensor:
+        fitting = max(degree for degree in range(1, tensor) if ranks % degree == 0)
+        yield f"rollout.tensor={tensor}: {ranks} ranks cannot be divided by it; use rollout.tensor={fitting}"
+    if tensor > 1 and config.rollout.identity is RolloutIdentity.exact:
+        yield (
+            f"rollout.tensor={tensor}: sums over parts of a layer round in another way than the trainer's, so rollout.identity=exact cannot be "
+            "promised; use rollout.identity=corrected or off, or rollout.tensor=1"
+        )
+    if tensor > 1 and not is_hugging_face(config.model):
+        heads = (config.model.heads, config.model.kv_heads)
+        if heads[0] % tensor or (heads[1] % tensor and tensor % heads[1]):
+            yield f"rollout.tensor={tensor}: {heads[0]} query and {heads[1]} key heads cannot be divided by it; use rollout.tensor=1"
     if config.rollout.identity is RolloutIdentity.exact:
         yield from _exact_generator_faults(config)
     if device_of(config, machine=machine) != "cpu":

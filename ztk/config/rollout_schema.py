@@ -135,6 +135,10 @@ class RolloutConfig:
         "forward, in the memory of training; auto: whole if they fit into what is free on every rank, and the run says so",
         default=None,
     )
+    tensor: int | None = key(
+        "neighbouring ranks that share a copy of rollout.engine=generator, each with a part of every layer",
+        default=None,
+    )
     identity: RolloutIdentity | None = key(
         "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "
         "ratio weighs the loss (truncated importance sampling); off: neither",

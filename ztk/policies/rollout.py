@@ -6,6 +6,7 @@ RANGES = {
     "rollout.prompts": COUNT,
     "rollout.group_size": COUNT,
     "rollout.max_tokens": COUNT,
+    "rollout.tensor": COUNT,
     "rollout.temperature": POSITIVE,
     "rollout.correction_max": Range(low=1, float32=True),
     "rollout.show_every": COUNT_OR_ZERO,

@@ -5,6 +5,7 @@ computes by `rollout.attention`: the loss has to be corrected for it (`rollout.i
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +15,36 @@ from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
 from ztk.nn.lora import merged_parameters
 from ztk.rollout.buffer import Samples
 from ztk.rollout.hybrid import Requests, RolloutPolicy, first_tokens
+from ztk.runtime.comm import Comm
 
 _MOST_SEQUENCES = 64  # in one step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """An answer. tokens: its own. logprobs: of each, float32 numbers. reason: stop, length, or error: the logits are not finite."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str
 
 
 class CachedRollouts:
     """Answers by a `Generator` that has a copy of the policy's weights, fp32 in main memory on every rank, adapters merged.
 
-    The copy is made anew after every optimizer step that the policy has made, when the next samples are drawn.
+    comm: of the ranks that share a copy, each with a part of every layer; None: every rank has one of its own. The copy is made anew after
+    every optimizer step that the policy has made, when the next samples are drawn.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, comm: Comm | None = None) -> None:
         self._source = _Merged(engine)
+        self._comm = None if comm is None or comm.size == 1 else comm
         self._generator: Generator | None = None
         self._step = -1  # the policy's, of the copy
 
     def generate(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
-        """As `ztk.rollout.generate`; log-probabilities are the inference engine's. A collective call, but ranks draw independently.
+        """As `ztk.rollout.generate`; log-probabilities are the inference engine's. A collective call; ranks without a common copy draw
+        independently.
 
         Raises:
             ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not compute.
@@ -50,15 +64,33 @@ class CachedRollouts:
             )
             for prompt, copy in pairs
         ]
-        answers = generator.generate([list(prompt) for prompt in requests.prompts], sampling=sampling)
-        completions = [completion for (completion,) in answers]
-        return _samples(completions, tokens=tokens, lengths=lengths, requests=requests)
+        prompts = [list(prompt) for prompt in requests.prompts]
+        drawn = self._drawn(generator, prompts=prompts, sampling=sampling)
+        return _samples(drawn, tokens=tokens, lengths=lengths, requests=requests)
+
+    def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
+        """This rank's answers. Of ranks that share a copy the first draws for all of them, in their order, and the others compute with it."""
+        if self._comm is None:
+            return _answers(generator, prompts=prompts, sampling=sampling)
+        asked = self._comm.gather_objects((prompts, sampling))
+        found = None
+        if generator.follows:
+            generator.follow()
+        else:
+            every = [
+                (prompt, one) for prompts, sampling in asked for prompt, one in zip(prompts, sampling, strict=True)
+            ]
+            found = _answers(generator, prompts=[prompt for prompt, _ in every], sampling=[one for _, one in every])
+            generator.dismiss()
+        answers = self._comm.gather_objects(found)[0]
+        first = sum(len(prompts) for prompts, _ in asked[: self._comm.rank])
+        return answers[first : first + len(prompts)]
 
     def _loaded(self, policy: RolloutPolicy) -> Generator:
         steps = self._source.engine.global_steps
         if self._generator is None:
             options = InferencePolicy(max_sequences=_MOST_SEQUENCES, max_model_len=policy.length)
-            self._generator = Generator(self._source, policy=options)
+            self._generator = Generator(self._source, policy=options, comm=self._comm)
         elif self._step != steps:
             self._generator.load(self._source)
         self._step = steps
@@ -78,24 +110,34 @@ class _Merged:
         return merged_parameters(self.module, read=self.engine.zero.full_parameters)
 
 
-def _samples(completions: list[Completion], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
+def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
+    return [_drawn(completion) for (completion,) in generator.generate(prompts, sampling=sampling)]
+
+
+def _drawn(completion: Completion) -> Drawn:
+    return Drawn(
+        tokens=completion.tokens, logprobs=completion.processed_logprobs.tolist(), reason=completion.finish_reason
+    )
+
+
+def _samples(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
     """tokens: the prompts' rows, int64 [S, T], into which the answers are written."""
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
-    for row, completion in enumerate(completions):
-        if completion.finish_reason == "error":
+    for row, answer in enumerate(answers):
+        if answer.reason == "error":
             raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
         first = int(lengths[row])
-        places = slice(first, first + len(completion.tokens))
-        tokens[row, places] = torch.tensor(completion.tokens, dtype=torch.int64)
-        logprobs[row, places] = completion.processed_logprobs
+        places = slice(first, first + len(answer.tokens))
+        tokens[row, places] = torch.tensor(answer.tokens, dtype=torch.int64)
+        logprobs[row, places] = torch.tensor(answer.logprobs)
     return Samples(
         tokens=tokens,
         numbers=requests.numbers,
         prompts=requests.prompt_numbers,
         prompt_lengths=lengths,
-        answer_lengths=torch.tensor([len(completion.tokens) for completion in completions]),
-        finished=torch.tensor([completion.finish_reason == "stop" for completion in completions]),
+        answer_lengths=torch.tensor([len(answer.tokens) for answer in answers]),
+        finished=torch.tensor([answer.reason == "stop" for answer in answers]),
         logprobs=logprobs,
-        rewards=torch.zeros(len(completions), dtype=torch.float64),
-        included=torch.ones(len(completions), dtype=torch.bool),
+        rewards=torch.zeros(len(answers), dtype=torch.float64),
+        included=torch.ones(len(answers), dtype=torch.bool),
     )
