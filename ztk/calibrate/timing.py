@@ -22,8 +22,8 @@ def seconds_of_call(
     """
     run()
     (first,) = _timed(process, run=run, calls=1, rounds=1)
-    wished = max(1, int((ROUND_SECONDS if round_seconds is None else round_seconds) / max(first, 1e-6)))
-    calls = process.comm.gather_numbers([wished], label="calls")[0][0]
+    wanted = max(1, int((ROUND_SECONDS if round_seconds is None else round_seconds) / max(first, 1e-6)))
+    calls = process.comm.gather_numbers([wanted], label="calls")[0][0]
     return min(_timed(process, run=run, calls=min(int(calls), 10_000), rounds=rounds or ROUNDS))
 
 

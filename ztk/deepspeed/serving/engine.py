@@ -38,8 +38,8 @@ class InferenceEngine(nn.Module):
         self.__dict__["_streaming"] = streaming  # a module too, but no part of this one
         self._times: list[float] | None = None
         self._is_compiled = self._closed = False
-        is_whole = streaming is None and process.mesh.comm("tp").size == 1 and not model.training
-        self.__dict__["_answers"] = EngineGeneration(model) if is_whole and _is_causal(model) else None
+        is_uncut = streaming is None and process.mesh.comm("tp").size == 1 and not model.training
+        self.__dict__["_answers"] = EngineGeneration(model) if is_uncut and _is_causal(model) else None
         if hasattr(model, "generate"):
             self.generate = self._generate
 
