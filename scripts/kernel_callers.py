@@ -41,6 +41,7 @@ HOT_PATHS = {
     "cache_rows": "inference over blocks: norm of heads, rotary embedding, keys and values into their blocks",
     "paged_attention": "inference over blocks: attention of single rows and of prompts",
     "copy_blocks": "inference over blocks: copies on write",
+    "draw_rows": "inference over blocks: head, temperature and draw, without logits in memory",
     "quantize": "quantised exchange: before it is sent",
     "dequantize": "quantised gather of parameters: after it has come",
     "dequantize_reduce": "quantised reduction of gradients: sum of what has come",

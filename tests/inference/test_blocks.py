@@ -10,6 +10,7 @@ from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_pool import BlockPool
+from ztk.inference.graphs import DecodeGraphs
 from ztk.kernels import set_backend
 
 PROMPTS = [[5, 6, 7], [(7 * i) % VOCABULARY for i in range(80)], [11, 12] * 20]
@@ -111,6 +112,58 @@ def test_the_kernels_themselves_give_the_same_tokens(family):
     for own, one in zip(found, expected, strict=True):
         assert own[0].tokens == one[0].tokens
         torch.testing.assert_close(own[0].logprobs, one[0].logprobs, rtol=0, atol=1e-4)
+
+
+def test_draws_follow_the_probabilities_and_nothing_else():
+    """Over blocks a kernel draws: 400 answers of one token against the model's own probabilities; each has the same token alone."""
+    model, prompt, count = build_decoder(), [5, 6, 7], 400
+    generator = Generator(model, policy=InferencePolicy(**BLOCKS))
+    sampling = SamplingParams(max_tokens=1, temperature=0.8, n=count, seed=3)
+    [found] = generator.generate([prompt], sampling=sampling)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]))[0, -1].double()
+    expected = (logits / 0.8).softmax(-1)
+    drawn = torch.tensor([answer.tokens[0] for answer in found])
+    seen = torch.bincount(drawn, minlength=VOCABULARY) / count
+    # Total variation of 400 draws from 96 tokens: sqrt(96 / (2 pi 400)) = 0.2 for even ones, and less for others.
+    assert float((seen - expected).abs().sum()) / 2 < 0.25
+    for name, values in (("logprobs", logits), ("processed_logprobs", logits / 0.8)):
+        own = torch.cat([getattr(answer, name) for answer in found]).double()
+        torch.testing.assert_close(own, values.log_softmax(-1)[drawn], rtol=0, atol=1e-5)
+
+
+class Replayed:
+    """A graph that runs the function again, as a GPU runs what the function launched: into the same tensor, from the same buffers."""
+
+    def __init__(self, compute):
+        self.compute, self.results = compute, compute().fill_(float("nan"))
+
+    def replay(self):
+        self.results.copy_(self.compute())
+
+    @classmethod
+    def capture(cls, compute):
+        graph = cls(compute)
+        return graph, graph.results
+
+
+def test_decoding_by_graphs_changes_no_bit():
+    """Rows and tables padded to powers of two; graphs are captured when they are needed first."""
+    model = build("qwen3_moe")
+    policy = InferencePolicy(max_sequences=3, **BLOCKS)
+    sampling = [
+        SamplingParams(max_tokens=7, temperature=0.7, seed=1),
+        SamplingParams(max_tokens=5, temperature=0),
+        SamplingParams(max_tokens=40, temperature=1.1, seed=2),
+    ]
+    expected = Generator(model, policy=policy).generate(PROMPTS, sampling=sampling)
+    generator = Generator(model, policy=policy)
+    assert generator._graphs is None  # on a CPU
+    generator._graphs = DecodeGraphs(generator._model, cache=generator._cache, capture=Replayed.capture)
+    found = generator.generate(PROMPTS, sampling=sampling)
+    assert [own[0].tokens for own in found] == [own[0].tokens for own in expected]
+    assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
+    assert generator._graphs.captured == 4  # for 3 rows, 2 rows, and 1 row over one block and over two
 
 
 def test_formats_of_weights_and_cache_lose_little():

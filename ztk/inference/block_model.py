@@ -15,9 +15,11 @@ from ztk.inference.describe import Subject
 from ztk.inference.model import alibi_slopes
 from ztk.inference.products import Affine
 from ztk.inference.rows import share
+from ztk.inference.sample import Drawn
 from ztk.inference.steps import Span
 from ztk.kernels import (
     cache_rows,
+    draw_rows,
     gated_rows,
     layer_norm,
     linear_rows,
@@ -83,16 +85,23 @@ class BlockModel:
                 broken.append(number)
         return self._norm(x, by=self.weights.norm)
 
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows, on the CPU."""
-        x = self.forward(tokens, spans=spans, cache=cache)
-        return self.logits(x[rows]).cpu() if rows else torch.empty(0, self.description.vocab_size)
-
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self._linear(x, self.weights.head, wide=True)
         cap = self.description.logit_softcap
         return torch.tanh(found / cap) * cap if cap else found
+
+    def draw(self, x: Tensor, *, temperatures: list[float], keys: list[int]) -> list[Drawn]:
+        """A token for each row of x [R, C] of `forward`, in its dtype, without its logits; keys: see `noise_key`."""
+        heat = torch.tensor(temperatures, dtype=torch.float32).to(self.device)
+        return drawn_of(self.drawn(x, temperatures=heat, keys=torch.tensor(keys, dtype=torch.int64).to(self.device)))
+
+    def drawn(self, x: Tensor, *, temperatures: Tensor, keys: Tensor) -> Tensor:
+        """As `draw`, on the device: temperatures fp32 [R], keys int64 [R] -> tokens and both log-probabilities, fp64 [3, R]."""
+        head, cap = self.weights.head, self.description.logit_softcap or 0.0
+        return torch.stack([
+            part.double() for part in draw_rows(x, head.weight, head.scales, temperatures, keys, softcap=cap)
+        ])  # fmt: skip
 
     # Parts
 
@@ -220,3 +229,11 @@ class BlockModel:
 
 def _pair(gate: RowsProduct, up: RowsProduct) -> tuple[Tensor | None, ...]:
     return gate.weight, up.weight, gate.scales, up.scales, gate.bias, up.bias
+
+
+def drawn_of(results: Tensor) -> list[Drawn]:
+    """fp64 [3, R] of `BlockModel.drawn`, for which the host waits once."""
+    return [
+        Drawn(token=int(token), logprob=logprob, processed_logprob=processed, top=None)
+        for token, logprob, processed in zip(*results.cpu().tolist(), strict=True)
+    ]

@@ -16,12 +16,14 @@ from ztk.inference.block_opening import block_cache
 from ztk.inference.block_schedule import BlockScheduler
 from ztk.inference.cache import Cache
 from ztk.inference.draft import DraftModel
+from ztk.inference.graphs import DecodeGraphs, graphs_of
+from ztk.inference.lines import is_finite, lines_of
 from ztk.inference.opening import TrainingEngine, from_module, from_packed, reopened, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import LeadingModel, Ranks, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import allow_lone_rows, check_model
-from ztk.inference.sample import draw, likeliest
+from ztk.inference.sample import Drawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
 from ztk.runtime.comm import Comm
@@ -79,6 +81,7 @@ class Generator:
         allow_lone_rows(self._model, exact=self._lone)
         self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
         self._cache, self._scheduler = self._memory(drafts=self._drafts(draft))
+        self._graphs: DecodeGraphs | None = graphs_of(self._model, cache=self._cache)
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
         self._closed = False
@@ -206,13 +209,12 @@ class Generator:
             spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
             tokens += work.tokens
         needed = [self._rows_with_logits(work) for work in works]
-        rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
-        logits = self._model.step_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=rows)
-        parts = logits.split([len(own) for own in needed])
+        step = {"spans": spans, "cache": self._cache, "graphs": self._graphs}
+        lines = lines_of(tokens, model=self._model, works=works, needed=needed, **step)
         return [
             output
-            for work, own, part in zip(works, needed, parts, strict=True)
-            for output in self._take(work, rows=own, logits=part)
+            for work, own, part in zip(works, needed, lines, strict=True)
+            for output in self._take(work, rows=own, lines=part)
         ]
 
     def cancel(self, request_id: int) -> None:
@@ -236,6 +238,7 @@ class Generator:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
         self._model = reopened(engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks)
         allow_lone_rows(self._model, exact=self._lone)
+        self._graphs = graphs_of(self._model, cache=self._cache)
         self._scheduler.forget()
 
     @property
@@ -368,18 +371,18 @@ class Generator:
             return list(range(len(work.tokens)))
         return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
 
-    def _take(self, work: Work, *, rows: list[int], logits: Tensor) -> Iterator[Output]:
+    def _take(self, work: Work, *, rows: list[int], lines: "Tensor | list[Drawn]") -> Iterator[Output]:
         """Draws from the rows of one work: each draft counts while it is the token that is drawn."""
         sequence = work.sequence
-        if not logits.isfinite().all():
+        if not is_finite(lines):
             yield self._broken(sequence)
             return
         self._scheduler.advance(
             sequence, computed=min(work.start + len(work.tokens) - work.drafts, len(sequence.tokens))
         )
-        for row, line in zip(rows, logits, strict=True):
+        for row, line in zip(rows, lines, strict=True):
             position = work.start + row
-            if position + 1 < sequence.prompt_length:
+            if isinstance(line, Tensor) and position + 1 < sequence.prompt_length:
                 raw = torch.log_softmax(line.double(), -1)
                 top = likeliest(raw, count=sequence.sampling.logprobs) if sequence.sampling.logprobs else {}
                 sequence.prompt_logprobs.append(PromptLogprob(float(raw[sequence.tokens[position + 1]]), top))
@@ -389,13 +392,7 @@ class Generator:
                 self._forget_if_done(sequence.request_id)
                 return
             is_first = len(sequence.tokens) == sequence.prompt_length
-            drawn = draw(
-                line,
-                sampling=sequence.sampling,
-                prompt=sequence.tokens[: sequence.prompt_length],
-                answer=sequence.answer,
-                sample=sequence.sample,
-            )
+            drawn = line if isinstance(line, Drawn) else self._draw(line, sequence=sequence)
             sequence.tokens.append(drawn.token)
             sequence.logprobs.append(drawn.logprob)
             sequence.processed.append(drawn.processed_logprob)
@@ -418,6 +415,11 @@ class Generator:
             self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys are those of this token
         if sequence.finish_reason is not None:
             self._forget_if_done(sequence.request_id)
+
+    @staticmethod
+    def _draw(line: Tensor, *, sequence: Sequence) -> Drawn:
+        prompt, answer = sequence.tokens[: sequence.prompt_length], sequence.answer
+        return draw(line, sampling=sequence.sampling, prompt=prompt, answer=answer, sample=sequence.sample)
 
     def _reason_to_stop(self, sequence: Sequence) -> str | None:
         if sequence.tokens[-1] in sequence.sampling.stop_token_ids:

@@ -27,6 +27,22 @@ def uniform(*parts: object) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def draws_plainly(sampling: SamplingParams) -> bool:
+    """No step but the temperature, and no log-probabilities but those of the token: what `ztk.kernels.draw_rows` draws."""
+    cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+    penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    others = sampling.logit_bias or sampling.token_mask is not None or sampling.logprobs or sampling.fp32_logprobs
+    return not (cuts or penalties or others)
+
+
+def noise_key(sampling: SamplingParams, *, sample: int, position: int) -> int:
+    """A signed number of 64 bits that decides the noise of one draw: of the seed, its key, the number of the answer and the position."""
+    digest = hashlib.blake2b(
+        repr((sampling.seed, sampling.draw_key, sample, position)).encode(), digest_size=8
+    ).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
 def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer: list[int], sample: int) -> Drawn:
     """The next token after prompt and answer. logits: fp32 [V] of the model, not NaN. sample: number of the answer.
 

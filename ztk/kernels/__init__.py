@@ -12,6 +12,7 @@ from ztk.kernels import cache_rows as _cache_rows
 from ztk.kernels import cast_copy as _cast_copy
 from ztk.kernels import copy_blocks as _copy_blocks
 from ztk.kernels import cross_entropy as _cross_entropy
+from ztk.kernels import draw_rows as _draw_rows
 from ztk.kernels import geglu as _geglu
 from ztk.kernels import grouped_gemm as _grouped_gemm
 from ztk.kernels import layer_norm as _layer_norm
@@ -57,6 +58,7 @@ from ztk.kernels.cache_rows import cache_rows
 from ztk.kernels.cast_copy import cast_copy
 from ztk.kernels.copy_blocks import copy_blocks
 from ztk.kernels.cross_entropy import cross_entropy
+from ztk.kernels.draw_rows import draw_rows
 from ztk.kernels.geglu import geglu
 from ztk.kernels.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.layer_norm import layer_norm
@@ -66,7 +68,7 @@ from ztk.kernels.linear_rows import gated_rows, linear_rows
 from ztk.kernels.lion import lion
 from ztk.kernels.moe_combine import moe_combine
 from ztk.kernels.moe_routing import Routing, Slots, moe_route, moe_slots
-from ztk.kernels.paged_attention import make_tiles, paged_attention, positions_per_tile
+from ztk.kernels.paged_attention import TILE_COLUMNS, make_tiles, paged_attention, positions_per_tile
 from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
@@ -113,6 +115,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _copy_blocks.SPEC,
     _sharded_cross_entropy.SPEC,
     _router_losses.SPEC,
+    _draw_rows.SPEC,
 )
 
 __all__ = [
@@ -121,6 +124,7 @@ __all__ = [
     "HYPER_COLUMNS",
     "SETTINGS_SIZE",
     "STATE_SIZE",
+    "TILE_COLUMNS",
     "AotCase",
     "Backend",
     "Ceilings",
@@ -155,6 +159,7 @@ __all__ = [
     "decode_moments",
     "dequantize",
     "dequantize_reduce",
+    "draw_rows",
     "encode_master",
     "gated_rows",
     "geglu",

@@ -18,7 +18,7 @@ _HIGH = 0x85EBCA6B  # of the upper half of an index
 
 
 @triton.jit
-def _mix(x):
+def mix(x):
     """lowbias32 of uint32 x"""
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -31,8 +31,8 @@ def _mix(x):
 @triton.jit
 def random_bits(o_n, step, seed):
     """uint32 random bits for the int64 indices o_n, at the float32 scalar `step`."""
-    key = _mix(seed.to(tl.uint32) + step.to(tl.int32).to(tl.uint32) * 0x9E3779B9)
-    return _mix((o_n.to(tl.uint32) + (o_n >> 32).to(tl.uint32) * 0x85EBCA6B) ^ key)
+    key = mix(seed.to(tl.uint32) + step.to(tl.int32).to(tl.uint32) * 0x9E3779B9)
+    return mix((o_n.to(tl.uint32) + (o_n >> 32).to(tl.uint32) * 0x85EBCA6B) ^ key)
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def round_stochastic_bf16(b_x, b_random):
     return (b_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-def _mix_cpu(x: Tensor) -> Tensor:
-    """`_mix` on the bits of int32 x [n], in place: products wrap; a shift brings copies of the sign, that a mask takes off."""
+def mix_cpu(x: Tensor) -> Tensor:
+    """`mix` on the bits of int32 x [n], in place: products wrap; a shift brings copies of the sign, that a mask takes off."""
     shifted = torch.empty_like(x)
 
     def fold(bits: int) -> None:
@@ -67,13 +67,13 @@ def _int32(bits: int) -> int:
 
 def random_bits_cpu(*, start: int, count: int, step: int, seed: int) -> Tensor:
     """`random_bits` of the indices [start, start + count): int32 [count], which have the same bits. count: below 2^31."""
-    key = int(_mix_cpu(torch.tensor(_int32(seed + step * 0x9E3779B9), dtype=torch.int32)))
+    key = int(mix_cpu(torch.tensor(_int32(seed + step * 0x9E3779B9), dtype=torch.int32)))
     low, high = start & _MASK, start >> 32
     mixed = torch.arange(count, dtype=torch.int32).add_(_int32(low + high * _HIGH))
     carry = (1 << 32) - low  # from this element on the upper half of the index is one more
     if carry < count:
         mixed[carry:].add_(_int32(_HIGH))
-    return _mix_cpu(mixed.bitwise_xor_(key))
+    return mix_cpu(mixed.bitwise_xor_(key))
 
 
 def random_bits_like(x: Tensor, *, start: int, step: int, seed: int) -> Tensor:

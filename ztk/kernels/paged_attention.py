@@ -26,7 +26,7 @@ from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 BLOCK = 64  # positions of a block of the cache
 ROWS = 64  # query rows of a tile
 SEGMENT = 512  # keys that are summed before they are merged
-TILE_COLUMNS = 5  # of `tiles`: row of the tables, first position, row of the step at that position, first and last position that count
+TILE_COLUMNS = 5  # of `tiles`: row of the tables, first position, row of the step at that position, from and to which positions count
 _BLOCK, _ROWS, _SEGMENT, _COLUMNS = (tl.constexpr(value) for value in (BLOCK, ROWS, SEGMENT, TILE_COLUMNS))
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -107,13 +107,13 @@ def _store_rows(
     out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
     FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """out[row + position - first, head] = acc / sum for the positions in [start, stop)"""
+    """out[row + position - first, head] = acc / sum for the positions in [start, stop); 0 at `row` for a tile of padding, whose stop is 0"""
     o_g = tl.arange(0, _ROWS) % GROUP
     o_d = tl.arange(0, BLOCK_D)
-    m_r = (o_pos >= start) & (o_pos < stop) & (o_g < G)
+    m_r = (((o_pos >= start) & (o_pos < stop)) | ((o_pos == 0) & (o_pos >= stop))) & (o_g < G)
     o_row = (row + o_pos - first).to(tl.int64) * H + i_k * G + o_g
     p_out = out_ptr + o_row[:, None] * D + o_d[None, :]
-    b_out = b_acc / b_sum[:, None] * FACTOR
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None] * FACTOR
     tl.store(p_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
 
 
@@ -244,7 +244,8 @@ def _cpu(
     (_, H, D), K, out = query.shape, keys.shape[1], torch.empty_like(query)
     G, T = H // K, positions_per_tile(H // K)
     for sequence, first, row, start, stop in tiles.tolist():
-        if stop <= start:
+        if not stop:
+            out[row] = 0
             continue
         N = -(-stop // BLOCK)
         k, v = (_blocks_of(cache, tables[sequence, :N]) for cache in (keys, values))
@@ -297,7 +298,8 @@ def paged_attention(
 
     query: [M, H, D]; keys and values: [blocks, K, 64, D] of its dtype or uint8 (fp8), contiguous but for the blocks, with those of the
     step's rows; tables: int32 [sequences, blocks of the longest]; tiles: int32 [Q, 5], each `positions_per_tile` positions of one sequence:
-    row of the tables, first position (a multiple of those), the step's row of that position, first and last position that count.
+    row of the tables, first position (a multiple of those), the step's row of that position, first position that counts and the one behind
+    the last; of padding (0, 0, row, 0, 0), whose row is zero.
     slopes: float32 [H] of ALiBi. window: keys that a query sees, itself included; 0: all. softcap: c tanh(score / c); 0: none. split: a
     program per segment of 512 keys; it changes no bit. Returns [M, H, D]; rows in no tile are undefined.
     Raises ValueError for shapes and dtypes that do not fit.
@@ -367,12 +369,13 @@ def _make_inputs(shape, *, dtype, device, rows=1, fp8=False, alibi=False, **opti
     spans = [(number, length - rows, rows, number * rows) for number, length in enumerate(lengths)]
     store = torch.randn(sum(blocks), 2, K, BLOCK, D, device=device)
     store = to_fp8(store) if fp8 else store.to(dtype)
+    tiles = [*make_tiles(spans, group=H // K), [0, 0, sequences * rows, 0, 0]]
     return {
-        "query": torch.randn(sequences * rows, H, D, device=device).to(dtype),
+        "query": torch.randn(sequences * rows + 1, H, D, device=device).to(dtype),
         "keys": store[:, 0],
         "values": store[:, 1],
         "tables": tables.to(device),
-        "tiles": torch.tensor(make_tiles(spans, group=H // K), dtype=torch.int32).to(device),
+        "tiles": torch.tensor(tiles, dtype=torch.int32).to(device),
         "slopes": (2.0 ** -torch.arange(4, H + 4).float()).to(device) if alibi else None,
         "scale": D**-0.5,
         **options,

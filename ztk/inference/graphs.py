@@ -1,0 +1,144 @@
+"""Decoding on a GPU as one CUDA graph per number of rows, captured when it is needed first.
+
+A decode step launches about ten kernels per layer, which the host takes longer to launch than the GPU to run. A graph has them all, from the
+embedding to the drawn tokens: what changes from step to step (tokens, positions, places, tables, tiles, temperatures, keys) is copied into
+its buffers first, and the host reads nothing until it is over. Rows are padded to a power of two: padding has no place in the cache, a tile
+without positions, which is zero, and no result. Tables are as wide as a power of two blocks, so that a longer sequence needs another
+graph a few times only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.inference.attention import BLOCK
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.block_model import BlockModel, drawn_of
+from ztk.inference.block_steps import BlockStep, padded_tables
+from ztk.inference.sample import Drawn
+from ztk.inference.steps import Span
+from ztk.kernels import TILE_COLUMNS, make_tiles
+
+
+class Graph(Protocol):
+    """What `torch.cuda.CUDAGraph` is used for."""
+
+    def replay(self) -> None:
+        """Runs what was captured."""
+        ...
+
+
+class Capture(Protocol):
+    """Makes a graph of what a function launches; a test puts another in the place of `CudaCapture`."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """The graph, and the tensor of any shape that `compute` returned, into which the graph writes."""
+        ...
+
+
+class CudaCapture:
+    """Graphs of `torch.cuda`; all share one pool of memory, because one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """As `Capture`, any shape. The first run is outside of the graph: kernels are compiled in it."""
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results = compute()
+        return graph, results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Captured:
+    """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows]."""
+
+    graph: Graph
+    tokens: Tensor
+    step: BlockStep
+    temperatures: Tensor
+    keys: Tensor
+    results: Tensor
+
+
+class DecodeGraphs:
+    """Steps in which each sequence has one row that is drawn by the temperature alone."""
+
+    def __init__(self, model: BlockModel, *, cache: BlockCache, capture: Capture) -> None:
+        self._model, self._cache, self._capture = model, cache, capture
+        of = model.description
+        self._group = of.heads // of.kv_heads
+        self._captured: dict[tuple[int, int], _Captured] = {}  # by rows and blocks of a table
+
+    @property
+    def captured(self) -> int:
+        """Graphs so far."""
+        return len(self._captured)
+
+    def run(self, tokens: list[int], *, spans: list[Span], temperatures: list[float], keys: list[int]) -> list[Drawn]:
+        """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
+        rows, tables = len(spans), padded_tables(self._cache, slots=[span.slot for span in spans])
+        size, width = _power_of_two(rows), _power_of_two(len(tables[0]))
+        found = self._captured.get((size, width))
+        if found is None:
+            found = self._captured[size, width] = self._new(size, width=width)
+        places = [self._place(span) for span in spans]
+        tiles = make_tiles([(row, span.start, 1, row) for row, span in enumerate(spans)], group=self._group)
+        padding = size - rows
+        _fill(found.tokens, tokens + [0] * padding)
+        _fill(found.step.positions, [span.start for span in spans] + [0] * padding)
+        _fill(found.step.places, places + [-1] * padding)
+        _fill(found.step.tables, [table + [0] * (width - len(table)) for table in tables] + [[0] * width] * padding)
+        _fill(found.step.tiles, tiles + [[0, 0, row, 0, 0] for row in range(rows, size)])
+        _fill(found.temperatures, temperatures + [0.0] * padding)
+        _fill(found.keys, keys + [0] * padding)
+        found.graph.replay()
+        return drawn_of(found.results[:, :rows])
+
+    def _place(self, span: Span) -> int:
+        return self._cache.tables[span.slot][span.start // BLOCK] * BLOCK + span.start % BLOCK
+
+    def _new(self, rows: int, *, width: int) -> _Captured:
+        """A graph over buffers of padding alone."""
+
+        def empty(*shape: int, dtype: torch.dtype, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self._model.device)
+
+        tokens, keys = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64)
+        temperatures = empty(rows, dtype=torch.float32)
+        step = BlockStep(
+            positions=empty(rows, dtype=torch.int64),
+            places=empty(rows, dtype=torch.int64, value=-1),
+            tables=empty(rows, width, dtype=torch.int32),
+            tiles=empty(rows, TILE_COLUMNS, dtype=torch.int32),
+            split=True,
+        )
+
+        def compute() -> Tensor:
+            x = self._model.compute(tokens, step=step, cache=self._cache)
+            return self._model.drawn(x, temperatures=temperatures, keys=keys)
+
+        graph, results = self._capture(compute)
+        return _Captured(graph=graph, tokens=tokens, step=step, temperatures=temperatures, keys=keys, results=results)
+
+
+def _fill(buffer: Tensor, values: list) -> None:
+    """From page-locked memory, so that the host does not wait. The buffer has been read: the step before has ended."""
+    source = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
+    buffer.copy_(source, non_blocking=True)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def graphs_of(model: object, *, cache: object) -> DecodeGraphs | None:
+    """Graphs of decoding, where the model computes over blocks on a GPU."""
+    if not isinstance(model, BlockModel) or not isinstance(cache, BlockCache) or model.device.type != "cuda":
+        return None
+    return DecodeGraphs(model, cache=cache, capture=CudaCapture())
