@@ -21,7 +21,7 @@ LEARNING = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 LAYOUTS = {
     "stage 3, nvme": ("zero=stage3", "offload=nvme", "launch.ranks=2", "train.micro_batch_size=2"),
     "tp2": ("topology=tp2", "zero=stage1", "train.micro_batch_size=4"),
-    "pp2": ("topology=pp2", "zero=stage1", "train.micro_batch_size=2", "train.accumulation_steps=2"),
+    "pp2": ("topology=pp2", "zero=stage1", "train.micro_batch_size=2"),
     "sp2": ("topology=sp2", "zero=stage2", "train.micro_batch_size=4"),
     "ep2": ("topology=ep2", "zero=stage3", "train.micro_batch_size=2"),
 }
