@@ -201,7 +201,7 @@ def bits(work: Path) -> Iterator[tuple[str, bool, str]]:
     (work / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
     for number, (case, words) in enumerate(cases.items()):
         log, folder = work / f"digests{number}", work / f"bits{number}"
-        options = ("task.module=scripts.check_rollouts", "train.steps=100", "optimizer.lr=1e-3")
+        options = ("task.module=scripts.check_rollouts", "train.steps=100", "optimizer.lr=5e-5")
         code, text, _ = run(*words, *options, folder=folder, environment={LOG: str(log)})
         found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         last = max((row["step"] for row in found), default=0)
