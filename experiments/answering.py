@@ -13,6 +13,7 @@ from torch import nn
 from experiments.ranks import started
 from ztk import kernels
 from ztk.config import Config
+from ztk.config.inference_schema import CacheFormat
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.offload import OffloadPolicy
 from ztk.policies.tier import Tier
@@ -151,6 +152,11 @@ def _policy(config: Config) -> InferencePolicy:
         weights=_format(config),
         offload=_offload(config),
         memory_bytes=chosen.memory_bytes,
+        device=config.launch.device.value,
+        cache=chosen.cache.value if chosen.cache else None,
+        cache_tokens=chosen.cache_tokens,
+        cache_dtype=(chosen.cache_dtype or CacheFormat.stored).value,
+        exact=chosen.exact is not False,
     )
 
 

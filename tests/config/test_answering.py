@@ -3,6 +3,7 @@
 import pytest
 
 from tests.config.test_config import composed, faults
+from ztk.config.machine import Machine
 
 GENERATE = ("task=generate", "inference.model={folder}", "inference.prompts={file}")
 
@@ -43,7 +44,15 @@ def test_ranks_share_layers(words):
         ),
         ("topology=dp", "topology has no effect with task=generate"),
         ("topology=tp2_pp2", "topology.pipeline=2: task=generate cuts layers between ranks, and nothing else"),
-        ("launch.device=cuda", "launch.device=cuda: task=generate computes on the CPU"),
+        ("weights=fp8", "inference.weights=fp8 is of the cache of blocks: add inference.cache=blocks"),
+        ("weights=bf16", "inference.weights=bf16 is of the cache of blocks"),
+        (
+            "inference.cache_tokens=640",
+            "inference.cache_tokens=640 is of the cache of blocks: add inference.cache=blocks",
+        ),
+        ("inference.cache_dtype=fp8", "inference.cache_dtype=fp8 is of the cache of blocks"),
+        ("inference.exact=false", "inference.exact=false is of the cache of blocks"),
+        ("inference.cache=pages", "inference.cache=pages"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
         ("inference.prompts=/nowhere", "inference.prompts=/nowhere: is no file"),
@@ -54,6 +63,30 @@ def test_ranks_share_layers(words):
 )
 def test_what_cannot_act_is_refused(words, more, message):
     assert any(message in fault for fault in faults(*words, more))
+
+
+def test_a_gpu_has_a_cache_of_blocks(words):
+    """Where there is one, unless something is asked for that the CPU alone has."""
+    blocks = composed(
+        *words, "inference.cache=blocks", "weights=fp8", "inference.cache_dtype=fp8", "inference.exact=false"
+    )
+    assert (blocks.launch.device, blocks.inference.cache, blocks.inference.exact) == ("cpu", "blocks", False)
+    assert any(
+        "inference.weights=bf16 is for GPUs" in f for f in faults(*words, "inference.cache=blocks", "weights=bf16")
+    )
+    assert any("layers stream on the CPU" in f for f in faults(*words, "inference.cache=blocks", "offload=nvme"))
+    assert any("share layers over slabs" in f for f in faults(*words, "inference.cache=blocks", "topology=tp2"))
+
+    machine = Machine(gpus=1, cores=2)
+    assert composed(*words, "weights=bf16", machine=machine).launch.device == "cuda"
+    for option in ("offload=nvme", "topology=tp2", "inference.cache=slabs", "launch.device=cpu"):
+        assert composed(*words, option, machine=machine).launch.device == "cpu"
+    for option, message in (
+        ("offload=nvme", "launch.device=cuda with offload=nvme: layers stream on the CPU"),
+        ("topology=tp2", "launch.device=cuda with topology.tensor=2: ranks share layers on the CPU"),
+        ("inference.cache=slabs", "inference.cache=slabs is of the CPU, and the model is on cuda"),
+    ):
+        assert any(message in fault for fault in faults(*words, option, "launch.device=cuda", machine=machine))
 
 
 def test_a_packed_model_is_read_where_it_is(tmp_path):

@@ -66,12 +66,13 @@ def test_every_option_composes(group, tmp_path):
         if option in ("generate", "serve", "eval") or group == "weights":
             model = (f"inference.model={tmp_path}",)
         if group == "weights":
-            model += ("task=serve",)
+            model += ("task=serve", *(["inference.cache=blocks"] if option == "fp8" else []))
         if option == "generate":
             model += (f"inference.prompts={__file__}",)
         if option == "eval":
             model += (f"eval.path={__file__}",)
-        config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=CPU)
+        machine = Machine(gpus=1, cores=2) if option == "bf16" and group == "weights" else CPU
+        config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=machine)
         assert from_yaml(to_yaml(config)) == config
 
 

@@ -107,6 +107,26 @@ def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):
     assert not (tmp_path / PACKED).exists()
 
 
+def test_a_cache_of_blocks_is_chosen_by_keys(trained, tmp_path):
+    words = ("task=serve", f"inference.model={trained}", "launch.device=cpu", "inference.cache=blocks")
+    config = compose(*words, "inference.cache_tokens=2048", output_dir=str(tmp_path))
+    opened, generator = open_answering(config)
+    chosen = generator.policy
+    assert (chosen.device, chosen.cache, chosen.cache_tokens, chosen.exact) == ("cpu", "blocks", 2048, True)
+    greedy, prompts = SamplingParams(max_tokens=6, temperature=0), [list(b"def f("), list(b"import ")]
+    over_slabs = Generator(opened.module).generate(prompts, sampling=greedy)
+    over_blocks = generator.generate(prompts, sampling=greedy)
+    assert [[one.tokens for one in each] for each in over_blocks] == [
+        [one.tokens for one in each] for each in over_slabs
+    ]
+
+    config = compose(
+        *words, "weights=fp8", "inference.cache_dtype=fp8", "inference.exact=false", output_dir=str(tmp_path)
+    )
+    [[answer]] = open_answering(config)[1].generate(prompts[:1], sampling=greedy)
+    assert len(answer.tokens) == 6 and answer.error is None
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.effects import ANSWERING, DRAWING
-from ztk.config.inference_schema import WeightFormat
+from ztk.config.effects import ANSWERING, DRAWING, device_of
+from ztk.config.inference_schema import CacheKind, WeightFormat
 from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
 from ztk.config.topology import DEGREES
-from ztk.policies.inference import ONLY_NVME
+from ztk.policies.inference import ONLY_NVME, cache_faults
 from ztk.policies.tier import Tier
 
 _SECTIONS = (
@@ -40,8 +40,7 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
         )
     if is_cut:
         yield from _cut_faults(config, task=task)
-    if config.launch.device is DeviceName.cuda:
-        yield f"launch.device=cuda: {task} computes on the CPU; use launch.device=cpu, or leave it out"
+    yield from _cache_faults(config, machine=machine)
     yield from _offload_faults(config, given=given, task=task)
     yield from _file_faults(config, task=task)
     if config.task.name in DRAWING:
@@ -59,6 +58,18 @@ def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
         yield (
             f"offload=nvme with topology.tensor={config.topology.tensor}: layers are streamed on one rank; leave one of them out"
         )
+
+
+def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    streams, ranks = config.offload.optimizer is not Tier.none, config.topology.tensor
+    if config.launch.device is DeviceName.cuda and (streams or ranks > 1):
+        what = "offload=nvme: layers stream" if streams else f"topology.tensor={ranks}: ranks share layers"
+        yield f"launch.device=cuda with {what} on the CPU; use launch.device=cpu, or leave it out"
+        return
+    if ranks > 1 and config.inference.cache is CacheKind.blocks:
+        yield f"inference.cache=blocks with topology.tensor={ranks}: ranks share layers over slabs; leave one of them out"
+        return
+    yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=streams)
 
 
 def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iterator[str]:

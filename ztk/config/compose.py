@@ -229,7 +229,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:
     launch = config.launch
-    device = "cpu" if config.task.name in ANSWERING else device_of(config, machine=machine)
+    device = device_of(config, machine=machine)
     launch.device = type(launch.device)(device)
     launch.ranks = settled_ranks(config, machine=machine)
     config.topology.data = replicas_of(config.topology, ranks=launch.ranks)

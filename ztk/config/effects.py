@@ -11,7 +11,7 @@ from ztk.config.data_effects import DATA_EFFECTS
 from ztk.config.effect import Effect, keys_of
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
-from ztk.config.inference_schema import SamplingConfig
+from ztk.config.inference_schema import CacheKind, SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_effects import OPTIMIZER_EFFECTS
@@ -30,7 +30,10 @@ from ztk.policies.tier import Tier
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
-_SHARED = ("inference.max_sequences", "inference.max_step_tokens")
+_SHARED = tuple(
+    f"inference.{name}"
+    for name in ("max_sequences", "max_step_tokens", "cache", "cache_tokens", "cache_dtype", "exact")
+)
 _MODEL = "task=generate, task=serve or task=eval"
 NOTHING = {"train.eval_every": 0}  # values that ask for what happens anyway where the key has no effect
 CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
@@ -60,8 +63,16 @@ def device_of(config: Config, *, machine: Machine) -> str:
     if config.task.name == "plan":
         return "cuda"  # a plan is that of GPUs, wherever it is made
     if config.launch.device == "auto":
-        return "cuda" if machine.gpus else "cpu"
+        return "cuda" if machine.gpus and not _needs_cpu(config) else "cpu"
     return config.launch.device.value
+
+
+def _needs_cpu(config: Config) -> bool:
+    """Whether the task answers in a way that only the CPU has: layers that are streamed or shared by ranks, or a cache of slabs."""
+    streams = config.offload.optimizer is not Tier.none
+    return config.task.name in ANSWERING and (
+        streams or config.topology.tensor > 1 or config.inference.cache is CacheKind.slabs
+    )
 
 
 def _answers(config: Config, machine: Machine) -> bool:

@@ -12,6 +12,22 @@ class WeightFormat(StrEnum):
     stored = "stored"
     int8 = "int8"
     int4 = "int4"
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
+class CacheKind(StrEnum):
+    """inference.cache: how keys and values are kept."""
+
+    slabs = "slabs"
+    blocks = "blocks"
+
+
+class CacheFormat(StrEnum):
+    """inference.cache_dtype: the format of keys and values in blocks."""
+
+    stored = "stored"
+    fp8 = "fp8"
 
 
 @dataclass(kw_only=True)
@@ -49,7 +65,25 @@ class InferenceConfig:
     )
     draft_tokens: int | None = key("draft tokens per step of inference.draft_model. They change no token", default=None)
     weights: WeightFormat | None = key(
-        "stored: fp32; int8: a scale per output channel; int4: groups of 128 inputs, the head in int8", default=None
+        "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 128 inputs, the head in "
+        "int8; on a GPU also bf16, and with a cache of blocks fp8 (e4m3)",
+        default=None,
+    )
+    cache: CacheKind | None = key(
+        "slabs: one per sequence, on the CPU alone; blocks: of 64 tokens, shared by sequences that begin alike; null: blocks on a GPU",
+        default=None,
+    )
+    cache_tokens: int | None = key(
+        "tokens of all sequences together in a cache of blocks; null: what fits into 80 % of the free memory",
+        default=None,
+    )
+    cache_dtype: CacheFormat | None = key(
+        "keys and values of a cache of blocks: stored (that of the computation) or fp8; null: stored", default=None
+    )
+    exact: bool | None = key(
+        "over blocks, a sequence has the same bits whatever is computed beside it; false: products of up to eight rows are faster on a GPU; "
+        "null: true",
+        default=None,
     )
     ema: bool | None = key(
         "take the moving average of the weights, which a run with ema.decay keeps; null: false, the weights that trained",

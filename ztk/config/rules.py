@@ -12,7 +12,6 @@ from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads, others_offload
 from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
-from ztk.config.inference_schema import InferenceConfig
 from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
@@ -127,7 +126,7 @@ RANGES = {
     "launch.threads": Range(low=1, high=4096),  # of each rank
     "launch.min_ranks": Range(low=1, high=65_536),
     **rollout.RANGES,
-    **_of("inference", ranges={k: v for k, v in inference.RANGES.items() if k in vars(InferenceConfig())}),
+    **_of("inference", ranges=inference.RANGES),
     **_of("sampling", ranges=inference.SAMPLING_RANGES),
     **_of("serve", ranges=inference.SERVE_RANGES),
     **_of("eval", ranges=inference.EVAL_RANGES),

@@ -14,6 +14,7 @@ from ztk.inference.plan import free_memory
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import random_rows
 from ztk.inference.steps import Span
+from ztk.policies.inference import cache_faults, cache_of
 
 _SHARE = 0.8  # of the free memory that the cache may take
 _PIECES = (1, 2, 5, 8, 17, 33, 64)  # rows of steps whose bits are compared
@@ -29,29 +30,14 @@ def placement_of(policy: InferencePolicy, *, module: nn.Module) -> Placement | N
     device = torch.device(policy.device) if policy.device else parameter.device
     if device.type == "meta":  # a module without values beside a training engine
         device = torch.device("cpu")
-    if (policy.cache or ("slabs" if device.type == "cpu" else "blocks")) == "blocks":
-        if policy.offload is not None:
-            raise ValueError(
-                "inference.cache=blocks: layers stream on the CPU, over slabs; leave offload or the cache out"
-            )
-        return Placement(
-            device=device, dtype=torch.float32 if device.type == "cpu" else parameter.dtype, kind=policy.weights
-        )
-    if device.type != "cpu":
-        raise ValueError(
-            f"inference.cache=slabs is of the CPU, and the model is on {device}: use inference.cache=blocks"
-        )
-    given = {
-        "weights": policy.weights == "fp8",
-        "cache_tokens": policy.cache_tokens is not None,
-        "cache_dtype": policy.cache_dtype != "stored",
-        "exact": not policy.exact,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ValueError(
-            f"inference.{name}={getattr(policy, name)} is of the cache of blocks: add inference.cache=blocks, or leave it out"
-        )
-    return None
+    for fault in cache_faults(policy, device=device.type, streams=policy.offload is not None):
+        raise ValueError(fault)
+    if cache_of(policy.cache, device=device.type) == "slabs":
+        return None
+    if policy.weights == "bf16":
+        return Placement(device=device, dtype=torch.bfloat16, kind="stored")
+    dtype = torch.float32 if device.type == "cpu" else parameter.dtype
+    return Placement(device=device, dtype=dtype, kind=policy.weights)
 
 
 def open_blocks(

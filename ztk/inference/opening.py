@@ -129,13 +129,13 @@ def _from_own_modules(
     """A model of none of the engine's families, by its own modules."""
     kind = getattr(getattr(module, "config", None), "model_type", "")
     over_blocks = placement_of(policy, module=module) is not None
-    for option, is_given in (
-        ("inference.cache=blocks", over_blocks),
-        ("offload=nvme", policy.offload is not None),
-        ("topology.tensor above 1", ranks is not None),
+    for option, is_given, fix in (
+        ("a cache of blocks", over_blocks, "use launch.device=cpu and no inference.cache"),
+        ("offload=nvme", policy.offload is not None, "leave it out"),
+        ("topology.tensor above 1", ranks is not None, "leave it out"),
     ):
         if is_given:
-            raise ValueError(f"model_type={kind}: {option} is for {', '.join(sorted(FAMILIES))}; leave it out")
+            raise ValueError(f"model_type={kind}: {option} is for {', '.join(sorted(FAMILIES))}; {fix}")
     model = ModuleModel(module, state=state, kind=policy.weights)
     if is_checked:
         exact = model if policy.weights == "stored" else ModuleModel(module, state=state, kind="stored")
@@ -167,7 +167,8 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
     """
     if policy.cache == "blocks" or policy.device not in (None, "cpu"):
         raise ValueError(
-            f"{packed.path}: packed weights are in the processor's own layout, over slabs; open the model that was packed"
+            f"{packed.path}: packed weights are in the processor's own layout, over slabs; open the model that was packed, or use "
+            "launch.device=cpu and no inference.cache"
         )
     if policy.weights != packed.weights:
         raise ValueError(

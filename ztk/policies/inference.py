@@ -1,9 +1,12 @@
 """What a user chooses about answers: how sequences share the engine, and how one is drawn. Ranges of both, once."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from ztk.policies.ranges import COUNT, COUNT_OR_ZERO, INT32_MAX, INT64_MAX, SIZE, Range
 
 WEIGHTS = ("stored", "int8", "int4")
-BLOCK_WEIGHTS = (*WEIGHTS, "fp8")  # of the engine over a cache of blocks
+BLOCK_WEIGHTS = (*WEIGHTS, "bf16", "fp8")  # of the engine over a cache of blocks
 CACHES = ("slabs", "blocks")
 CACHE_DTYPES = ("stored", "fp8")
 RANGES = {
@@ -16,6 +19,8 @@ RANGES = {
     "memory_bytes": SIZE,
 }
 ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
+# Values that go with a cache of slabs.
+_OF_SLABS = {"weights": WEIGHTS, "cache_tokens": (None,), "cache_dtype": (None, "stored"), "exact": (None, True)}
 SAMPLING_RANGES = {
     "max_tokens": COUNT,
     "temperature": Range(low=0),
@@ -31,3 +36,28 @@ SAMPLING_RANGES = {
 }
 EVAL_RANGES = {"seq_len": Range(low=2, high=INT32_MAX), "stride": COUNT}
 SERVE_RANGES = {"port": Range(low=0, high=65_535), "max_waiting": COUNT, "drain_seconds": Range(low=0, high=86_400)}
+
+
+def cache_of(cache: str | None, *, device: str) -> str:
+    """slabs or blocks: what is chosen, else blocks on a GPU. device: cpu or cuda."""
+    return cache or ("slabs" if device == "cpu" else "blocks")
+
+
+def cache_faults(options: Any, *, device: str, streams: bool) -> Iterator[str]:
+    """What goes with the other kind of cache or another device, one line each with its fix.
+
+    options: has `cache`, `cache_tokens`, `cache_dtype`, `exact` and `weights` as `InferencePolicy` has them, None where nothing is chosen.
+    device: cpu or cuda. streams: whether layers are read from files in every pass.
+    """
+    if cache_of(options.cache, device=device) == "blocks":
+        if streams:
+            yield "inference.cache=blocks: layers stream on the CPU, over slabs; leave offload or the cache out"
+        if options.weights == "bf16" and device == "cpu":
+            yield "inference.weights=bf16 is for GPUs: the CPU computes in fp32; use weights=int8, or leave it out"
+        return
+    if device != "cpu":
+        yield f"inference.cache=slabs is of the CPU, and the model is on {device}: use inference.cache=blocks"
+    for name, usual in _OF_SLABS.items():
+        if (value := getattr(options, name)) not in usual:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield f"inference.{name}={shown} is of the cache of blocks: add inference.cache=blocks, or leave it out"
