@@ -39,16 +39,25 @@ def main(config: Config) -> None:
         ValueError: a line that is no document or question, by file and line; or a model that cannot be computed.
         FloatingPointError: logits that are not finite.
     """
-    with answering(config) as leading:
-        if leading is not None:
-            evaluate(config, opened=leading[0], generator=leading[1])
-
-
-def evaluate(config: Config, *, opened: Opened, generator: Generator) -> None:
-    """Scores all files, prints the table and writes it. Raises as `main`."""
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
+    with answering(config) as leading:
+        if leading is not None:
+            opened, generator = leading
+            evaluate(config, texts=texts, questions=questions, opened=opened, generator=generator)
+
+
+def evaluate(
+    config: Config,
+    *,
+    texts: dict[str, list[str]],
+    questions: dict[str, list[Question]],
+    opened: Opened,
+    generator: Generator,
+) -> None:
+    """Scores all files, which have been read, prints the table and writes it. Raises as `main`."""
+    chosen = config.eval
     release_module(opened)
     subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))
     started = time.perf_counter()

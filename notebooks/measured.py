@@ -26,7 +26,7 @@ def peak_of_step(*overrides: str, **keys: Any) -> int:
     process = Process.start(device="cpu")
     tracker = StepTracker(device="cpu")
     batch = pretrain.sample_batch(config, device=process.device)
-    with branches_of_a_gpu(), tracker:
+    with branches_of_a_gpu(offloads=False), tracker:
         engine = pretrain.build_engine(config, process=process)
         for _ in range(STEPS):
             tracker.restart()
@@ -34,4 +34,5 @@ def peak_of_step(*overrides: str, **keys: Any) -> int:
             engine.step()
         peak = tracker.peak.nbytes
     engine.close()
+    process.stop()
     return peak

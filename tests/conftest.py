@@ -41,6 +41,20 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or triton's bindings count what is left when the interpreter ends
 
 
+@pytest.fixture(autouse=True)
+def no_launcher_started_this_process():
+    """An engine of `ztk.deepspeed` beside a process group writes a rank's variables, with which later tests' commands would take themselves for
+    ranks: what a test has left goes."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)` is a pool of n connected processes."""

@@ -113,6 +113,13 @@ def waited(condition) -> bool:
     return bool(condition())
 
 
+def reply_to(asked: str, *, client) -> dict:
+    """The reply to one request: a kernel that was slow to start has been asked for its version more than once, and answers each time."""
+    while (message := client.get_shell_msg(timeout=WAITING))["parent_header"]["msg_id"] != asked:
+        pass
+    return message["content"]
+
+
 def ranks_below(folder: Path) -> list[str]:
     """The processes whose command line names `folder`."""
     found = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
@@ -122,10 +129,10 @@ def ranks_below(folder: Path) -> list[str]:
 def test_an_interrupt_ends_the_run_and_keeps_the_kernel_and_the_ranks_end_with_it(kernel, tmp_path):
     manager, client = kernel
     words = (*SMALL[:-2], "launch.ranks=2", "train.steps=100000")
-    client.execute(f"import ztk; ztk.run(*{words}, folder='first', quiet=True)")
+    asked = client.execute(f"import ztk; ztk.run(*{words}, folder='first', quiet=True)")
     assert waited((tmp_path / "first" / "metrics.jsonl").exists)
     manager.interrupt_kernel()
-    reply = client.get_shell_msg(timeout=WAITING)["content"]
+    reply = reply_to(asked, client=client)
     assert reply["status"] == "error" and reply["ename"] == "KeyboardInterrupt"
     assert ztk.load(tmp_path / "first").runs["error"].tolist() == ["interrupted"]
     assert not ranks_below(tmp_path)

@@ -129,5 +129,5 @@ def test_memory_is_a_quarter_and_an_eighth():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="inference.weights=int2: must be stored, int8 or int4"):
+    with pytest.raises(ValueError, match="inference.weights=int2: must be stored, int8, int4, bf16 or fp8"):
         InferencePolicy(weights="int2")

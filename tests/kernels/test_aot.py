@@ -41,7 +41,7 @@ def test_every_case_is_reported(rows):
 def test_fused_adamw_stays_small(rows):
     """The budget that makes it memory-bound: written here too, so that loosening the spec does not go unnoticed."""
     adamw = [row for row in rows if row["kernel"].startswith("_adamw[") and row["arch"].startswith("sm_")]
-    assert len(adamw) == 6
+    assert len(adamw) == 9  # one group, and a bucket's groups by a table, in two sizes; three architectures
     for row in adamw:
         assert row["programs_per_processor"] >= 12 and row["instructions_per_element"] <= 64, row
         assert row["barriers"] == row["spills"] == row["stack_bytes"] == 0, row

@@ -218,8 +218,11 @@ def equal_loads() -> Iterator[None]:
 
 
 @contextmanager
-def branches_of_a_gpu() -> Iterator[None]:
-    """Inside, ranks on CPUs call the operations that GPUs call, where the CPU has others with other temporaries."""
+def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
+    """Inside, ranks on CPUs call the operations that GPUs call, where the CPU has others with other temporaries.
+
+    offloads: whether states may be on another tier; where not, the update has a GPU's table of parameter groups, too.
+    """
     with ExitStack() as stack:
         for name in ("swiglu", "geglu"):
             module = sys.modules[f"ztk.kernels.{name}"]
@@ -227,6 +230,8 @@ def branches_of_a_gpu() -> Iterator[None]:
         attention, linear = sys.modules["ztk.nn.attention"], sys.modules["ztk.nn.linear"]
         stack.enter_context(mock.patch.object(attention, "causal_attention", _attention_of_a_gpu))
         stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
+        update = sys.modules["ztk.zero.piece_update"]  # a table of the groups per piece, where states are on the device
+        stack.enter_context(mock.patch.object(update, "_is_on_device", lambda master: not offloads))
         yield
 
 

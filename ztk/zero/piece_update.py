@@ -81,8 +81,8 @@ class PieceUpdate:
     def _is_one_launch(self, piece: Piece, *, master: Tensor) -> bool:
         """On the CPU a call costs little, and its kernel is torch's."""
         segments = piece.segments
-        on_device = len(segments) > 1 and master.device.type != "cpu" and not is_host_memory(master.untyped_storage())
-        return on_device and self._optimizer.joins_groups and not any(self._scales[cut.group] for cut in segments)
+        joins = len(segments) > 1 and self._optimizer.joins_groups and _is_on_device(master)
+        return joins and not any(self._scales[cut.group] for cut in segments)
 
     def _tiles_of(self, piece: Piece, *, master: Tensor) -> Tensor:
         """Made once: from the host's numbers."""
@@ -169,3 +169,7 @@ class PieceUpdate:
                     ),
                     out=None if out is None else out[place],
                 )
+
+
+def _is_on_device(master: Tensor) -> bool:
+    return master.device.type != "cpu" and not is_host_memory(master.untyped_storage())
