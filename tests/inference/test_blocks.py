@@ -228,7 +228,7 @@ def test_a_layer_that_is_not_finite_is_named_and_its_blocks_are_not_found_again(
         ({"weights": "fp8"}, "inference.weights=fp8 is of the cache of blocks"),
         ({"cache_tokens": 640}, "inference.cache_tokens=640 is of the cache of blocks"),
         ({"cache_dtype": "fp8"}, "inference.cache_dtype=fp8 is of the cache of blocks"),
-        ({"exact": False}, "inference.exact=False is of the cache of blocks"),
+        ({"exact": False}, "inference.exact=false is of the cache of blocks"),
         ({"cache": "blocks", "cache_tokens": 128}, "128 tokens in blocks of 64, and one sequence may have 256"),
         ({"cache": "pages"}, "must be slabs or blocks"),
     ],
