@@ -6,15 +6,18 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from experiments import policies
 from experiments.layouts import find_layouts
 from experiments.pretrain import build_model
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose
+from ztk.config.schema import ModelInit
 from ztk.planner import Fix, Plan, fixes, plan
 from ztk.planner.result import size as written
 from ztk.policies.hardware import Hardware
@@ -49,8 +52,8 @@ def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
     """As `make_plan` for any run; why there is no plan, where it cannot be planned."""
     if config.task.name not in PLANNED_TASKS:
         return f"task={config.task.name} is not planned"
-    if config.zero.engine.value != "ztk" or config.model.path is not None:
-        return "only ztk's own engine and decoder are planned"
+    if config.zero.engine.value != "ztk":
+        return "only ztk's own engine is planned"
     kernels.set_backend(config.kernels.backend)
     try:
         return make_plan(config, hardware=hardware)
@@ -63,7 +66,7 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
     shape = (config.train.micro_batch_size, config.data.seq_len)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     return plan(
-        lambda: build_model(config)[0],
+        lambda: build_planned(config),
         batch=(tokens, tokens),
         world_size=config.launch.ranks,
         topology=policies.topology(config),
@@ -77,6 +80,12 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
         accumulation_steps=config.train.accumulation_steps,
         hardware=hardware or policies.hardware(config),
     )
+
+
+def build_planned(config: Config) -> nn.Module:
+    """The model of the run without the values of its folder."""
+    model = replace(config.model, init=None if config.model.init is None else ModelInit.random)
+    return build_model(replace(config, model=model))[0]
 
 
 def find_fixes(config: Config) -> list[Fix]:

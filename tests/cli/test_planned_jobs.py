@@ -58,7 +58,7 @@ def test_plans_come_from_the_jobs_configurations(tmp_path):
     first, second, peer = plans.values()
     assert first.values["memory.device.optimizer_bytes"] > 1.9 * second.values["memory.device.optimizer_bytes"]
     assert not first.does_not_fit and first.cells[1:] == ("-", "-")
-    assert not peer.values and peer.reason == "only ztk's own engine and decoder are planned"
+    assert not peer.values and peer.reason == "only ztk's own engine is planned"
     assert plan_jobs({}, hardware="h100") == {}
 
 

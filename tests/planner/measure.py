@@ -1,16 +1,20 @@
 """The same run planned and made: what a plan says beside the counters of real ranks."""
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
+from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, DecoderConfig, initial_values
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.optim import OptimizerPolicy
@@ -23,12 +27,18 @@ from ztk.policies.hardware import Hardware
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy
 from ztk.runtime import Process, Tier, Topology
+from ztk.runtime.part import InitialValues
 from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
 
 STATE = ("parameters", "gradients", "optimizer")
 SHAPE = {"vocab_size": 256, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden_dim": 384, "max_seq_len": 128}
 BATCH = (4, 128)
+_SIZES_OF_TRANSFORMERS = {
+    **{"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384, "max_position_embeddings": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+_EXPERTS_OF_TRANSFORMERS = {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +67,7 @@ class Case:
     experts: int = 0  # of every second block
     expert: int = 1  # ranks over which they are spread
     accumulation: int = 1
+    family: str | None = None  # of transformers: its model in place of the native decoder
     zero: dict[str, Any] = field(default_factory=dict)
 
     def policies(self, folder: str) -> dict[str, Any]:
@@ -87,6 +98,14 @@ class Case:
             intra_node=self.zero.get("hpz_partition_size", 1),
         )
 
+    def build(self, folder: str) -> tuple[nn.Module, InitialValues]:
+        """The model, without memory, and its first values. folder: for the configuration of a model of transformers."""
+        if self.family is not None:
+            return open_causal(str(saved_config(self.family, folder=Path(folder))), init="random", seed=0)
+        with torch.device("meta"):
+            model = self.model()
+        return model, functools.partial(initial_values, model, seed=0)
+
     def model(self) -> Decoder:
         experts = {"experts": self.experts, "experts_every": 2, "expert_hidden_dim": 64} if self.experts else {}
         return Decoder(DecoderConfig(**SHAPE | experts, tie_embeddings=self.tied))
@@ -110,11 +129,24 @@ class Measured:
     peak: int
 
 
+def saved_config(family: str, *, folder: Path) -> Path:
+    """A folder with the config.json of a small model of `family`, of this process alone."""
+    from transformers import AutoConfig
+
+    names = {"n_embd": 128, "n_layer": 4, "n_head": 4} if family == "gpt2" else _SIZES_OF_TRANSFORMERS
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if family == "gpt2" else {}
+    experts = _EXPERTS_OF_TRANSFORMERS if family == "qwen2_moe" else {}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    target = folder / f"{family}-{os.getpid()}"
+    AutoConfig.for_model(family, vocab_size=256, **names, **dropout, **experts, **special).save_pretrained(target)
+    return target
+
+
 def planned(case: Case, *, folder: str, hardware: Hardware | None = None) -> Plan:
     """What `ztk.plan` says."""
     tokens = torch.empty(BATCH, dtype=torch.int64, device="meta")
     return plan(
-        case.model,
+        lambda: case.build(folder)[0],
         batch=(tokens, tokens),
         world_size=case.ranks,
         topology=case.topology,
@@ -131,16 +163,10 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
     """
     process = process.arrange(case.topology)
     tracker = StepTracker(device="cpu")
-    with torch.device("meta"):
-        model = case.model()
+    model, values = case.build(folder)
     tokens = torch.randint(256, BATCH)
     with branches_of_a_gpu(), equal_loads(), tracker:
-        engine = parallelize(
-            model,
-            process=process,
-            initial_values=functools.partial(initial_values, model, seed=0),
-            **case.policies(folder),
-        )
+        engine = parallelize(model, process=process, initial_values=values, **case.policies(folder))
         for tensor in host_memory(engine):
             tracker.leave_out(tensor)
         peak = 0
@@ -149,6 +175,7 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
             process.mesh.counters.reset()
             before = engine.io.read_bytes, engine.io.write_bytes
             take_step(engine, case=case, tokens=tokens)
+            settle(engine)
             peak = max(peak, tracker.peak.nbytes)
         measured = Measured(
             state={
@@ -164,12 +191,11 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
 
 
 def step_seconds(process: Process, *, case: Case, folder: str, steps: int) -> list[float]:
-    """Seconds of steps as a run on a CPU makes them, after as many as a plan makes."""
+    """Seconds of steps as a run on a CPU makes them, after as many as a plan makes: one behind the other, so that what a step writes
+    reaches the disk while the next one computes."""
     process = process.arrange(case.topology)
-    with torch.device("meta"):
-        model = case.model()
+    model, values = case.build(folder)
     tokens = torch.randint(256, BATCH)
-    values = functools.partial(initial_values, model, seed=0)
     engine = parallelize(model, process=process, initial_values=values, **case.policies(folder))
     found = []
     for _ in range(STEPS + steps):
@@ -183,14 +209,13 @@ def step_seconds(process: Process, *, case: Case, folder: str, steps: int) -> li
 
 
 def take_step(engine: Any, *, case: Case, tokens: torch.Tensor) -> None:
-    """One optimizer step, up to its last write. tokens: [B, T]."""
+    """One optimizer step. tokens: [B, T]."""
     if case.pipeline > 1:
         engine.train_batch([(tokens, tokens)] * case.accumulation)
     else:
         for _ in range(case.accumulation):
             engine.backward(engine(tokens, tokens))
             engine.step()
-    settle(engine)
 
 
 def settle(engine: Any) -> None:

@@ -24,9 +24,9 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield f"task=plan runs on one process and {machine.started_ranks} ranks are started: start it by `python run.py`"
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; use zero=stage0 to stage3"
-    if is_hugging_face(config.model):
-        yield "model=hf: task=plan traces ztk's own decoder; use ztk.plan with a function that builds the model"
     yield from _hardware_faults(config, machine)
+    if config.plan.search and is_hugging_face(config.model):
+        yield "plan.search=true: the arithmetic that comes before plans knows ztk's own decoder; plan layouts of model=hf one by one, by -m"
     if config.plan.search and config.hardware.name is None:
         yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.hf.documents import arguments_of
+from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import divisible, own_places
@@ -167,7 +167,8 @@ class CausalForward:
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         own = own_places(self._model)
         given = arguments_of(documents, config=self._config, own=own, device=tokens.device)
-        out = self.original(input_ids=tokens, use_cache=False, **given)
+        with known_documents(documents):
+            out = self.original(input_ids=tokens, use_cache=False, **given)
         if targets is None:
             return out.logits
         loss = causal_loss(self._model, logits=out.logits, targets=targets)

@@ -6,7 +6,11 @@ from token to token, ignore that: only families that are tested get documents. W
 documents' borders, too, and needs no mask.
 """
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
     *("gpt2", "gpt_neox", "phi", "stablelm"),
 )
+_SEARCH = "find_packed_sequence_indices"  # of transformers.masking_utils
 _BY_MASK_ALONE = ("stablelm",)  # their layers do not hand on to attention what a model is called with
 
 
@@ -55,6 +60,18 @@ def arguments_of(
         given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.cu_seqlens)
         given |= dict.fromkeys(("max_length_q", "max_length_k"), documents.longest)
     return given
+
+
+@contextmanager
+def known_documents(documents: Documents | None) -> Iterator[None]:
+    """Inside, transformers does not look for documents in positions where there are none to be found: to see that every sequence is one
+    document it reads a number from the device in every forward, for which a GPU waits and of which a plan has none."""
+    masks = importlib.import_module("transformers.masking_utils")
+    if documents is not None or not hasattr(masks, _SEARCH):
+        yield
+        return
+    with mock.patch.object(masks, _SEARCH, lambda position_ids: None):
+        yield
 
 
 def _places(own: Tensor | slice, *, device: torch.device | None) -> Tensor:

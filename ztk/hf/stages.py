@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.hf.documents import arguments_of
+from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import own_places
 from ztk.nn.staged import argument
@@ -70,7 +70,8 @@ class CausalLayers:
         [x] = given.values()
         device = None if x is None else x.device
         given |= arguments_of(documents, config=self.module.config, own=own, device=device)
-        with self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last):
+        stage = self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last)
+        with stage, known_documents(documents):
             if not has_last:
                 return self._decoder(**given, use_cache=False)[0]
             logits = self._full_forward(**given, use_cache=False).logits
