@@ -83,9 +83,14 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
 
 
 def build_planned(config: Config) -> nn.Module:
-    """The model of the run without the values of its folder."""
-    model = replace(config.model, init=None if config.model.init is None else ModelInit.random)
-    return build_model(replace(config, model=model))[0]
+    """The model of the run without values, also of its folder."""
+    if config.model.path is None:
+        return build_model(config)[0]
+    with torch.device("cpu"):  # what `model.kernels` replaces is tried on samples, with the values of buffers
+        model, _ = build_model(replace(config, model=replace(config.model, init=ModelInit.random)))
+    for module in model.modules():
+        module._buffers.update({name: b if b is None else b.to("meta") for name, b in module._buffers.items()})
+    return model
 
 
 def find_fixes(config: Config) -> list[Fix]:

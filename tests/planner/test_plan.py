@@ -12,6 +12,7 @@ from tests.planner.measure import SHAPE, STATE, Case, made, planned
 from ztk.config import ConfigError, Machine, compose
 from ztk.nn import Decoder, DecoderConfig
 from ztk.pipeline import PipelinePolicy
+from ztk.planner.tracker import StepTracker
 from ztk.runtime import Topology
 from ztk.runtime.comm.planned import Letters
 
@@ -235,3 +236,17 @@ def test_messages_that_were_assumed_are_checked():
     letters.send("b", label="shapes 1")
     with pytest.raises(ValueError, match="topology.virtual_stages=1"):
         letters.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_groups_have_shapes_and_operations_in_every_type(dtype):
+    """Experts of transformers. torch's meta device takes bfloat16 alone, its counter of operations knows none of them."""
+    rows = torch.zeros(64, 32, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.zeros(4, 32, 16, dtype=dtype, device="meta", requires_grad=True)
+    ends = torch.zeros(4, dtype=torch.int32, device="meta")
+    with StepTracker(device="meta") as tracker:
+        out = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+        out.backward(torch.zeros_like(out))
+    assert (out.shape, out.dtype) == ((64, 16), dtype)
+    assert (rows.grad.shape, weight.grad.shape, weight.grad.dtype) == (rows.shape, weight.shape, dtype)
+    assert tracker.flops == 3 * 2 * 64 * 32 * 16

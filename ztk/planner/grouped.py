@@ -1,7 +1,4 @@
-"""Products of groups of rows in a plan, as experts of transformers compute them.
-
-torch's meta device takes them in bfloat16 alone, and GPUs in every type; torch's counter of operations does not know them.
-"""
+"""Products of groups of rows in a plan, as experts of transformers compute them: torch's meta device takes bfloat16 alone, GPUs every type."""
 
 import torch
 from torch import Tensor
@@ -16,11 +13,4 @@ def grouped_product(a: Tensor, b: Tensor, *others: object, **named: object) -> T
     return _PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *others, **named).to(a.dtype)
 
 
-def _flops(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
-    """Every row of one side meets one matrix of the other: the groups together are as large as one product without groups."""
-    matrices = len(a) if a.dim() == 3 and b.dim() == 2 else 1
-    return 2 * a.numel() * b.shape[-1] // matrices
-
-
 RESULTS = {_PRODUCT: grouped_product}
-FLOPS = {_PRODUCT: _flops}

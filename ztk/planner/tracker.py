@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ztk.kernels import op_names
-from ztk.planner import attention, grouped
+from ztk.planner.attention import FLOPS
+from ztk.planner.grouped import RESULTS
 from ztk.planner.lanes import ATTENTION, ELEMENTWISE, PRODUCT
 from ztk.runtime import MemoryLedger, Tier
+from ztk.runtime.flop_formulas import flop_registry
 from ztk.runtime.planned import is_host_memory
 
 Computed = Callable[..., None]  # see `ztk.planner.lanes.Lanes.compute`
-FLOPS = attention.FLOPS | grouped.FLOPS  # what torch's registry has not, or has for other arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class StepTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out = grouped.RESULTS.get(func, func)(*args, **kwargs)
+        out = RESULTS.get(func, func)(*args, **kwargs)
         results = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         for tensor in results:
             self._see(tensor)
@@ -111,7 +111,7 @@ class StepTracker(TorchDispatchMode):
             copies = func is torch.ops.aten.copy_.default
             if copies:  # its result is its first argument
                 moved[is_host_memory(used[0].untyped_storage())] -= used[0].nbytes
-            dtype = used[0 if func in attention.FLOPS else -1].dtype  # attention returns its log-sum-exp last, in fp32
+            dtype = used[0 if func in FLOPS else -1].dtype  # attention returns its log-sum-exp last, in fp32
             self._computed(
                 kind=_kind(func, flops=flops),
                 flops=flops,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import sdpa_flop_count
 
 from ztk.deepspeed.watch.flops_text import (
     ProfileHead,
@@ -30,6 +30,7 @@ from ztk.deepspeed.watch.flops_text import (
     profile_text,
 )
 from ztk.nn.linear import Linear
+from ztk.runtime.flop_formulas import flop_registry
 
 _aten = torch.ops.aten
 # Operations per element of what goes in: a norm takes the mean, the variance and then scales.

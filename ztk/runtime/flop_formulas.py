@@ -1,0 +1,17 @@
+"""torch's formulas of FLOPs by operation, `flop_registry`, with those that torch lacks."""
+
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+__all__ = ["flop_registry"]
+_GROUPED = torch.ops.aten._grouped_mm  # experts of transformers
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """Every row meets one matrix, so all groups are one product. [E, M, K] by [K, S]: the columns of b belong to one matrix of a each."""
+    matrices = a[0] if len(a) == 3 and len(b) == 2 else 1
+    return 2 * a.numel() * b[-1] // matrices
+
+
+if _GROUPED not in flop_registry:  # a later torch may know it
+    register_flop_formula(_GROUPED)(_grouped_flops)
