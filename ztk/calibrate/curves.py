@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ UPDATES = ("adamw", "adamw_bf16", "adamw_stochastic", "adamw_8bit")
 UPDATED = (1 << 12, 1 << 16, 1 << 20)  # elements
 ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)  # of the buffer of all ranks
 TINY = {"vocab_size": 16, "dim": 8, "layers": 4, "heads": 1, "kv_heads": 1, "hidden_dim": 16, "max_seq_len": 8}
+USUAL = TINY | {"vocab_size": 256, "dim": 192, "heads": 6, "kv_heads": 3, "hidden_dim": 512, "max_seq_len": 96}
 CALL_SECONDS = 0.05  # of a round
 LEAST = 1e-9  # seconds: less is no measurement
 
@@ -145,40 +146,67 @@ def operation_latency(process: Process, *, hardware: Hardware) -> float:
     """Seconds of Python, autograd and the engine per operation of a plan: what steps of a model of a few numbers take beyond the plan's
     seconds, the mean over precisions and stages. A collective call. hardware: with curves; its own latency does not count."""
     found = []
+    for step in _steps(process, model=TINY, sequences=1):
+        without, counted = (step.planned(replace(hardware, operation_latency=latency)) for latency in (0.0, 1.0))
+        found.append(max(LEAST, step.seconds - without) / (counted - without))
+    return sum(found) / len(found)
+
+
+def step_scale(process: Process, *, hardware: Hardware) -> float:
+    """By how much the work of a step takes longer than the curves say: a call that is measured again and again finds its numbers in the
+    caches, one in a step does not. Of steps of a usual model without the start of their operations, the mean over precisions and stages.
+    A collective call. hardware: with curves and latency."""
+    found = []
+    for step in _steps(process, model=USUAL, sequences=SEQUENCES):
+        work = step.planned(replace(hardware, operation_latency=0.0))
+        starts = step.planned(hardware) - work
+        found.append(max(work / 2, step.seconds - starts) / work)
+    return sum(found) / len(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """seconds: measured. planned: of the same step with given hardware."""
+
+    seconds: float
+    planned: Callable[[Hardware], float]
+
+
+def _steps(process: Process, *, model: dict[str, int], sequences: int) -> Iterator[_Step]:
+    """Of a decoder with these sizes in two precisions at two stages. A collective call."""
     for dtype, stage in itertools.product(("fp32", "bf16"), (0, 3)):
         policies = {
             "optimizer": OptimizerPolicy(),
             "precision": PrecisionPolicy.named(dtype),
             "zero": ZeroPolicy(stage=stage),
         }
-        without, counted = (
-            _planned_seconds(replace(hardware, operation_latency=latency), ranks=process.comm.size, policies=policies)
-            for latency in (0.0, 1.0)
-        )
-        with _tiny_engine(process, policies=policies) as step:
+        tokens = torch.zeros(sequences, model["max_seq_len"], dtype=torch.int64, device=process.device)
+        with _engine(process, model=model, tokens=tokens, policies=policies) as step:
             seconds = seconds_of_call(process, run=step)
-        found.append(max(LEAST, seconds - without) / (counted - without))
-    return sum(found) / len(found)
+        ranks = process.comm.size
+        planned = functools.partial(_planned_seconds, model=model, tokens=tokens, ranks=ranks, policies=policies)
+        yield _Step(seconds=seconds, planned=planned)
 
 
-def _planned_seconds(hardware: Hardware, *, ranks: int, policies: dict[str, Any]) -> float:
-    tokens = torch.zeros(1, TINY["max_seq_len"], dtype=torch.int64)
-    made = plan(
-        lambda: Decoder(DecoderConfig(**TINY)), batch=(tokens, tokens), world_size=ranks, hardware=hardware, **policies
-    )
+def _planned_seconds(
+    hardware: Hardware, *, model: dict[str, int], tokens: Tensor, ranks: int, policies: dict[str, Any]
+) -> float:
+    batch = (tokens.to("meta"),) * 2
+    build = lambda: Decoder(DecoderConfig(**model))  # noqa: E731
+    made = plan(build, batch=batch, world_size=ranks, hardware=hardware, **policies)
     assert made.time is not None, "there is hardware"
     return made.time.seconds
 
 
 @contextmanager
-def _tiny_engine(process: Process, *, policies: dict[str, Any]) -> Iterator[Callable[[], None]]:
+def _engine(
+    process: Process, *, model: dict[str, int], tokens: Tensor, policies: dict[str, Any]
+) -> Iterator[Callable[[], None]]:
     """A step of it."""
-    device = process.device
     with torch.device("meta"):
-        model = Decoder(DecoderConfig(**TINY))
-    values = functools.partial(initial_values, model, seed=0)
-    engine = parallelize(model, process=process, initial_values=values, **policies)
-    tokens = torch.zeros(1, TINY["max_seq_len"], dtype=torch.int64, device=device)
+        decoder = Decoder(DecoderConfig(**model))
+    values = functools.partial(initial_values, decoder, seed=0)
+    engine = parallelize(decoder, process=process, initial_values=values, **policies)
 
     def step() -> None:
         engine.backward(engine(tokens, tokens))

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from ztk.calibrate.curves import DTYPES, measure_curves, operation_latency
+from ztk.calibrate.curves import DTYPES, measure_curves, operation_latency, step_scale
 from ztk.calibrate.timing import seconds_of_call
 from ztk.nn.linear import linear
 from ztk.offload.disk import DiskFile
 from ztk.offload.pool import AlignedRegion
 from ztk.offload.probe import probe_folder
+from ztk.policies.curves import scaled
 from ztk.policies.hardware import Hardware
 from ztk.runtime import Process
 
@@ -39,7 +40,8 @@ METHODS = {
     "link_bandwidth": "an all-gather of 32 MiB per rank, less the latency",
     "ranks_per_node": "the ranks that measured at the same time",
     "operation_latency": "steps of a model of a few numbers, per operation of their plans",
-    "curves": "on a CPU: products, attention, norms with activations, AdamW's updates and collectives at several sizes",
+    "curves": "on a CPU: products, attention, norms with activations, AdamW's updates and collectives at several sizes, all times one "
+    "number with which they are what steps of a model of 2 million parameters take",
 }
 
 
@@ -61,6 +63,9 @@ def measure(process: Process, *, folder: str | os.PathLike) -> dict[str, Any]:
     if device.type == "cpu":
         found["curves"] = measure_curves(process)
     found["operation_latency"] = operation_latency(process, hardware=Hardware(name="here", **found))
+    if device.type == "cpu":
+        scale = step_scale(process, hardware=Hardware(name="here", **found))
+        found["curves"] = scaled(found["curves"], by=scale)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found

@@ -23,6 +23,11 @@ def seconds_of(points: Points, *, amount: float) -> float:
     return first * (last / first) ** share
 
 
+def scaled(curves: Mapping[str, Points], *, by: float) -> dict[str, list[list[float]]]:
+    """The same amounts in `by` times the seconds."""
+    return {kind: [[amount, seconds * by] for amount, seconds in points] for kind, points in curves.items()}
+
+
 def curve_faults(curves: Mapping[str, Points]) -> Iterator[str]:
     """One line per curve that has no points, or other than positive numbers with rising amounts, and one for those that lack."""
     if curves and (missing := [kind for kind in NEEDED if kind not in curves]):
