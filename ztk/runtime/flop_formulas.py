@@ -8,7 +8,7 @@ _GROUPED = torch.ops.aten._grouped_mm  # experts of transformers
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
-    """Every row is multiplied by one matrix, so all groups are one product. [E, M, K] by [K, S]: the columns of b belong to one matrix of a each."""
+    """Every row is multiplied by one matrix, so all groups are one product. [E, M, K] by [K, S]: each matrix of a has its own columns of b."""
     matrices = a[0] if len(a) == 3 and len(b) == 2 else 1
     return 2 * a.numel() * b[-1] // matrices
 
