@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.answering import answering, release_module
+from experiments.evaluation_engine import scoring
 from experiments.evaluation_files import Question, read_questions, read_texts
 from ztk.config import Config
-from ztk.inference import EncodedChoices, Generator, encode_choices, log_likelihoods, score_choices
+from ztk.config.eval_schema import EvalEngine
+from ztk.inference import EncodedChoices, Scorer, encode_choices, log_likelihoods, score_choices
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
 from ztk.serve.models import Opened
@@ -25,11 +27,12 @@ _SECONDS_BETWEEN = 10.0  # lines of progress
 
 @dataclass(kw_only=True)
 class Subject:
-    """What is judged. seq_len: tokens that it is given at most."""
+    """What is judged. seq_len: tokens that it is given at most. speaks: whether this rank prints."""
 
     opened: Opened
-    generator: Generator
+    scorer: Scorer
     seq_len: int
+    speaks: bool = True
 
 
 def main(config: Config) -> None:
@@ -42,10 +45,16 @@ def main(config: Config) -> None:
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
     questions = {path: read_questions(path) for path in chosen.choices or []}
+    files = {"texts": texts, "questions": questions}
+    if chosen.engine is EvalEngine.training:
+        with scoring(config) as scored:
+            evaluate(config, **files, opened=scored.opened, scorer=scored.scorer, speaks=scored.is_first)
+        return
     with answering(config) as leading:
         if leading is not None:
             opened, generator = leading
-            evaluate(config, texts=texts, questions=questions, opened=opened, generator=generator)
+            release_module(opened)
+            evaluate(config, **files, opened=opened, scorer=generator)
 
 
 def evaluate(
@@ -54,12 +63,13 @@ def evaluate(
     texts: dict[str, list[str]],
     questions: dict[str, list[Question]],
     opened: Opened,
-    generator: Generator,
+    scorer: Scorer,
+    speaks: bool = True,
 ) -> None:
-    """Scores all files, which have been read, prints the table and writes it. Raises as `main`."""
+    """Scores all files, which have been read, prints the table and writes it, if this rank `speaks`. Raises as `main`."""
     chosen = config.eval
-    release_module(opened)
-    subject = Subject(opened=opened, generator=generator, seq_len=settled_seq_len(chosen.seq_len, generator=generator))
+    seq_len = settled_seq_len(chosen.seq_len, scorer=scorer)
+    subject = Subject(opened=opened, scorer=scorer, seq_len=seq_len, speaks=speaks)
     started = time.perf_counter()
     lines: list[dict[str, Any]] = []
     found = [
@@ -69,6 +79,8 @@ def evaluate(
         for path, own in texts.items()
     ]
     found += [score_questions(subject, path=path, questions=own, lines=lines) for path, own in questions.items()]
+    if not speaks:
+        return
     folder = RunFolder(config.output_dir)
     write_json(folder.path / "eval.json", values={"files": found})
     if chosen.record:
@@ -79,13 +91,13 @@ def evaluate(
     print("\n".join(table(found)))
 
 
-def settled_seq_len(given: int | None, *, generator: Generator) -> int:
-    """Tokens of a window: all that the generator was opened for. Raises ValueError for more than the model takes."""
-    if given is not None and given > generator.max_len:
+def settled_seq_len(given: int | None, *, scorer: Scorer) -> int:
+    """Tokens of a window: all that the scorer was opened for. Raises ValueError for more than the model takes."""
+    if given is not None and given > scorer.max_len:
         raise ValueError(
-            f"eval.seq_len={given}: the model takes {generator.max_len} tokens; use eval.seq_len={generator.max_len}"
+            f"eval.seq_len={given}: the model takes {scorer.max_len} tokens; use eval.seq_len={scorer.max_len}"
         )
-    return given or generator.max_len
+    return given or scorer.max_len
 
 
 def settled_stride(given: int | None, *, seq_len: int) -> int:
@@ -116,12 +128,12 @@ def score_texts(
     tokens = [opened.tokenizer.encode_text(text) for text in texts]
     total = sum(map(len, tokens))
     sums = log_likelihoods(
-        subject.generator,
+        subject.scorer,
         sequences=[[*before, *own] for own in tokens],
         context=len(before),
         seq_len=subject.seq_len,
         stride=stride,
-        on_scored=Progress(total=total, what=f"tokens of {path}").add,
+        on_scored=Progress(total=total, what=f"tokens of {path}", speaks=subject.speaks).add,
     )
     sizes = [len(text.encode()) for text in texts]
     lines += [
@@ -151,11 +163,11 @@ def score_questions(
         FloatingPointError: logits that are not finite.
     """
     pairs = [(question, encode_question(question, subject=subject, path=path)) for question in questions]
-    progress = Progress(total=len(questions), what=f"questions of {path}")
+    progress = Progress(total=len(questions), what=f"questions of {path}", speaks=subject.speaks)
     right = right_per_byte = 0
     for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
         several = pairs[start : start + _QUESTIONS_AT_ONCE]
-        scores = score_choices(subject.generator, examples=[example for _, example in several])
+        scores = score_choices(subject.scorer, examples=[example for _, example in several])
         for (question, _), values in zip(several, scores, strict=True):
             best = max(range(len(values)), key=values.__getitem__)
             per_byte = [value / size for value, size in zip(values, question.sizes, strict=True)]
@@ -245,12 +257,13 @@ class Progress:
 
     total: int
     what: str
+    speaks: bool = True
     done: int = 0
     shown: float = field(default_factory=time.monotonic)
 
     def add(self, count: int) -> None:
         """`count` more are done."""
         self.done += count
-        if time.monotonic() - self.shown >= _SECONDS_BETWEEN:
+        if self.speaks and time.monotonic() - self.shown >= _SECONDS_BETWEEN:
             self.shown = time.monotonic()
             print(f"{self.done:,} of {self.total:,} {self.what}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Bytes beside a byte-level BPE on the standard library's sources: bits per byte of the same model at equal FLOPs.
 
-    python scripts/compare_tokenizers.py --work FOLDER              10 minutes on two cores
+    python scripts/compare_tokenizers.py --work FOLDER              8 minutes on one core
     python scripts/compare_tokenizers.py --work FOLDER --steps 400  longer
 
 Both arms read the same jsonl, a document per file, and hold out the same documents; the tokenizer is made on the others. Batches have

@@ -140,7 +140,11 @@ def test_files_to_score_are_lists(eval_words):
 @pytest.mark.parametrize(
     "more, message",
     [
-        ("zero=stage3", "zero has no effect with task=eval, which scores texts and trains nothing: leave it out"),
+        (
+            "optimizer=lion",
+            "optimizer has no effect with task=eval, which scores texts and trains nothing: leave it out",
+        ),
+        ("zero=stage3", "is neither a run folder, nor a checkpoint below one, nor a folder with a config.json"),
         (
             "sampling.temperature=1",
             "sampling.temperature=1.0 has no effect here, only with task=generate or task=serve",
@@ -153,11 +157,15 @@ def test_files_to_score_are_lists(eval_words):
         ("eval.choices=[]", "eval.choices=[]: names no file"),
         ("eval.seq_len=1", "eval.seq_len=1: must be 2 or more"),
         ("eval.stride=0", "eval.stride=0: must be 1 or more"),
-        ("launch.ranks=2", "launch.ranks=2: task=eval runs on topology.tensor=1 ranks"),
+        ("eval.engine=inference launch.ranks=2", "launch.ranks=2: task=eval runs on topology.tensor=1 ranks"),
+        (
+            "eval.engine=inference zero=stage3",
+            "zero has no effect with task=eval, which scores texts and trains nothing",
+        ),
     ],
 )
 def test_what_cannot_act_on_a_score_is_refused(eval_words, more, message):
-    assert any(message in fault for fault in faults(*eval_words, more))
+    assert any(message in fault for fault in faults(*eval_words, *more.split()))
 
 
 def test_a_stride_leaves_something_before_a_token(eval_words):

@@ -26,8 +26,12 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Llama whose tokenizer has printable characters, puts <s> before a text, and writes all others as <unk>."""
-    path = tmp_path_factory.mktemp("llama")
-    build("llama").save_pretrained(path)
+    return write_folder(build("llama"), path=tmp_path_factory.mktemp("llama"))
+
+
+def write_folder(model, *, path):
+    """`model`, of `VOCABULARY` tokens, with this tokenizer."""
+    model.save_pretrained(path)
     letters = {chr(33 + number): number for number in range(VOCABULARY - 3)} | {"<s>": 93, "</s>": 94, "<unk>": 95}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")

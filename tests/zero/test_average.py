@@ -4,14 +4,17 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import canonical, digest, full_weights
+from tests.ranks import RankFailed
 from tests.zero.models import Layout, batches, build, make_engine
 from ztk.checkpoint import CheckpointError, load, save
 from ztk.checkpoint.export import export_state_dict
 from ztk.engine import Engine
 from ztk.optim import OptimizerPolicy
 from ztk.optim.ema import ELEMENTS, update_average
+from ztk.parallel import parallelize
 from ztk.policies.ema import EmaPolicy
-from ztk.runtime import Process
+from ztk.policies.offload import PAGE_BYTES
+from ztk.runtime import Process, Tier
 
 EMA = EmaPolicy(decay=0.9)
 FIRST = Layout(stage=0)  # where the plain recurrence runs beside the engine
@@ -104,6 +107,63 @@ def test_the_average_is_the_plain_one_at_every_stage_and_tier_and_training_keeps
             assert tuple(trained) == without[1:], layout.id
 
 
+# The average on another tier than the optimizer's states, at every stage.
+APART = [
+    (Layout(stage=0), "cpu"),
+    (Layout(stage=1, offload="cpu"), "nvme"),
+    (Layout(stage=2, offload="nvme"), "none"),
+    (Layout(stage=3), "nvme"),
+    (Layout(stage=3, offload="nvme"), "cpu"),
+]
+
+
+def train_apart(process: Process, *, count: int, dtype: str, steps: int) -> list[tuple]:
+    """The bits, and the bytes of averages by tier, of this rank, in the first layouts."""
+    found = []
+    for layout, tier in APART[:count]:
+        engine = make(process, layout=layout, dtype=dtype, ema=EmaPolicy(decay=0.9, offload=tier))
+        train(engine, start=0, stop=steps)
+        sizes = {str(on): engine.memory.by_category(on).get("average", 0) for on in Tier}
+        with engine.averaged():
+            average = full_weights(engine)
+        pieces = [piece.numel for bucket in engine.zero.buckets for piece in bucket.pieces]
+        found.append((bits(engine), average, sizes, 4 * sum(pieces), len(pieces)))
+        engine.close()
+    return found
+
+
+def train_beside(process: Process, *, dtype: str, steps: int) -> tuple:
+    """The same with the average among the optimizer's states."""
+    engine = make(process, layout=FIRST, dtype=dtype, ema=EMA)
+    train(engine, start=0, stop=steps)
+    with engine.averaged():
+        average = full_weights(engine)
+    assert engine.memory.by_category(Tier.device).get("average") is None
+    return bits(engine), average
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])  # fp16: with skipped steps
+def test_a_tier_of_its_own_changes_no_bit_and_has_the_bytes(ranks, dtype):
+    steps, count = (5, 2) if dtype == "fp16" else (2, len(APART))
+    expected = ranks(2).run(train_beside, dtype=dtype, steps=steps)[0]
+    for own in ranks(2).run(train_apart, count=count, dtype=dtype, steps=steps):
+        for (layout, tier), (found, average, sizes, nbytes, pieces) in zip(APART[:count], own, strict=True):
+            assert (found, average) == expected, (layout.id, tier)
+            most = nbytes + (PAGE_BYTES * pieces if tier == "nvme" else 0)  # files have full pages
+            assert nbytes <= sizes.pop(tier) <= most and not any(sizes.values()), (layout.id, tier, sizes)
+
+
+def test_a_tier_without_a_folder_and_one_that_is_none_are_refused(ranks):
+    with pytest.raises(ValueError, match="ema.offload='disk' is not a tier; choose one of none, cpu, nvme"):
+        EmaPolicy(offload="disk")
+    with pytest.raises(RankFailed, match=r"ema.offload=nvme needs a folder: set offload.nvme_path=FOLDER"):
+        ranks(1).run(make_without_folder)
+
+
+def make_without_folder(process: Process) -> None:
+    parallelize(build(), process=process, optimizer=OptimizerPolicy(), ema=EmaPolicy(offload="nvme"))
+
+
 def shown(process: Process, *, layouts: list[Layout], dtype: str, folder: str) -> None:
     for layout in layouts:
         engine = make(process, layout=layout, dtype=dtype, ema=EMA)
@@ -158,8 +218,13 @@ def average_at(process: Process, *, layout: Layout, folder: str) -> dict[str, to
 
 def test_a_resumed_run_continues_the_average_at_any_layout(ranks, tmp_path):
     straight = ranks(2).run(save_at, layout=FIRST, folder=str(tmp_path), ema=EMA, stop=4)
-    for layout in MIXED:
-        again = ranks(2).run(resume, layout=layout, folder=str(tmp_path), ema=EMA, stop=4)
+    apart = [(layout, EmaPolicy(decay=0.9, offload=tier)) for layout, tier in APART[1::2]]
+    for layout, ema in [*((layout, EMA) for layout in MIXED), *apart]:
+        again = ranks(2).run(resume, layout=layout, folder=str(tmp_path), ema=ema, stop=4)
+        assert again == [(found, (), False) for found in straight], layout.id
+    for layout, ema in apart:  # and saved by such a run
+        assert ranks(2).run(save_at, layout=layout, folder=str(tmp_path / ema.offload), ema=ema, stop=4) == straight
+        again = ranks(2).run(resume, layout=MIXED[1], folder=str(tmp_path / ema.offload), ema=EMA, stop=4)
         assert again == [(found, (), False) for found in straight], layout.id
     export_state_dict(tmp_path, to=tmp_path / "average.pt", ema=True)
     exported = torch.load(tmp_path / "average.pt")

@@ -1,6 +1,9 @@
 """Muon over shards: the same bits at every stage and tier, torch's update, and the bytes of its exchange."""
 
+import math
+from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.optim import _muon
 
 from tests.zero.models import BATCH, WIDTH, Layout, Model, batches, build, make_engine, train
 from ztk.checkpoint import load, save
+from ztk.offload import NvmeStore
 from ztk.optim import OptimizerPolicy
 from ztk.runtime import Process
 from ztk.runtime.part import Part
@@ -127,6 +131,38 @@ def test_bytes_of_the_exchange(ranks, stage, ns_dtype):
     counted = ranks(2).run(moved, stage=stage, ns_dtype=ns_dtype)
     assert [calls for calls, _ in counted] == [1 if stage == 0 else 2] * 2
     assert sum(nbytes for _, nbytes in counted) == 2 * elements * itemsize
+
+
+def stored(process: Process, *, layout: Layout, optimizer: OptimizerPolicy) -> tuple[int, set[int], int]:
+    """Bytes of the optimizer's states on this rank; how often one step writes a range of them, each as often; elements of padding."""
+    engine, written = make_engine(process, layout=layout, optimizer=optimizer), Counter()
+
+    def put(store, slot, *, value):
+        written[slot.name] += slot.category == "optimizer"
+        return original(store, slot, value=value)
+
+    original = NvmeStore.put
+    with mock.patch.object(NvmeStore, "put", put):
+        (tokens,) = batches(1, rank=process.rank, world=process.world_size)
+        engine.backward(engine(tokens))
+        engine.step()
+        engine.zero.full_parameters()
+        engine.close()
+    pieces = [piece for bucket in engine.zero.buckets for piece in bucket.pieces]
+    slots = [slot for piece in pieces for slot in (piece.states, piece.momentum) if slot is not None]
+    padding = sum(bucket.size - sum(p.numel for p in bucket.layout.placements) for bucket in engine.zero.buckets)
+    return sum(4 * math.prod(slot.shape) for slot in slots), {count for count in written.values() if count}, padding
+
+
+@pytest.mark.parametrize("layout", [Layout(stage=1), Layout(stage=3, offload="nvme")], ids=lambda layout: layout.id)
+def test_a_matrix_has_no_second_moment_and_its_states_are_written_once(ranks, layout):
+    adamw = OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5)
+    found = [ranks(2).run(stored, layout=layout, optimizer=policy) for policy in (adamw, MUON)]
+    full, less = (sum(nbytes for nbytes, *_ in own) for own in found)
+    elements, padding = sum(p.numel() for p in matrices(build())), found[1][0][2]  # behind a matrix it is as the matrix
+    smallest = 64 * 64  # bytes of slots of matrices alone whose weights are elsewhere
+    assert 4 * elements - smallest <= full - less <= 4 * (elements + padding)
+    assert all(counts == ({1} if layout.offload == "nvme" else set()) for own in found for _, counts, _ in own)
 
 
 def refusal(process: Process) -> None:

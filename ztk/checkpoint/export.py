@@ -80,12 +80,15 @@ class Weights:
 
     def ranges(self, name: str) -> Iterator[Tensor]:
         """The values of `name`, flat, in order."""
+        numel = prod(self._infos[name].shape)
+        for start in range(0, numel, RANGE_ELEMENTS):
+            yield self.read(name, start=start, stop=min(start + RANGE_ELEMENTS, numel))
+
+    def read(self, name: str, *, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the values of `name`, flat."""
         info = self._infos[name]
         kind = BUFFER if info.name in self._buffers else self._trained if info.trainable else "parameter"
-        numel = prod(info.shape)
-        for start in range(0, numel, RANGE_ELEMENTS):
-            values = self._reader.read(name=info.name, kind=kind, start=start, stop=min(start + RANGE_ELEMENTS, numel))
-            yield values.to(self._dtype_of(info))
+        return self._reader.read(name=info.name, kind=kind, start=start, stop=stop).to(self._dtype_of(info))
 
     def close(self) -> None:
         self._reader.close()

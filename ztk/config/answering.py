@@ -1,9 +1,11 @@
-"""What `task=generate`, `task=serve` and `task=eval` accept: they train nothing, and cut layers between ranks at most."""
+"""What `task=generate`, `task=serve` and `task=eval` accept: they train nothing. The inference engine cuts layers between ranks at most; what
+`task=eval` accepts by the engine that trains is in `evaluating.py`."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.effects import ANSWERING, DRAWING, device_of
+from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of
+from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.inference_schema import CacheKind, WeightFormat
 from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
@@ -26,12 +28,17 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
         return
     task = f"task={config.task.name}"
     does = "scores texts" if config.task.name == "eval" else "answers prompts"
-    is_cut = config.topology.tensor > 1
+    is_cut, trains = config.topology.tensor > 1, by_training(config)
     for key in sorted(given):
         section = key.partition(".")[0]
-        if section not in _SECTIONS and not (is_cut and key in _CUT):
+        if section not in _SECTIONS and not (is_cut and key in _CUT) and not (trains and is_of_training(key)):
             value = f"={written(read(config, key=key))}" if "." in key else ""
             yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"
+    if trains:
+        yield from evaluating_faults(config, given=given)
+        yield from _file_faults(config, task=task)
+        yield from _eval_faults(config)
+        return
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
     if ranks != max(1, config.topology.tensor):
         yield (

@@ -19,12 +19,14 @@ from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import (
     ANSWERING,
     device_of,
+    infers,
     null_inactive_keys,
     others_offload,
     settle_parameter_tier,
     times_kernels,
 )
 from ztk.config.ema_schema import Evaluated
+from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
 from ztk.config.machine import Machine
@@ -130,6 +132,9 @@ def to_config(
                 f"weights={weights} has no effect with task={config.task.name}: use task=generate, task=serve or task=eval"
             ]
         )
+    choose_engine(config, given=given, machine=machine)
+    if faults := take_evaluated(config, given=given):
+        raise ConfigError(faults)
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
     return config
@@ -273,7 +278,7 @@ def _nvme_path(config: Config) -> str | None:
     path, offload = config.offload.nvme_path, config.offload
     if path is not None:
         return _absolute(path)
-    if config.task.name in ANSWERING:
+    if infers(config):
         return None  # packed weights without a folder of the user's end with the run
     is_used = "nvme" in (offload.optimizer, offload.parameters) or others_offload(config, tier=Tier.nvme)
     return os.path.join(config.output_dir, "nvme") if is_used else None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ztk.config.align_effects import ALIGN_EFFECTS, reads_records
 from ztk.config.data_effects import DATA_EFFECTS
 from ztk.config.effect import Effect, keys_of
+from ztk.config.eval_schema import EvalEngine
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.inference_schema import CacheKind, SamplingConfig
@@ -45,8 +46,8 @@ def offloads(config: Config, *, tier: Tier) -> bool:
 
 
 def others_offload(config: Config, *, tier: Tier) -> bool:
-    """Whether a model beside the policy is stored on `tier` by a choice of its own."""
-    return tier in (config.reference.offload, config.critic.offload, config.reward.offload)
+    """Whether a model beside the policy, or the average of the weights, is stored on `tier` by a choice of its own."""
+    return tier in (config.reference.offload, config.critic.offload, config.reward.offload, config.ema.offload)
 
 
 def _on_nvme(config: Config, machine: Machine) -> bool:
@@ -67,17 +68,29 @@ def device_of(config: Config, *, machine: Machine) -> str:
     return config.launch.device.value
 
 
+def by_training(config: Config) -> bool:
+    """Whether the engine that trains scores texts."""
+    return config.task.name == "eval" and config.eval.engine is EvalEngine.training
+
+
+def infers(config: Config) -> bool:
+    """Whether the inference engine computes the model."""
+    return config.task.name in ANSWERING and not by_training(config)
+
+
 def _needs_cpu(config: Config) -> bool:
     """Whether the task answers in a way that only the CPU has: layers that are streamed or shared by ranks, or a cache of slabs."""
     streams = config.offload.optimizer is not Tier.none
-    return config.task.name in ANSWERING and (
-        streams or config.topology.tensor > 1 or config.inference.cache is CacheKind.slabs
-    )
+    return infers(config) and (streams or config.topology.tensor > 1 or config.inference.cache is CacheKind.slabs)
 
 
 def _answers(config: Config, machine: Machine) -> bool:
     """Whether the task computes a model and trains nothing."""
     return config.task.name in ANSWERING
+
+
+def _infers(config: Config, machine: Machine) -> bool:
+    return infers(config)
 
 
 def _prompted(config: Config, machine: Machine) -> bool:
@@ -109,14 +122,14 @@ EFFECTS = (
     ),
     Effect(
         keys=keys_of("offload", "buffer_count", "buffer_bytes"),
-        when=lambda c, m: _on_nvme(c, m) and not _answers(c, m),
+        when=lambda c, m: _on_nvme(c, m) and not infers(c),
         only="offload=nvme in a run that trains",
     ),
     Effect(keys=keys_of("offload", "block_bytes", "threads", "direct_io"), when=_on_nvme, only="offload=nvme"),
     Effect(
         keys=("offload.nvme_path",),
         when=lambda c, m: _on_nvme(c, m) or others_offload(c, tier=Tier.nvme),
-        only="offload=nvme, or reference.offload, critic.offload or reward.offload",
+        only="offload=nvme, or ema.offload, reference.offload, critic.offload or reward.offload",
         required=False,
     ),
     Effect(
@@ -225,6 +238,7 @@ EFFECTS = (
         required=False,
     ),
     Effect(keys=("ema.every",), when=lambda c, m: bool(c.ema.decay), only="ema.decay above 0"),
+    Effect(keys=("ema.offload",), when=lambda c, m: bool(c.ema.decay), only="ema.decay above 0", required=False),
     Effect(
         keys=("train.evaluate",),
         when=lambda c, m: (
@@ -274,10 +288,10 @@ EFFECTS = (
     ),
     *ALIGN_EFFECTS,
     Effect(keys=("inference.model",), when=_answers, only=f"{_MODEL}, and inference.model=FOLDER"),
-    Effect(keys=("inference.weights",), when=_answers, only=_MODEL),
+    Effect(keys=("inference.weights",), when=_infers, only=f"{_MODEL}, and without eval.engine=training"),
     Effect(
         keys=("inference.memory_bytes",),
-        when=lambda c, m: _answers(c, m) and _on_nvme(c, m),
+        when=lambda c, m: infers(c) and _on_nvme(c, m),
         only="task=generate, serve or eval and offload=nvme",
         required=False,
     ),
@@ -297,12 +311,15 @@ EFFECTS = (
         when=lambda c, m: _prompted(c, m) and c.inference.draft_model is not None,
         only="inference.draft_model=FOLDER, and task=generate or task=serve",
     ),
-    Effect(keys=(*_SHARED, "inference.ema"), when=_answers, only=_MODEL, required=False),
+    Effect(keys=_SHARED, when=_infers, only=f"{_MODEL}, and without eval.engine=training", required=False),
+    Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
     Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
     Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),
     Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),
-    Effect(keys=keys_of("eval", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False),
+    Effect(
+        keys=keys_of("eval", "engine", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False
+    ),
     Effect(
         keys=keys_of("eval", "field", "stride"),
         when=lambda c, m: c.task.name == "eval" and c.eval.path is not None,

@@ -15,7 +15,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DROPS = ("dropout", "pdrop", "layerdrop")
 _OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither a policy nor a model of values has
-_DIVIDING = ("pretrain", "sft", "plan")  # tasks whose loss is that of targets, which parts of sequences have
+_DIVIDING = ("pretrain", "sft", "plan", "eval")  # tasks whose loss is that of targets, which parts of sequences have
 _ENDLESS = 1 << 30  # no learned positions: as long as memory allows
 
 
@@ -42,14 +42,18 @@ def take_sizes(choices: DictConfig) -> list[str]:
             "downloaded"
         ]
     try:
-        for name, value in _sizes(folder).items():
+        for name, value in sizes_of(folder).items():
             model[name] = value
     except (ImportError, ValueError) as error:
         return [str(error)]
     return []
 
 
-def _sizes(folder: Path) -> Mapping[str, int]:
+def sizes_of(folder: Path, *, key: str = "model.path") -> Mapping[str, int]:
+    """The sizes that config.json in `folder` says, by the names of `model`. key: names the folder.
+
+    Raises ValueError for a configuration that is no causal model's, ImportError without transformers.
+    """
     from ztk.hf.causal import read_config  # here: it takes torch and transformers
 
     config = read_config(str(folder))
@@ -69,7 +73,7 @@ def _sizes(folder: Path) -> Mapping[str, int]:
     }
     if lacking := [name for name, value in found.items() if value is None]:
         raise ValueError(
-            f"model.path={folder}: its configuration ({type(config).__name__}) does not say {', '.join(lacking)}, as those of causal models "
+            f"{key}={folder}: its configuration ({type(config).__name__}) does not say {', '.join(lacking)}, as those of causal models "
             "do; name another model"
         )
     experts = first(*_EXPERTS)
@@ -151,7 +155,8 @@ def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
     read = read_config(str(folder))
     if (fault := sequences_fault(read, key=key)) is not None:
         yield fault
-    for name, value in dropouts_of(config.model).items():
+    drops = {} if config.task.name == "eval" else dropouts_of(config.model)
+    for name, value in drops.items():
         yield (
             f"{key}: ranks with parts of one sequence would draw the same numbers in dropout ({name}={value:g} in config.json of "
             f"{config.model.path}): set it to 0 there, or use {key}=1"

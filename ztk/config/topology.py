@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ztk.config.effects import ANSWERING, device_of
+from ztk.config.effects import device_of, infers
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
 from ztk.policies.layout import hpz_faults, recompute_faults
@@ -51,7 +51,7 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
     """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one.
 
     To answer prompts, those that share layers."""
-    if config.task.name in ANSWERING:
+    if infers(config):
         return max(1, config.topology.tensor)
     named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
     everything = machine.gpus if device_of(config, machine=machine) == "cuda" else 0
@@ -61,7 +61,7 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
 def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     topology = config.topology
-    if config.task.name in ANSWERING:
+    if infers(config):
         return  # `answering_faults` says what they accept
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # the ranges say so
@@ -142,7 +142,7 @@ def _model_faults(config: Config) -> Iterator[str]:
 def _context_faults(config: Config) -> Iterator[str]:
     """Attention that goes around a ring takes any length, by padding its end."""
     topology, length = config.topology, config.data.seq_len
-    if config.task.name not in ("pretrain", "plan"):
+    if config.task.name not in ("pretrain", "plan", "eval"):
         yield (
             f"topology.context={topology.context}: task={config.task.name} reads answers of several lengths, which are not padded for a ring; "
             "use topology.context=1 and topology.sequence"

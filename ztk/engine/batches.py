@@ -3,7 +3,7 @@
 A loss has the dtype that the model computes it in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -38,5 +38,15 @@ def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
 def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:
     """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
     with engine.evaluating():
-        batches = map(MicroBatch.of, micro_batches)
-        return torch.stack([batch.weigh(engine(*batch.args, **batch.kwargs)) for batch in batches]).mean()
+        return torch.stack(list(_losses(engine, micro_batches=micro_batches))).mean()
+
+
+def eval_losses(engine, *, micro_batches: Iterable) -> Tensor:
+    """The loss of each of `micro_batches`, as `eval_batch`: [n] on the device. Parameters that were gathered for one serve the others."""
+    with engine.evaluating(), engine.zero.gathering.keep_unsharded():
+        return torch.stack(list(_losses(engine, micro_batches=micro_batches)))
+
+
+def _losses(engine, *, micro_batches: Iterable) -> Iterator[Tensor]:
+    for batch in map(MicroBatch.of, micro_batches):
+        yield batch.weigh(engine(*batch.args, **batch.kwargs))

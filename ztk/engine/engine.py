@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ztk.engine.batches import eval_batch, train_batch
+from ztk.engine.batches import eval_batch, eval_losses, train_batch
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.overflow import OverflowGuard
 from ztk.kernels import State
@@ -171,6 +171,12 @@ class Engine:
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
         return eval_batch(self, micro_batches=micro_batches)
+
+    def eval_losses(self, micro_batches: Iterable) -> Tensor:
+        """The loss of each of `micro_batches`, one at least, without gradients and in eval mode: [n] on the device. On ranks that share
+        sequences, of which each has a part of the loss, the mean over these ranks is the loss; on those of a pipeline that do not compute
+        it, zeros. Every rank must call it with as many."""
+        return eval_losses(self, micro_batches=micro_batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -85,11 +85,22 @@ class PipelineEngine(Engine):
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on every rank of the pipeline."""
+        losses = self._eval_losses(micro_batches)
+        return self.share(None if losses is None else torch.stack(losses).float().mean())
+
+    def eval_losses(self, micro_batches: Iterable) -> Tensor:
+        """As `Engine.eval_losses`: zeros on all stages but the last."""
+        batches = list(micro_batches)
+        losses = self._eval_losses(batches)
+        return torch.zeros(len(batches), device=self.process.device) if losses is None else torch.stack(losses)
+
+    def _eval_losses(self, micro_batches: Iterable) -> list[Tensor] | None:
         batches = [MicroBatch.of(batch) for batch in micro_batches]
         with self.evaluating():
             outputs = self.forward_batches(batches)
-        losses = [batch.weigh(out) for batch, out in zip(batches, outputs, strict=True)] if self.is_last_stage else None
-        return self.share(None if losses is None else torch.stack(losses).float().mean())
+        if not self.is_last_stage:
+            return None
+        return [batch.weigh(out) for batch, out in zip(batches, outputs, strict=True)]
 
     def __call__(self, *args, **kwargs) -> Carry:
         """The model's output for one micro-batch, on every rank of the pipeline and without gradients: for looking, not for training."""

@@ -19,5 +19,6 @@ from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output
 from ztk.inference.policy import PromptLogprob as PromptLogprob
 from ztk.inference.policy import SamplingParams as SamplingParams
+from ztk.inference.windows import Scorer as Scorer
 from ztk.inference.windows import log_likelihoods as log_likelihoods
 from ztk.inference.windows import windows as windows

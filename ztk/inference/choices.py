@@ -9,7 +9,7 @@ the boundary is one of tokens for all choices, that is log p(choice | prompt), a
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ztk.inference.engine import Generator
+from ztk.inference.windows import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +62,20 @@ def encode_choices(
     return EncodedChoices(context=context, endings=[tokens[shared:] for tokens in joined])
 
 
-def score_choices(generator: Generator, *, examples: list[EncodedChoices]) -> list[list[float]]:
+def score_choices(scorer: Scorer, *, examples: list[EncodedChoices]) -> list[list[float]]:
     """The log-likelihood, natural, of each choice of each example.
 
     Raises:
-        ValueError: as `Generator.score` does.
+        ValueError: as `Scorer.score_ends` does.
         FloatingPointError: logits that are not finite.
     """
-    found = iter(generator.score([example.context + ending for example in examples for ending in example.endings]))
-    return [[float(next(found)[-len(ending) :].double().sum()) for ending in example.endings] for example in examples]
+    found = iter(
+        scorer.score_ends(
+            [example.context + ending for example in examples for ending in example.endings],
+            counts=[len(ending) for example in examples for ending in example.endings],
+        )
+    )
+    return [[next(found) for _ in example.endings] for example in examples]
 
 
 def _common(first: list[int], second: list[int]) -> int:

@@ -138,6 +138,11 @@ class Generator:
         """
         return [_values(scores) for scores in self._scored(sequences, top=0)]
 
+    def score_ends(self, sequences: list[list[int]], *, counts: list[int]) -> list[float]:
+        """For each sequence the sum of the raw log-probabilities of its last `counts` tokens. Raises as `score`."""
+        found = self.score(sequences)
+        return [float(own[len(own) - count :].double().sum()) for own, count in zip(found, counts, strict=True)]
+
     def score_tokens(self, sequences: list[list[int]]) -> list[list[PromptLogprob]]:
         """As `score`, with the likeliest token of every position: [len - 1] for each sequence.
 

@@ -3,10 +3,27 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-
-from ztk.inference.engine import Generator
+from typing import Protocol
 
 _AT_ONCE = 64  # windows whose log-probabilities are in memory together
+
+
+class Scorer(Protocol):
+    """What computes log-probabilities: `Generator`, or the engine that trains (`ztk.engine.scoring`)."""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that the model takes."""
+        ...
+
+    def score_ends(self, sequences: list[list[int]], *, counts: list[int]) -> list[float]:
+        """For each sequence the sum of log p(token | those before it), natural, over its last `counts` tokens, fewer than it has.
+
+        Raises:
+            ValueError: a sequence that the model does not take.
+            FloatingPointError: logits that are not finite.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +57,7 @@ def windows(count: int, *, context: int, seq_len: int, stride: int) -> Iterator[
 
 
 def log_likelihoods(
-    generator: Generator,
+    scorer: Scorer,
     *,
     sequences: list[list[int]],
     context: int,
@@ -53,7 +70,7 @@ def log_likelihoods(
     on_scored: is called with the number of tokens that were scored since its last call.
 
     Raises:
-        ValueError: as `windows` and `Generator.score` do.
+        ValueError: as `windows` and `Scorer.score_ends` do.
         FloatingPointError: logits that are not finite.
     """
     sums = [0.0] * len(sequences)
@@ -62,9 +79,12 @@ def log_likelihoods(
         for number, tokens in enumerate(sequences)
     )
     while several := list(islice(planned, _AT_ONCE)):
-        found = generator.score([sequences[number][window.start : window.stop] for number, window in several])
-        for (number, window), logprobs in zip(several, found, strict=True):
-            sums[number] += float(logprobs[window.scored - window.start - 1 :].double().sum())
+        found = scorer.score_ends(
+            [sequences[number][window.start : window.stop] for number, window in several],
+            counts=[window.stop - window.scored for _, window in several],
+        )
+        for (number, _), value in zip(several, found, strict=True):
+            sums[number] += value
         if on_scored is not None:
             on_scored(sum(window.stop - window.scored for _, window in several))
     return sums

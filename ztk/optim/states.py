@@ -18,11 +18,12 @@ ROW_ALIGNMENT = 64  # bytes: vector loads and CPU kernels see the same alignment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRow:
-    """A value per element, or per `group` consecutive elements."""
+    """A value per element, or per `group` consecutive elements. is_common: every element has it, also where some lack the optimizer's."""
 
     name: str
     dtype: torch.dtype = torch.float32
     group: int = 1
+    is_common: bool = False
 
     def nbytes(self, numel: int) -> int:
         """Without padding."""
@@ -49,8 +50,8 @@ class StateFormat:
         return StateFormat(rows=tuple(StateRow(name=name) for name in names), names=names)
 
     def with_row(self, name: str) -> "StateFormat":
-        """With one more row in float32."""
-        row = StateRow(name=name)
+        """With one more row in float32, which every element has."""
+        row = StateRow(name=name, is_common=True)
         return StateFormat(
             rows=(*self.rows, row), names=(*self.names, name), master=self.master, is_eight_bit=self.is_eight_bit
         )
@@ -62,11 +63,18 @@ class StateFormat:
 
     def all_rows(self, *, has_master: bool) -> tuple[StateRow, ...]:
         """In the order in which they are stored."""
-        return (StateRow(name=MASTER, dtype=self.master), *self.rows) if has_master else self.rows
+        master = StateRow(name=MASTER, dtype=self.master, is_common=True)
+        return (master, *self.rows) if has_master else self.rows
 
-    def stored(self, numel: int, *, has_master: bool) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of the tensor for `numel` elements."""
+    def stored(
+        self, numel: int, *, has_master: bool, with_rows: int | None = None
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the tensor for `numel` elements. with_rows: those of them that have the optimizer's rows, of a format whose rows
+        are all float32; None: all."""
         rows = self.all_rows(has_master=has_master)
+        if with_rows is not None:
+            size = sum(numel if row.is_common else with_rows for row in rows)
+            return (max(size, ROW_ALIGNMENT // 4),), torch.float32  # a store keeps no empty tensor
         if self.is_plain:
             return (len(rows), numel), torch.float32
         return (sum(_padded(row.nbytes(numel)) for row in rows),), torch.uint8
@@ -75,20 +83,28 @@ class StateFormat:
         """Without padding."""
         return sum(row.dtype.itemsize / row.group for row in self.all_rows(has_master=has_master))
 
-    def views(self, stored: Tensor, *, numel: int, has_master: bool) -> dict[str, Tensor]:
-        """The rows of that tensor by name: [numel], or [ceil(numel / group)]."""
+    def views(self, stored: Tensor, *, numel: int, has_master: bool, with_rows: int | None = None) -> dict[str, Tensor]:
+        """The rows of that tensor by name: [numel], or [ceil(numel / group)]; the optimizer's [with_rows] where that is given."""
         rows = self.all_rows(has_master=has_master)
+        views, start = {}, 0
+        if with_rows is not None:
+            for row in rows:
+                size = numel if row.is_common else with_rows
+                views[row.name] = stored[start : start + size]
+                start += size
+            return views
         if self.is_plain:
             return dict(zip((row.name for row in rows), stored, strict=True))
-        views, start = {}, 0
         for row in rows:
             nbytes = row.nbytes(numel)
             views[row.name] = stored[start : start + nbytes].view(row.dtype)
             start += _padded(nbytes)
         return views
 
-    def first_state(self, numel: int) -> int:
+    def first_state(self, numel: int, *, with_rows: int | None = None) -> int:
         """Where along dimension 0 of the stored tensor the rows beside the master weights begin."""
+        if with_rows is not None:
+            return numel
         return 1 if self.is_plain else _padded(numel * self.master.itemsize)
 
     def cut(self, rows: Mapping[str, Tensor], *, start: int, stop: int) -> tuple[Tensor, ...]:

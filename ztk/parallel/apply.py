@@ -78,7 +78,7 @@ def parallelize(
     sample_batch: a micro-batch to measure layers with, for partition="profile".
     model_divides_sequences: ranks of the mesh's sequence axis get parts of sequences from the caller, whose layers exchange what they need;
         otherwise the native decoder is changed to do both.
-    ema: keeps a moving average of the trained weights in the optimizer's tier, for `engine.averaged()`. None: none.
+    ema: keeps a moving average of the trained weights, for `engine.averaged()`, on the tier that it names. None: none.
 
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.

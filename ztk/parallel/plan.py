@@ -82,7 +82,12 @@ class Plan:
     @property
     def state_format(self) -> StateFormat:
         """See `stored_states`."""
-        return stored_states(self.flat_optimizer, ema=self.ema)
+        return stored_states(self.flat_optimizer, with_average=self.ema is not None and not self.has_average_apart)
+
+    @property
+    def has_average_apart(self) -> bool:
+        """The moving average of the weights is stored on another tier than the optimizer states."""
+        return self.ema is not None and self.ema.is_apart(optimizer=self.offload.optimizer)
 
     @property
     def is_cut(self) -> bool:

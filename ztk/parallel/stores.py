@@ -6,7 +6,7 @@ from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
 from ztk.optim.states import ROW_ALIGNMENT, StateFormat
 from ztk.parallel.plan import Plan
-from ztk.policies.offload import PAGE_BYTES
+from ztk.policies.offload import MIN_BUFFER_COUNT, PAGE_BYTES
 from ztk.runtime import Tier
 from ztk.runtime.planned import is_planned
 from ztk.zero import DeviceStore, Store, Stores
@@ -18,6 +18,9 @@ def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:
     """One store per tier in use. Reduced gradients are stored on the tier where the optimizer runs."""
     made: dict[Tier, Store] = {}
     planned = is_planned(plan.process.device)
+    average = plan.ema.offload if plan.ema is not None and plan.has_average_apart else None
+    if average is Tier.nvme and not policy.uses_nvme:
+        policy = _for_average(policy)
 
     def store(tier: Tier) -> Store:
         if tier not in made:
@@ -35,7 +38,15 @@ def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:
         optimizer=store(policy.optimizer),
         gradients=store(policy.optimizer if plan.zero.shards_gradients else Tier.none),
         parameters=store(policy.parameters),
+        average=None if average is None else store(average),
     )
+
+
+def _for_average(policy: OffloadPolicy) -> OffloadPolicy:
+    """Of a store that has the average alone, which passes through the blocks of its threads. Raises ValueError without a folder."""
+    if not policy.nvme_path:
+        raise ValueError("ema.offload=nvme needs a folder: set offload.nvme_path=FOLDER")
+    return replace(policy, buffer_count=MIN_BUFFER_COUNT, buffer_bytes=min(policy.buffer_bytes, policy.block_bytes))
 
 
 def fit_pool(plan: Plan) -> OffloadPolicy:

@@ -85,6 +85,19 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
     return _of_run(recorded, name=recorded.name, config=config, module=trained_model(config, step=step, ema=ema).eval())
 
 
+def described(path: str, *, module: nn.Module) -> Opened:
+    """`module`, a model that somebody has opened from the folder `path`, with its tokenizer.
+
+    Raises:
+        ValueError: the folder is neither a run, nor a checkpoint, nor one of transformers; or transformers is needed and not installed.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return _of_transformers(folder, name=folder.name, module=module)
+    _, recorded = recorded_run(folder)
+    return _of_run(recorded, name=recorded.name, config=load_config(recorded / "config.yaml"), module=module)
+
+
 def open_packed_model(packed: Packed) -> Opened:
     """A folder of packed weights with the tokenizer that was packed with it."""
     name = packed.extra["name"]

@@ -20,6 +20,7 @@ from ztk.zero.context import ZeroContext
 from ztk.zero.exchange import exchange_of
 from ztk.zero.gathering import Unit
 from ztk.zero.layout import BucketLayout, ParameterSpec, Segment
+from ztk.zero.moments import Moments
 from ztk.zero.partitioned import PartitionedParameter, partitioned_of, take
 from ztk.zero.piece import Piece, cut_shard
 from ztk.zero.piece_states import PieceStates
@@ -43,6 +44,8 @@ class Builder:
         """
         self._context, self._policy, self._stores = context, context.policy, context.stores
         self._states = PieceStates(context)
+        rows = context.groups.rows
+        self._matrix_groups = frozenset(number for number, row in enumerate(rows) if row.muon_scale)
         if initial_values is None:
             _check_has_values(model)
         check_aliases(model)
@@ -133,9 +136,22 @@ class Builder:
         shape, stores = (len(span),), self._stores
         states = gradient = parameter = None
         has_master = traits.trainable and not self._is_own_master(traits)
+        segments = tuple(self._segments(traits, layout=layout, span=span))
+        moments = momentum = None
         if traits.trainable:
-            stored, dtype = self._context.states.stored(len(span), has_master=has_master)
+            moments = Moments.of(segments, start=span.start, matrix_groups=self._matrix_groups)
+            with_rows = None if moments is None else moments.num_moments
+            stored, dtype = self._context.states.stored(len(span), has_master=has_master, with_rows=with_rows)
             states = stores.optimizer.allocate(name=name, shape=stored, dtype=dtype, category="optimizer")
+        if moments is not None:
+            momentum = stores.optimizer.allocate(
+                name=f"{name} momentum", shape=(moments.num_momentum,), dtype=torch.float32, category="optimizer"
+            )
+        average = None
+        if traits.trainable and stores.average is not None:
+            average = stores.average.allocate(
+                name=f"{name} average", shape=shape, dtype=torch.float32, category="average"
+            )
         if traits.trainable and traits.shards_gradients:
             gradient = stores.gradients.allocate(
                 name=name, shape=shape, dtype=traits.gradient_dtype, category="gradients", keep=True
@@ -145,12 +161,15 @@ class Builder:
         return Piece(
             start=span.start,
             stop=span.stop,
-            segments=tuple(self._segments(traits, layout=layout, span=span)),
+            segments=segments,
             fragments=tuple(layout.fragments(span)),
             states=states,
             gradient=gradient,
             parameter=parameter,
             has_master=has_master,
+            average=average,
+            moments=moments,
+            momentum=momentum,
         )
 
     def _segments(self, traits: BucketTraits, *, layout: BucketLayout, span: range) -> Iterator[Segment]:

@@ -12,7 +12,7 @@ Where tensor-parallel ranks hold parts of a matrix, its owners bring these toget
 Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,6 @@ from ztk.runtime.buffers import BufferPool
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import ZeroContext
 from ztk.zero.cut_matrices import CutMatrices
-from ztk.zero.norms import FetchStates
 from ztk.zero.owners import Matrix, Round, plan_rounds
 from ztk.zero.piece import Piece
 from ztk.zero.piece_states import PieceStates
@@ -49,6 +48,20 @@ class _Batch:
     from_ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FetchedMomentum:
+    """A piece with the momentum of its matrices in memory. momentum: float32, laid out by `piece.moments`, which may be changed; gradient:
+    [n]."""
+
+    piece: Piece
+    momentum: Tensor
+    gradient: Tensor
+
+
+# Pieces in order -> the same, each with its momentum, which is written back behind its turn
+FetchMomentum = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedMomentum]]
+
+
 class MatrixUpdate:
     """Turns the gradients of Muon's matrices into orthogonalised directions. pool: of buffers for them."""
 
@@ -65,7 +78,7 @@ class MatrixUpdate:
         """Those with matrices, in the order in which they are fetched first."""
         return list(dict.fromkeys(entry for batch in self._batches for entry in batch.pieces))
 
-    def run(self, control: Tensor, *, fetch: FetchStates, skipped: frozenset[str]) -> None:
+    def run(self, control: Tensor, *, fetch: FetchMomentum, skipped: frozenset[str]) -> None:
         """After it, gradients of matrices are directions to step along. A collective call of the ranks of every bucket; waits.
 
         control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their momentum.
@@ -128,7 +141,7 @@ class MatrixUpdate:
 
     # One round
 
-    def _run_batch(self, batch: _Batch, *, control: Tensor, fetch: FetchStates, skipped: frozenset[str]) -> None:
+    def _run_batch(self, batch: _Batch, *, control: Tensor, fetch: FetchMomentum, skipped: frozenset[str]) -> None:
         rank = batch.comm.rank
         numel = sum(len(matrix.held[rank]) for matrix in batch.round.matrices)
         parts = self.pool.acquire(numel, dtype=self._muon.dtype)
@@ -151,15 +164,17 @@ class MatrixUpdate:
         parts: Tensor,
         places: dict[str, int],
         control: Tensor,
-        fetch: FetchStates,
+        fetch: FetchMomentum,
         skipped: frozenset[str],
     ) -> None:
         """Fills `parts` with the directions of this rank's ranges."""
         for fetched in fetch(batch.pieces):
+            moments = fetched.piece.moments
+            assert moments is not None, "the piece has elements of matrices"
             for fragment in fetched.piece.fragments:
                 if fragment.name not in places:
                     continue
-                momentum = next(iter(fetched.rows.values()))[fragment.place]  # the first state
+                momentum = fetched.momentum[moments.momentum_of(fragment.place)]
                 direction = self._muon.direction(
                     momentum.clone() if fragment.name in skipped else momentum,
                     grad=fetched.gradient[fragment.place],

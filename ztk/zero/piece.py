@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ztk.zero.layout import BucketLayout, Fragment, Segment
+from ztk.zero.moments import Moments
 from ztk.zero.store import Slot
 
 
@@ -19,6 +20,9 @@ class Piece:
     states: the master weights (unless the parameter is its own master: `has_master` is False), then the optimizer's rows, as
         `StateFormat` lays them out. None if the bucket is frozen.
     gradient: the reduced gradient, if gradients are sharded. parameter: the parameter shard, if parameters are sharded.
+    average: of the weights, fp32, if it is stored on another tier than the states.
+    moments: which elements have which of Muon's states, and momentum: of its matrices, fp32; None: it has none of them, and all elements
+        have all rows.
     """
 
     start: int
@@ -29,10 +33,18 @@ class Piece:
     gradient: Slot | None
     parameter: Slot | None
     has_master: bool = False
+    average: Slot | None = None
+    moments: Moments | None = None
+    momentum: Slot | None = None
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def with_rows(self) -> int | None:
+        """Elements that have the optimizer's rows, as `StateFormat` takes it; None: all."""
+        return None if self.moments is None else self.moments.num_moments
 
     def of(self, full: Tensor) -> Tensor:
         """This piece of a buffer that spans the bucket: a view [numel]."""

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.optim import eight_bit
 from ztk.optim.states import MASTER
+from ztk.runtime import Tier
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
 from ztk.zero.piece import Piece
+from ztk.zero.store import Slot
 
 FROZEN, GRADIENT = "parameter", "gradient"  # kinds of state, beside MASTER and the names of the optimizer's states
 
@@ -35,41 +38,87 @@ class PieceStates:
         if piece.states is None:
             yield {FROZEN: self._parameter(bucket, piece=piece)}
             return
-        if aside:
-            memory = torch.empty(piece.states.shape, dtype=piece.states.dtype)
-            states = self._stores.optimizer.fetch_into(piece.states, out=memory).wait()
-        else:
-            states = self._stores.optimizer.fetch(piece.states).wait()
-        try:
-            rows = self._format.views(states, numel=piece.numel, has_master=piece.has_master)
+        with self._fetched(piece.states, aside=aside) as states, self._fetched(piece.momentum, aside=aside) as momentum:
+            rows = self._views(piece, states=states)
+            if piece.moments is not None:
+                rows = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
             master = rows.pop(MASTER) if MASTER in rows else self._parameter(bucket, piece=piece)
-            yield self._format.read(rows, master=master)
-        finally:  # also when the caller stops early
-            if not aside:
-                self._stores.optimizer.release(piece.states)
+            with self.average(piece, aside=aside) as apart:
+                yield self._format.read(rows, master=master) | apart
+
+    @contextmanager
+    def _fetched(self, slot: Slot | None, *, aside: bool) -> Iterator[Any]:
+        """The tensor of a slot of the optimizer's store; None without a slot."""
+        store = self._stores.optimizer
+        if slot is None:
+            yield None
+        elif aside:
+            memory = torch.empty(slot.shape, dtype=slot.dtype)
+            yield store.fetch_into(slot, out=memory).wait()
+        else:
+            fetched = store.fetch(slot).wait()
+            try:
+                yield fetched
+            finally:  # also when the caller stops early
+                store.release(slot)
 
     @contextmanager
     def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
         """The states [n] of a trained piece by kind, "master" only if it has a row, which are written back at the end."""
-        with self._rows(piece) as rows:
+        with self._rows(piece) as rows, self.average(piece, changes=True) as apart:
+            if piece.moments is not None:
+                with self._changed(piece.momentum) as momentum:
+                    full = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
+                    yield full | apart
+                    piece.moments.gather(full, rows=rows, momentum=momentum)
+                return
             if not self._format.is_eight_bit:
-                yield rows
+                yield rows | apart
                 return
             moments = eight_bit.read_moments(rows)
             master = {MASTER: eight_bit.read_master(rows[MASTER], rows=rows)} if MASTER in rows else {}
-            yield master | moments
+            yield master | moments | apart
             for values in master.values():
                 self._write_master(rows, values=values)
             self.num_rounded += eight_bit.write_moments(rows, **moments)
 
     @contextmanager
+    def average(self, piece: Piece, *, changes: bool = False, aside: bool = False) -> Iterator[dict[str, Tensor]]:
+        """The average of a trained piece that is stored on a tier of its own, fp32 [n] under `AVERAGE`, where that tier is: on the device or
+        in main memory; else nothing. changes: it is written back at the end. aside: as of `reading`."""
+        store = self._stores.average
+        if store is None or piece.average is None:
+            yield {}
+            return
+        if aside or store.tier is Tier.nvme:  # past the pool, whose buffers the states may take
+            memory = torch.empty(piece.numel, dtype=torch.float32)
+            values = store.fetch_into(piece.average, out=memory).wait()
+        else:
+            values = store.fetch(piece.average).wait()
+        yield {AVERAGE: values}
+        if changes:
+            store.put(piece.average, value=values).wait()
+
+    @contextmanager
     def _rows(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
         """The rows of a trained piece as they are stored, which are written back at the end."""
-        states = self._stores.optimizer.fetch(piece.states).wait()
+        with self._changed(piece.states) as states:
+            yield self._views(piece, states=states)
+
+    @contextmanager
+    def _changed(self, slot: Slot | None) -> Iterator[Tensor]:
+        """The tensor of a slot of the optimizer's store, which is written back at the end."""
+        assert slot is not None, "of a trained piece"
+        fetched = self._stores.optimizer.fetch(slot).wait()
         try:
-            yield self._format.views(states, numel=piece.numel, has_master=piece.has_master)
+            yield fetched
         finally:  # a failed change must not keep a buffer of the pool
-            self._stores.optimizer.put(piece.states, value=states).wait()
+            self._stores.optimizer.put(slot, value=fetched).wait()
+
+    def _views(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
+        """The rows of a piece's stored states by name."""
+        given = {"numel": piece.numel, "has_master": piece.has_master, "with_rows": piece.with_rows}
+        return self._format.views(states, **given)
 
     @contextmanager
     def gradient(self, bucket: Bucket, *, piece: Piece, changes: bool = False) -> Iterator[Tensor]:

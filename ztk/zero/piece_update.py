@@ -45,7 +45,7 @@ class PieceUpdate:
             self._optimizer.step(
                 master,
                 grad=gradient,
-                states=self._cut(rows, place=slice(0, piece.numel)),
+                states=self._optimizer.format.cut(rows, start=0, stop=piece.numel),
                 control=control,
                 out=out,
                 tiles=self._tiles_of(piece, master=master),
@@ -67,13 +67,13 @@ class PieceUpdate:
             self._optimizer.step(
                 master[cut],
                 grad=gradient[cut],
-                states=self._cut(rows, place=cut),
+                states=self._cut(rows, place=cut, piece=piece),
                 control=control[segment.group],
                 out=None if out is None else out[cut],
                 position=segment.position,
             )
         for place, values in apart.values():
-            for row, value in zip((master[place], *self._cut(rows, place=place)), values, strict=True):
+            for row, value in zip((master[place], *self._cut(rows, place=place, piece=piece)), values, strict=True):
                 row.copy_(value)
             if out is not None:
                 out[place].copy_(master[place])
@@ -91,8 +91,13 @@ class PieceUpdate:
             self._tiles[piece] = tiles_of(cuts, device=master.device)
         return self._tiles[piece]
 
-    def _cut(self, rows: dict[str, Tensor], *, place: slice) -> tuple[Tensor, ...]:
-        """The rows of the elements of `place`, which begins and ends where groups of the format do, or at the padding behind a parameter."""
+    def _cut(self, rows: dict[str, Tensor], *, place: slice, piece: Piece) -> tuple[Tensor, ...]:
+        """The rows of the elements of `place`, which begins and ends where groups of the format do, or at the padding behind a parameter; none
+        of a matrix, whose momentum is elsewhere."""
+        if piece.moments is not None:
+            if not piece.moments.has_moments(place):
+                return ()
+            place = piece.moments.moments_of(place)
         return self._optimizer.format.cut(rows, start=place.start, stop=place.stop)
 
     def _apart(
@@ -115,7 +120,8 @@ class PieceUpdate:
         for fragment in piece.fragments:
             if fragment.name in skipped:
                 place = fragment.place
-                found[fragment.name] = place, [row.clone() for row in (master[place], *self._cut(rows, place=place))]
+                own = (master[place], *self._cut(rows, place=place, piece=piece))
+                found[fragment.name] = place, [row.clone() for row in own]
         for segment in piece.segments:
             cut = slice(segment.start - piece.start, segment.stop - piece.start)
             late: dict[int, list[Fragment]] = {}
@@ -127,7 +133,9 @@ class PieceUpdate:
                 copied = master[cut].clone()
                 states = {
                     row.name: value.clone()
-                    for row, value in zip(self._optimizer.format.rows, self._cut(rows, place=cut), strict=True)
+                    for row, value in zip(
+                        self._optimizer.format.rows, self._cut(rows, place=cut, piece=piece), strict=True
+                    )
                 }
                 own = self._missed.control_of(fragments[0].name, control=control, group=segment.group)
                 self._optimizer.step(
@@ -135,7 +143,8 @@ class PieceUpdate:
                 )
                 for fragment in fragments:
                     place = slice(fragment.place.start - cut.start, fragment.place.stop - cut.start)
-                    found[fragment.name] = fragment.place, [copied[place], *self._cut(states, place=place)]
+                    moments = self._optimizer.format.cut(states, start=place.start, stop=place.stop)
+                    found[fragment.name] = fragment.place, [copied[place], *moments]
         return found
 
     def run_lamb(

@@ -55,16 +55,18 @@ class Store(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stores:
-    """Which store keeps which kind of state."""
+    """Which store keeps which kind of state. average: of the weights; None: it is among the optimizer states, or there is none."""
 
     optimizer: Store
     gradients: Store
     parameters: Store
+    average: Store | None = None
 
     def close(self) -> None:
         """Flushes and closes every store, also when one of them raises."""
         with ExitStack() as stack:
-            for store in {id(store): store for store in (self.optimizer, self.gradients, self.parameters)}.values():
+            stores = (self.optimizer, self.gradients, self.parameters, self.average)
+            for store in {id(store): store for store in stores if store is not None}.values():
                 stack.callback(store.close)
                 stack.callback(store.flush)
 

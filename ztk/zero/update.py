@@ -43,11 +43,13 @@ from ztk.runtime.serial import InlineCalls, SerialThread
 from ztk.runtime.streams import Copy, has_streams, start_copy
 from ztk.zero.bucket import Bucket
 from ztk.zero.context import AVERAGE, ZeroContext
-from ztk.zero.matrices import MatrixUpdate
+from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
 from ztk.zero.missed import MissedUpdates
 from ztk.zero.norms import FetchedStates, TrustRatios
 from ztk.zero.piece import Piece
+from ztk.zero.piece_states import PieceStates
 from ztk.zero.piece_update import PieceUpdate
+from ztk.zero.store import Slot
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
@@ -86,6 +88,7 @@ class ShardUpdate:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
         self._format, self._ema, self._averages = context.states, context.ema, False
+        self._states = PieceStates(context)
         self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
         beside_the_device = self._on_host and context.device.type != "cpu"
         self.pool = BufferPool(
@@ -122,25 +125,26 @@ class ShardUpdate:
         self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         # The first that are fetched: a store's memory goes to pieces in that order.
-        first = self._pieces_of((*self._at_once, *self._behind)) if self._matrices is None else self._matrices.pieces
-        self._pieces = [piece for _, piece in first]
-        self._ahead: dict[Piece, Pending] = {}  # states that are fetched ahead
+        self._first: list[Slot | None] = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
+        if self._matrices is not None:
+            self._first = [piece.momentum for _, piece in self._matrices.pieces]
+        self._ahead: dict[Slot | None, Pending] = {}  # states that are fetched ahead
         self._is_fetching = False  # the update behind the forward has not fetched everything yet
 
     def fetch_ahead(self) -> None:
         """See [Note: States ahead]. Does nothing while the last update still fetches."""
         if self._is_fetching:
             return
-        for piece in self._pieces[len(self._ahead) :]:
-            pending = self._stores.optimizer.fetch_ahead(piece.states)
+        for slot in self._first[len(self._ahead) :]:
+            pending = self._stores.optimizer.fetch_ahead(slot)
             if pending is None:
                 return
-            self._ahead[piece] = pending
+            self._ahead[slot] = pending
 
     def drop_ahead(self) -> None:
         """Releases what was fetched ahead: no update will use it."""
-        for piece in self._ahead:
-            self._stores.optimizer.release(piece.states)
+        for slot in self._ahead:
+            self._stores.optimizer.release(slot)
         self._ahead.clear()
 
     def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset(), averages: bool = False) -> None:
@@ -167,7 +171,7 @@ class ShardUpdate:
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
         if self._matrices is not None:
-            self._matrices.run(control, fetch=self._fetch_states, skipped=skipped)
+            self._matrices.run(control, fetch=self._fetch_momentum, skipped=skipped)
         if self._norms is not None:
             self._ratios = self._norms.run(control, fetch=self._fetch_states, skipped=skipped)
         self._update_all(self._at_once, control=control, clock=self._clock)
@@ -262,28 +266,35 @@ class ShardUpdate:
     def _pieces_of(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Piece]]:
         return [(bucket, piece) for bucket in buckets for piece in bucket.pieces]
 
-    def _fetch_all(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[_Fetched]:
-        """Pieces in order. Each is fetched while the one before it is updated, and more of them where the store has room."""
+    def _fetch_all(self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool = False) -> Iterator[_Fetched]:
+        """Pieces in order. Each is fetched while the one before it is updated, and more of them where the store has room. momentum: that of
+        matrices in place of the states."""
         todo = deque(pieces)
         fetched: deque[_Fetched] = deque()
         while todo or fetched:
-            while todo and len(fetched) < (MAX_FETCHED if self._has_room(todo[0][1]) else 2):
+            while todo and len(fetched) < (MAX_FETCHED if self._has_room(_slot(todo[0][1], momentum=momentum)) else 2):
                 bucket, piece = todo.popleft()
-                fetched.append(self._fetch(bucket, piece=piece))
+                fetched.append(self._fetch(bucket, piece=piece, momentum=momentum))
             yield fetched.popleft()
 
-    def _has_room(self, piece: Piece) -> bool:
-        return piece in self._ahead or self._stores.optimizer.has_room(piece.states)
+    def _has_room(self, slot: Slot | None) -> bool:
+        return slot in self._ahead or self._stores.optimizer.has_room(slot)
 
-    def _fetch(self, bucket: Bucket, *, piece: Piece) -> _Fetched:
+    def _fetch(self, bucket: Bucket, *, piece: Piece, momentum: bool) -> _Fetched:
         gradient, staged = None, None
         if piece.gradient is not None:
             gradient = self._stores.gradients.fetch(piece.gradient)
         elif self._on_host:
             staged = self._stage(piece.of(bucket.gradient.full))
-        states = self._ahead.pop(piece, None) or self._stores.optimizer.fetch(piece.states)
+        slot = _slot(piece, momentum=momentum)
+        states = self._ahead.pop(slot, None) or self._stores.optimizer.fetch(slot)
         parameter = None
-        if not piece.has_master and piece.parameter is not None and self._stores.parameters.tier is Tier.nvme:
+        if (
+            not momentum
+            and not piece.has_master
+            and piece.parameter is not None
+            and self._stores.parameters.tier is Tier.nvme
+        ):
             memory = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
             parameter = self._stores.parameters.fetch_into(piece.parameter, out=memory)
         return _Fetched(
@@ -301,16 +312,28 @@ class ShardUpdate:
 
     def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
         """Before the update, the states of pieces, which are written back behind their turn. Their gradients stay where they are."""
-        writes: deque[Pending] = deque()
-        for fetched in self._fetch_all(pieces):
-            bucket, piece = fetched.bucket, fetched.piece
-            with self._clock.phase("io"):
-                states, gradient = self._wait_for(fetched)
+        for bucket, piece, states, gradient in self._passing(pieces, momentum=False):
             rows = self._rows(piece, states=states)
             master = rows.pop(MASTER) if MASTER in rows else self._resident_parameter(bucket, piece=piece)
             assert master is not None, "fp32 parameters on a disk have master weights"
             yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
-            writes.append(self._stores.optimizer.put(piece.states, value=states))
+
+    def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
+        """As `_fetch_states`, the momentum of matrices alone."""
+        for _, piece, momentum, gradient in self._passing(pieces, momentum=True):
+            yield FetchedMomentum(piece=piece, momentum=momentum, gradient=gradient)
+
+    def _passing(
+        self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool
+    ) -> Iterator[tuple[Bucket, Piece, Tensor, Tensor]]:
+        """Bucket, piece, what is stored of it and the gradient [n], where the update runs; it is written back behind its turn."""
+        writes: deque[Pending] = deque()
+        for fetched in self._fetch_all(pieces, momentum=momentum):
+            piece = fetched.piece
+            with self._clock.phase("io"):
+                states, gradient = self._wait_for(fetched)
+            yield fetched.bucket, piece, states, gradient
+            writes.append(self._stores.optimizer.put(_slot(piece, momentum=momentum), value=states))
             if len(writes) > MAX_WRITES:
                 writes.popleft().wait()
             if piece.gradient is not None:
@@ -348,8 +371,11 @@ class ShardUpdate:
         assert master is not None, "there while the update runs"
         with named(f"update {bucket.traits.name}"):
             self._optimize(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
-        if average is not None and self._averages:
+        if self._averages and average is not None:
             self._update_average(average, weights=master, control=control)
+        elif self._averages:
+            with self._states.average(piece, changes=True) as apart:
+                self._update_average(apart[AVERAGE], weights=master.to(apart[AVERAGE].device), control=control)
         if fetched.staged is not None:
             self.pool.release(gradient)
         return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
@@ -380,12 +406,13 @@ class ShardUpdate:
 
     def _rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
         """The rows of a piece's stored states by name."""
-        return self._format.views(states, numel=piece.numel, has_master=piece.has_master)
+        given = {"numel": piece.numel, "has_master": piece.has_master, "with_rows": piece.with_rows}
+        return self._format.views(states, **given)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
         """See `update_average`. Where the host knows of skips, no skipped step comes here."""
         assert weights is not None and self._ema is not None
-        skip = None if self._must_know_of_skips else control[0, Control.skip]
+        skip = None if self._must_know_of_skips else control[0, Control.skip].to(average.device)
         update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
 
     def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
@@ -419,6 +446,10 @@ class ShardUpdate:
                 write.copy.synchronize()  # before the host writes into its buffer again
         if write.parameter is not None:
             self.pool.release(write.parameter)
+
+
+def _slot(piece: Piece, *, momentum: bool) -> Slot | None:
+    return piece.momentum if momentum else piece.states
 
 
 def _new_thread(device: torch.device) -> SerialThread | InlineCalls:

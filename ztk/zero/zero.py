@@ -70,7 +70,7 @@ class Zero:
 
         piece_size: elements that are updated at once; None: a shard. parts: of the parameters that are cut or copied along other axes than
         the data's. initial_values: needed if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient alone.
-        ema: keeps a moving average of the trained weights with the optimizer's states; None: none.
+        ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`; None: none.
         Raises ValueError if a parameter has no values.
         """
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
@@ -91,7 +91,7 @@ class Zero:
             gathered=BufferPool(device=mesh.world.device, ledger=ledger, category="gathered"),
             ema=ema,
         )
-        self.state_names, self.kept_states = context.state_names, context.states.described()
+        self.state_names, self.kept_states = context.state_names, context.described_states
         built = Builder(model, context=context, initial_values=initial_values)
         self.buckets = built.buckets
         self._trained = [bucket for bucket in built.buckets if bucket.traits.trainable]

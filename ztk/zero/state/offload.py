@@ -124,8 +124,10 @@ class StateOffloader:
             for slot, store, kind, category in (
                 (piece.gradient, self._stores.gradients, StateKind.lp_grads, "gradients"),
                 (piece.parameter, self._stores.parameters, StateKind.lp_params, "parameters"),
+                (piece.momentum, self._stores.optimizer, StateKind.optim_states, "optimizer"),
+                (piece.average, self._stores.average, StateKind.optim_states, "average"),
             ):
-                if slot is not None and store.tier is Tier.device and kind in kinds:
+                if slot is not None and store is not None and store.tier is Tier.device and kind in kinds:
                     # pyrefly: ignore[missing-attribute]  # a slot of the device's store is a DeviceSlot
                     yield slot.tensor, slice(None), category
         if StateKind.lp_params in kinds:
@@ -138,7 +140,7 @@ class StateOffloader:
         moments."""
         assert piece.states is not None
         count = piece.states.shape[0]
-        moments = self._format.first_state(piece.numel) if piece.has_master else 0
+        moments = self._format.first_state(piece.numel, with_rows=piece.with_rows) if piece.has_master else 0
         start = 0 if StateKind.hp_params in kinds else moments
         return slice(start, count if StateKind.optim_states in kinds else moments)
 

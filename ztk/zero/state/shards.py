@@ -47,7 +47,7 @@ class ModelState:
     ) -> None:
         self._buckets, self._parts, self._states = buckets, context.parts, PieceStates(context)
         self._update, self._gathering = update, gathering
-        self._dtypes = context.states.read_dtypes()
+        self._dtypes = context.state_dtypes
 
     def part_of(self, name: str, *, bucket: Bucket) -> Part:
         """What this rank holds of parameter `name`, which lies in `bucket`."""

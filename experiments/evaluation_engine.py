@@ -1,0 +1,110 @@
+"""The model of `task=eval` under the strategy of a run that trains: its layout, ZeRO stage and tier. It never trains.
+
+Every rank reads the ranges of the weights that it keeps. All parameters are frozen, so there are neither gradients nor optimizer states.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from experiments import policies
+from experiments.pretrain import build_model, sample_batch
+from experiments.ranks import started
+from ztk.checkpoint.values import CheckpointValues
+from ztk.config import Config
+from ztk.config import load as load_config
+from ztk.config.evaluating import multiple_of, usual_window
+from ztk.config.hugging_face import is_hugging_face
+from ztk.config.schema import ModelInit
+from ztk.engine import Engine
+from ztk.engine.scoring import EngineScorer
+from ztk.hf.causal import open_causal
+from ztk.parallel import parallelize
+from ztk.runtime import Process
+from ztk.runtime.part import InitialValues
+from ztk.serve.models import Opened, described, recorded_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """The model with its tokenizer, and what scores texts by it. is_first: this is the rank that writes."""
+
+    opened: Opened
+    scorer: EngineScorer
+    is_first: bool
+
+
+@contextmanager
+def scoring(config: Config) -> Iterator[Scored]:
+    """`open_scored` on a rank that is started for it, for the time inside. Raises as `open_scored`."""
+    with started(config) as process:
+        scored, engine = open_scored(config, process=process)
+        yield scored
+        engine.close()
+
+
+def open_scored(config: Config, *, process: Process) -> tuple[Scored, Engine]:
+    """The model of `inference.model` on this rank, and the engine that the caller closes. Every rank must make the same calls.
+
+    Raises:
+        ValueError: the folder has no such model, or it does not fit the layout.
+        CheckpointError: a damaged checkpoint, or inference.ema=true without an average.
+    """
+    path = config.inference.model
+    assert path is not None, "the configuration is checked"
+    model, values = open_frozen(path, ema=bool(config.inference.ema))
+    opened = described(path, module=model)
+    engine = parallelize(
+        model,
+        process=process,
+        optimizer=replace(policies.optimizer_policy(config), lr=0.0),
+        precision=policies.precision_policy(config),
+        zero=policies.zero_policy(config),
+        offload=policies.offload_policy(config),
+        tensor=policies.tensor_policy(config),
+        pipeline=policies.pipeline_policy(config),
+        accumulation_steps=config.train.accumulation_steps,
+        initial_values=values,
+        sample_batch=sample_batch(config, device=process.device),
+    )
+    if isinstance(values, CheckpointValues):
+        values.close()
+    scorer = EngineScorer(
+        engine,
+        max_len=usual_window(config),
+        vocabulary=config.model.vocab_size,
+        multiple=multiple_of(config.topology),
+    )
+    return Scored(opened=opened, scorer=scorer, is_first=process.rank == 0), engine
+
+
+def open_frozen(path: str, *, ema: bool) -> tuple[nn.Module, InitialValues]:
+    """The model of a run folder, a checkpoint or a folder of transformers, parameters on the meta device, and its weights by name and range.
+
+    A run's adapters stay beside their base: W x + alpha / rank B A x. ema: the moving average of the weights.
+
+    Raises:
+        ValueError: a folder without such a model, or one of rewards.
+        CheckpointError: a damaged checkpoint, or no average.
+    """
+    folder = Path(path)
+    values: InitialValues
+    if (folder / "config.json").is_file():
+        model, values = open_causal(path, init=ModelInit.pretrained.value, seed=0)
+    else:
+        step, recorded = recorded_run(folder)
+        run = load_config(recorded / "config.yaml")
+        if is_hugging_face(run.model):
+            run.model.init = ModelInit.pretrained if run.lora.rank else ModelInit.random
+            run.model.kernels = False
+        model, base = build_model(run)
+        values = CheckpointValues(step, ema=ema, base=base if run.lora.rank else None)
+        values.fill_buffers(model)
+    own: Any = getattr(model, "config", None)
+    if getattr(own, "output_router_logits", False):
+        own.output_router_logits = False  # the router's loss is part of training alone
+    return model.requires_grad_(False), values

@@ -1,0 +1,139 @@
+"""`task=eval` by the engine that trains: when it computes, of which model, and what it accepts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from ztk.config.effects import by_training
+from ztk.config.eval_schema import EvalEngine
+from ztk.config.hugging_face import NAME, sizes_of
+from ztk.config.inference_schema import WeightFormat
+from ztk.config.keys import read, written
+from ztk.config.machine import Machine
+from ztk.config.precision_schema import DType, LossScaleConfig, PrecisionConfig
+from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.config.topology import DEGREES, sequence_ranks
+from ztk.policies.tier import Tier
+
+USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
+_SECTIONS = ("zero", "topology")
+_KEYS = ("precision", "precision.dtype")
+_NO_GRADIENTS = ("zero.quantized_gradients", "topology.max_local_gradients", "offload.optimizer")
+
+
+def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) -> None:
+    """Settles `eval.engine` where it was left open: the one that trains if the user chose a stage, a precision, or a layout that the inference
+    engine does not have."""
+    if config.task.name != "eval" or config.eval.engine is not None:
+        return
+    ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
+    needs = any(getattr(config.topology, name) > 1 for name in DEGREES if name != "tensor")
+    chosen = any(key.partition(".")[0] in ("zero", "precision") for key in given)
+    more = ranks > max(1, config.topology.tensor) or (config.topology.data or 1) > 1
+    config.eval.engine = EvalEngine.training if needs or chosen or more else EvalEngine.inference
+
+
+def take_evaluated(config: Config, *, given: frozenset[str]) -> list[str]:
+    """Where the engine that trains evaluates: `model` becomes that of `inference.model`, so that the rules of layouts see it, in fp32 unless
+    the user chose a precision. Returns one line per fault."""
+    if not by_training(config) or config.inference.model is None:
+        return []
+    folder = Path(config.inference.model).expanduser()
+    if not folder.is_dir():
+        return []  # `answering_faults` says so
+    try:
+        config.model = _model_of(folder, usual=config.model)
+    except (ImportError, ValueError) as error:
+        return [str(error)]
+    if not any(key == "precision" or key.startswith("precision.") for key in given):
+        config.precision = PrecisionConfig(dtype=DType.fp32, loss_scale=LossScaleConfig())
+    config.data.name, config.data.tokenizer = (
+        DataName.synthetic,
+        None,
+    )  # the texts are those of eval.path and eval.choices
+    config.data.seq_len = usual_window(config)
+    config.train.accumulation_steps = config.topology.pipeline  # micro-batches that fill a pipeline
+    return []
+
+
+def usual_window(config: Config) -> int:
+    """Tokens of a micro-batch at most: those of `eval.seq_len` or `USUAL_WINDOW`, as the ranks of a sequence divide them, if the model takes
+    as many."""
+    multiple = multiple_of(config.topology)
+    wanted = -(-(config.eval.seq_len or USUAL_WINDOW) // multiple) * multiple
+    return max(multiple, min(wanted, config.model.max_seq_len // multiple * multiple))
+
+
+def multiple_of(topology: TopologyConfig) -> int:
+    """What the length of a sequence must be a multiple of, for the ranks that share it."""
+    chunks = 2 if topology.context > 1 else 1
+    return chunks * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
+
+
+def is_of_training(key: str) -> bool:
+    """Whether a key of training, or a group, acts on a model that only runs forward."""
+    return key in _KEYS or key.partition(".")[0] in _SECTIONS
+
+
+def evaluating_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
+    """One line per choice without effect on a model that only runs forward, each with its fix."""
+    for key in sorted(given.intersection(_NO_GRADIENTS)):
+        yield f"{key}={written(read(config, key=key))} has no effect with task=eval, which computes no gradient: leave it out"
+    if config.zero.engine is not ZeroEngine.ztk:
+        yield f"zero={config.zero.engine.value} is there to compare training with; use zero=stage0 to stage3"
+    weights = config.inference.weights
+    if weights not in (None, WeightFormat.stored):
+        yield (
+            f"weights={written(weights)} is a format of the inference engine, and eval.engine=training computes with precision=; leave it out, "
+            "or leave out zero=, precision= and all of topology= but topology.tensor"
+        )
+    tier, stage = config.offload.optimizer, config.zero.stage
+    if tier is not Tier.none and stage != 3:
+        yield (
+            f"offload={tier.value} with zero=stage{stage}: without gradients there are parameters alone, which leave the device where they are "
+            f"sharded; use zero=stage3, or offload=none"
+        )
+    schedule = config.topology.schedule
+    if "topology.schedule" in given and schedule is not PipelineSchedule("interleaved"):
+        yield f"topology.schedule={written(schedule)} orders backwards, and task=eval has none: leave it out"
+
+
+def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
+    """The model in a run folder, a checkpoint or a folder of transformers. Raises ValueError where there is none."""
+    from ztk.inference.packed import MANIFEST  # here: it takes torch
+
+    if (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"inference.model={folder}: has packed weights, which the inference engine alone reads; name the model itself, or leave out zero=, "
+            "precision= and all of topology= but topology.tensor"
+        )
+    if (folder / "config.json").is_file():
+        none = {"hidden_dim": None, "rope_theta": None, "norm_eps": None, "tie_embeddings": None, "experts": None}
+        sizes = sizes_of(folder, key="inference.model")
+        return replace(
+            usual, name=NAME, path=str(folder), init=ModelInit.pretrained, kernels=False, **none | dict(sizes)
+        )
+    recorded = _record_of(folder)
+    if recorded["task"]["name"] == "reward":
+        raise ValueError(
+            f"inference.model={folder}: task=reward trained a model of rewards, which writes no text; name another run"
+        )
+    known = {name: value for name, value in recorded["model"].items() if name in vars(usual)}
+    if known.get("init") is not None:
+        known["init"] = ModelInit(known["init"])
+    return replace(usual, **known)
+
+
+def _record_of(folder: Path) -> dict:
+    """The recorded configuration of a run, by its folder or one of its checkpoints. Raises ValueError where there is none."""
+    from ztk.config.renamed import rename_recorded  # here: it imports the rules, which import this
+
+    places = (folder, *folder.absolute().parents[:3])
+    found = next((place / "config.yaml" for place in places if (place / "config.yaml").is_file()), None)
+    if found is None:
+        raise ValueError(
+            f"inference.model={folder}: is neither a run folder, nor a checkpoint below one, nor a folder with a config.json; name one of them"
+        )
+    return rename_recorded(yaml.safe_load(found.read_text(encoding="utf-8")))
