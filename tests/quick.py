@@ -55,7 +55,7 @@ QUICK = (
     "tests/runtime/test_mesh.py",
     "tests/zero/test_behaviour.py::test_step_without_backward_says_so",
     "tests/zero/test_bit_identity.py::test_persistent_parameters_change_nothing",
-    "tests/zero/test_layout.py",
+    "tests/buckets/test_layout.py",
 )
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
+from ztk.parameters.partitioned import partitioned_of
 from ztk.runtime import Process
-from ztk.zero.partitioned import partitioned_of
 
 WIDTH, WORDS = 16, 20
 

@@ -255,7 +255,9 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
         attention, linear = sys.modules["ztk.nn.attention"], sys.modules["ztk.nn.linear"]
         stack.enter_context(mock.patch.object(attention, "causal_attention", _attention_of_a_gpu))
         stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
-        update = sys.modules["ztk.zero.piece_update"]  # a table of the groups per piece, where states are on the device
+        update = sys.modules[
+            "ztk.sharded_optim.piece_update"
+        ]  # a table of the groups per piece, where states are on the device
         stack.enter_context(mock.patch.object(update, "_is_on_device", lambda master: not offloads))
         yield
 

@@ -9,17 +9,17 @@ import torch
 
 from tests.planner.measure import Case, planned
 from tests.streams.model import modelled
+from ztk.buckets.exchange import QuantizedCollectives
+from ztk.buckets.residency import Residency
 from ztk.offload import NvmeStore, OffloadPolicy
 from ztk.offload import planned as planned_stores
 from ztk.policies.recompute import RecomputePolicy
 from ztk.recompute.inputs import InputStore
 from ztk.runtime import MemoryLedger, streams
+from ztk.runtime import store as device_store
 from ztk.runtime.comm.comm import Work
 from ztk.runtime.pending import Handle
 from ztk.runtime.streams import Copy
-from ztk.zero import store as device_store
-from ztk.zero.exchange import QuantizedCollectives
-from ztk.zero.residency import Residency
 from ztk.zero.shards import ReducedShards
 
 CASES = {

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.topology import matrix
+from ztk.buckets.gradient import BucketGradient
 from ztk.engine import Engine
 from ztk.runtime import Process
 from ztk.tensor import collectives
-from ztk.zero.gradient import BucketGradient
 
 
 def follow_with_fault(process: Process, *, fault: str, layout: str, **where) -> matrix.Walk:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
 from ztk.engine import Engine
 from ztk.nn import Decoder, DecoderConfig, initial_values
 from ztk.offload import OffloadPolicy
@@ -21,7 +22,6 @@ from ztk.runtime.mesh import AXES
 from ztk.runtime.process import all_replicas
 from ztk.runtime.seed import generator
 from ztk.zero import ZeroPolicy
-from ztk.zero.bucket import Bucket
 
 CONFIG = DecoderConfig(vocab_size=48, dim=32, layers=4, heads=4, kv_heads=2, hidden_dim=40, max_seq_len=32)
 BATCH, LENGTH = 4, 16  # of all replicas together, tokens

@@ -13,7 +13,7 @@ from ztk.tensor import TensorPolicy
 MUON = OptimizerPolicy(name="muon", lr=1e-2, adam_lr=3e-3, weight_decay=0.1, clip_grad_norm=0.8, ns_dtype="fp32")
 ODD = replace(CONFIG, hidden_dim=41)  # the parts of the MLP's matrices are 20 and 21 wide
 STEPS = 5
-RELATIVE = 1e-5  # as in tests/zero/test_muon.py
+RELATIVE = 1e-5  # as in tests/sharded_optim/test_muon.py
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankFailed, RankPool
 from tests.zero.models import CLASSES, WIDTH, Block, Layout, build, make_engine
+from ztk.buckets.residency import ParameterState
+from ztk.buckets.units import plan_units
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.zero import ZeroPolicy
-from ztk.zero.residency import ParameterState
-from ztk.zero.units import plan_units
 
 
 class Language(nn.Module):

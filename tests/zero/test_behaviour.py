@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import RankFailed, RankPool
 from tests.rounding import Bounds
 from tests.zero.models import CLASSES, WIDTH, Layout, Model, batches, build, make_engine, train
+from ztk.buckets.layout import SHARD_ALIGNMENT
+from ztk.buckets.residency import ParameterState
 from ztk.optim import OptimizerPolicy
-from ztk.zero.layout import SHARD_ALIGNMENT
-from ztk.zero.residency import ParameterState
 
 STAGES = [0, 1, 2, 3]
 

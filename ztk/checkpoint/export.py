@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ztk.buckets.context import AVERAGE
 from ztk.checkpoint.architecture import adapter_view, transformers_view
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
@@ -26,7 +27,6 @@ from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.checkpoint.torch_optimizer import decode_all
-from ztk.zero.context import AVERAGE
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at once
 SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size

@@ -22,12 +22,12 @@ from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.engine import Engine
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
+from ztk.parameters.partitioned import ZeroInitContext
 from ztk.pipeline import PipelinePolicy
 from ztk.policies.optimizer import TORCH
 from ztk.runtime import MemoryLedger, Process, Topology
 from ztk.runtime.part import Part
-from ztk.zero import DeviceStore
-from ztk.zero.partitioned import ZeroInitContext
+from ztk.runtime.store import DeviceStore
 
 NO_OPTIMIZER = (
     "no optimizer was given: training runs with AdamW at lr=0.001; name another in the configuration's section optimizer, or "

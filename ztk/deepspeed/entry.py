@@ -24,8 +24,8 @@ from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
+from ztk.parameters.construction import construction_suspended
 from ztk.policies.optimizer import TORCH
-from ztk.zero.construction import construction_suspended
 
 
 @construction_suspended()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ztk.buckets.gradient import gradient_of, set_gradient
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.engine import Engine
 from ztk.kernels import sum_of_squares
-from ztk.zero.gradient import gradient_of, set_gradient
+from ztk.parameters.released import change_class
 from ztk.zero.reduction import Backward
-from ztk.zero.released import change_class
 
 _HINT = (
     "p.grad is None: at ZeRO stages 1 to 3 gradients are sharded, so clip_grad_norm_ and changes of p.grad do nothing. Set gradient_clipping "

@@ -13,10 +13,10 @@ from ztk.engine.batches import eval_batch, eval_losses, train_batch
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.overflow import OverflowGuard
 from ztk.kernels import State
+from ztk.parameters.partitioned import ZeroInitContext
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
 from ztk.zero import Zero
-from ztk.zero.partitioned import ZeroInitContext
 from ztk.zero.reduction import Backward
 
 

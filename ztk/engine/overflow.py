@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ztk.engine.control import StepControl
+from ztk.parameters.released import was_read
 from ztk.runtime.streams import Copy, start_copy
 from ztk.zero import Zero
-from ztk.zero.released import was_read
 
 
 class OverflowGuard:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ztk.buckets.residency import ParameterState
 from ztk.zero import Zero
-from ztk.zero.residency import ParameterState
 
 _TEXT = (
     "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered have no values. For "

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
 from ztk.engine.batches import take
 from ztk.engine.engine import Engine
 from ztk.engine.pipeline_run import PipelineRun
@@ -19,7 +20,6 @@ from ztk.pipeline.layers import Carry, MicroBatch
 from ztk.pipeline.stages import Stages
 from ztk.pipeline.wire import Wire
 from ztk.policies.pipeline import PipelinePolicy
-from ztk.zero.bucket import Bucket
 from ztk.zero.reduction import Backward
 
 

@@ -1,4 +1,4 @@
-"""Where a shard is stored: in main memory or in a file, behind the `Store` protocol that `ztk.zero` declares."""
+"""Where a shard is stored: in main memory or in a file, behind the `Store` protocol of `ztk.runtime.store`."""
 
 from ztk.offload.disk import DiskError, DiskFile
 from ztk.offload.engine import StoreClosed

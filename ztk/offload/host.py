@@ -34,7 +34,7 @@ class HostSlot:
 
 
 class HostStore:
-    """Store (see `ztk.zero.store`) in main memory: `fetch` returns the tensor itself, `put` of that tensor is free.
+    """Store (see `ztk.runtime.store`) in main memory: `fetch` returns the tensor itself, `put` of that tensor is free.
 
     Between host tensors everything is done when the call returns. Memory is page-aligned and booked in the ledger as
     the slots' own bytes; pages become resident at the first write.

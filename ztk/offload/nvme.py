@@ -71,7 +71,7 @@ class NvmeSlot:
 
 
 class NvmeStore:
-    """Store (see `ztk.zero.store`) over one preallocated, unlinked file; safe to call from several threads.
+    """Store (see `ztk.runtime.store`) over one preallocated, unlinked file; safe to call from several threads.
 
     Guarantees:
     * Slots read as zeros until the first `put`. Transfers of one slot happen in the order of the calls.

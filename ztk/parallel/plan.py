@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ztk.buckets.context import stored_states
 from ztk.nn.deferred import DeferredGradients
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
@@ -24,7 +25,6 @@ from ztk.runtime.part import InitialValues, Part
 from ztk.tensor import TensorPolicy
 from ztk.tensor.shard import ShardedTensors
 from ztk.zero import Zero, ZeroPolicy
-from ztk.zero.context import stored_states
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from ztk.buckets.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
+from ztk.buckets.units import plan_units
 from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
 from ztk.optim.states import ROW_ALIGNMENT, StateFormat
@@ -9,9 +11,7 @@ from ztk.parallel.plan import Plan
 from ztk.policies.offload import MIN_BUFFER_COUNT, PAGE_BYTES
 from ztk.runtime import Tier
 from ztk.runtime.planned import is_planned
-from ztk.zero import DeviceStore, Store, Stores
-from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
-from ztk.zero.units import plan_units
+from ztk.runtime.store import DeviceStore, Store, Stores
 
 
 def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:

@@ -38,7 +38,7 @@ class Topology:
     pipeline: stages. tensor: shards of each layer. context: parts of each sequence, between which attention goes around a ring. sequence:
     parts of each of those, which trade sequence for heads (Ulysses). expert: ranks over which a layer's experts are distributed; they are
     data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the data group that share a node's
-    fast links, see `ztk.zero.exchange`; 1: not used.
+    fast links, see `ztk.buckets.exchange`; 1: not used.
 
     Raises:
         ValueError: a degree is less than 1.

@@ -2,7 +2,6 @@
 
 from ztk.policies.zero import ZeroPolicy
 from ztk.zero.state.shards import StateShard
-from ztk.zero.store import DeviceStore, Store, Stores
 from ztk.zero.zero import Zero
 
-__all__ = ["DeviceStore", "StateShard", "Store", "Stores", "Zero", "ZeroPolicy"]
+__all__ = ["StateShard", "Zero", "ZeroPolicy"]

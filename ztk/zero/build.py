@@ -10,24 +10,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.exchange import exchange_of
+from ztk.buckets.layout import BucketLayout, ParameterSpec, Segment
+from ztk.buckets.moments import Moments
+from ztk.buckets.piece import Piece, cut_shard
+from ztk.buckets.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
 from ztk.optim import FlatOptimizer
+from ztk.parameters.aliases import check_aliases
+from ztk.parameters.partitioned import PartitionedParameter, partitioned_of, take
+from ztk.parameters.released import placeholder, release
+from ztk.parameters.watched import watch
 from ztk.runtime import Tier
 from ztk.runtime.part import InitialValues
 from ztk.runtime.planned import PLANNED, is_planned
-from ztk.zero.aliases import check_aliases
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
-from ztk.zero.exchange import exchange_of
+from ztk.sharded_optim.piece_states import PieceStates
+from ztk.sharded_optim.positions import ElementPositions
 from ztk.zero.gathering import Unit
-from ztk.zero.layout import BucketLayout, ParameterSpec, Segment
-from ztk.zero.moments import Moments
-from ztk.zero.partitioned import PartitionedParameter, partitioned_of, take
-from ztk.zero.piece import Piece, cut_shard
-from ztk.zero.piece_states import PieceStates
-from ztk.zero.positions import ElementPositions
-from ztk.zero.released import placeholder, release
-from ztk.zero.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
-from ztk.zero.watched import watch
 
 logger = logging.getLogger(__name__)
 

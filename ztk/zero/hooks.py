@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ztk.buckets.bucket import Bucket
+from ztk.parameters.released import is_released
 from ztk.runtime.differentiable import through
 from ztk.runtime.own_forward import replace_forward
 from ztk.runtime.saved_tensors import PackedOutside, active_hooks
-from ztk.zero.bucket import Bucket
 from ztk.zero.gathering import Gathering, Unit, inside_backward
-from ztk.zero.released import is_released
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

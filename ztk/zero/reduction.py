@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.gradient import gradient_of, set_gradient
+from ztk.buckets.units import ROOT
 from ztk.kernels import sum_of_squares
+from ztk.parameters.watched import TAKES_GRADIENT
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
 from ztk.zero.gathering import Gathering
-from ztk.zero.gradient import gradient_of, set_gradient
 from ztk.zero.shards import ReducedShards
-from ztk.zero.units import ROOT
-from ztk.zero.watched import TAKES_GRADIENT
 
 MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one is sent while the next one fills
 

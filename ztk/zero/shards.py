@@ -8,12 +8,12 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
 from ztk.kernels import sum_of_squares
 from ztk.runtime import PhaseClock, Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Pending
-from ztk.zero.bucket import Bucket
-from ztk.zero.store import Store
+from ztk.runtime.store import Store
 
 MAX_WRITES = 2  # shards whose buffers are being written at one time
 

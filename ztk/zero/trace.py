@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ztk.zero.bucket import Bucket
+from ztk.buckets.bucket import Bucket
 
 
 class UseTrace:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.layout import Placement
+from ztk.parameters.released import restore
+from ztk.parameters.watched import part_from, take_data_mark
 from ztk.runtime.planned import place_of
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
-from ztk.zero.layout import Placement
-from ztk.zero.piece_states import PieceStates
-from ztk.zero.released import restore
-from ztk.zero.watched import part_from, take_data_mark
+from ztk.sharded_optim.piece_states import PieceStates
 
 
 class ParameterWrites:

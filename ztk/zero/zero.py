@@ -8,32 +8,32 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.residency import ParameterState
+from ztk.buckets.units import ROOT
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.parameters.partitioned import PartitionedParameter, ZeroInitContext, give_back
+from ztk.parameters.released import check_saved
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.zero import ZeroPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.part import InitialValues, Part
-from ztk.zero.bucket import Bucket
+from ztk.runtime.store import Stores
+from ztk.sharded_optim.missed import MissedUpdates
+from ztk.sharded_optim.piece_states import PieceStates
+from ztk.sharded_optim.update import ShardUpdate
 from ztk.zero.build import Builder
-from ztk.zero.context import ZeroContext
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks
-from ztk.zero.missed import MissedUpdates
-from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, give_back
-from ztk.zero.piece_states import PieceStates
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.released import check_saved
-from ztk.zero.residency import ParameterState
 from ztk.zero.state.average import AveragedWeights
 from ztk.zero.state.named import NamedState
 from ztk.zero.state.offload import StateOffloader
 from ztk.zero.state.shards import ModelState
-from ztk.zero.store import Stores
-from ztk.zero.units import ROOT
-from ztk.zero.update import ShardUpdate
 from ztk.zero.writes import ParameterWrites
 
 

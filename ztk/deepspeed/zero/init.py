@@ -17,12 +17,12 @@ from ztk.deepspeed.config.zero import Zero
 from ztk.deepspeed.started import this_process
 from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.offload import NvmeStore, OffloadPolicy
+from ztk.parameters.construction import construction, shard_module
+from ztk.parameters.partitioned import ZeroInitContext
 from ztk.policies.offload import MIN_BUFFER_COUNT
 from ztk.runtime import MemoryLedger, Process, Tier
 from ztk.runtime.io import IoCounters
-from ztk.zero import DeviceStore, Store
-from ztk.zero.construction import construction, shard_module
-from ztk.zero.partitioned import ZeroInitContext
+from ztk.runtime.store import DeviceStore, Store
 
 _BLOCK_BYTES = 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.states import check_state, divisor_of, need_gradient, weights_of
-from ztk.zero.piece_states import GRADIENT, MASTER
+from ztk.sharded_optim.piece_states import GRADIENT, MASTER
 from ztk.zero.state.named import local_range
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ztk.deepspeed.gradients import local_gradient
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.optim import TorchStep
-from ztk.zero.piece_states import FROZEN, GRADIENT, MASTER
+from ztk.sharded_optim.piece_states import FROZEN, GRADIENT, MASTER
 from ztk.zero.state.named import local_range
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.sharded_optim.piece_states import PieceStates
+from ztk.sharded_optim.update import ShardUpdate
 from ztk.zero.gathering import Gathering
-from ztk.zero.piece_states import PieceStates
-from ztk.zero.update import ShardUpdate
 
 
 class AveragedWeights:

@@ -9,13 +9,13 @@ reduced, still scaled and summed, while a step is due.
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.piece import Piece
 from ztk.kernels import sum_of_squares
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
-from ztk.zero.piece import Piece
-from ztk.zero.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
+from ztk.sharded_optim.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
+from ztk.sharded_optim.update import ShardUpdate
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.update import ShardUpdate
 
 WEIGHTS = (MASTER, FROZEN)
 

@@ -11,14 +11,14 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.piece import Piece
+from ztk.parameters.released import placeholder, release
 from ztk.runtime import Tier
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
+from ztk.sharded_optim.update import ShardUpdate
 from ztk.zero.gathering import Gathering
-from ztk.zero.piece import Piece
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.released import placeholder, release
-from ztk.zero.update import ShardUpdate
 
 
 class StateKind(StrEnum):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import AVERAGE, ZeroContext
+from ztk.buckets.piece import Piece
 from ztk.optim import eight_bit
 from ztk.optim.states import MASTER
 from ztk.runtime import Tier
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import AVERAGE, ZeroContext
-from ztk.zero.piece import Piece
-from ztk.zero.store import Slot
+from ztk.runtime.store import Slot
 
 FROZEN, GRADIENT = "parameter", "gradient"  # kinds of state, beside MASTER and the names of the optimizer's states
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ztk.zero.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT, BucketLayout, ParameterSpec
-from ztk.zero.piece import cut_shard
+from ztk.buckets.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT, BucketLayout, ParameterSpec
+from ztk.buckets.piece import cut_shard
 
 
 def random_layout(seed: int) -> BucketLayout:

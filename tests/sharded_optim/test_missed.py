@@ -12,8 +12,8 @@ from ztk.kernels import Control
 from ztk.optim import HyperParameters, OptimizerPolicy
 from ztk.precision import PrecisionPolicy
 from ztk.runtime import Process
-from ztk.zero import update
-from ztk.zero.missed import MissedUpdates
+from ztk.sharded_optim import update
+from ztk.sharded_optim.missed import MissedUpdates
 
 COMMON = {"lr": 1e-2, "weight_decay": 0.1, "decay_all": True, "betas": (0.9, 0.999), "skip_unused": True}
 STEPS, FROZEN = 5, "blocks.1.down.weight"

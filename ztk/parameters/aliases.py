@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ztk.zero.partitioned import partitioned_of
+from ztk.parameters.partitioned import partitioned_of
 
 
 def check_aliases(model: nn.Module) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ztk.buckets.context import ZeroContext
 from ztk.optim.muon import Muon
 from ztk.runtime import PhaseClock
 from ztk.runtime.part import Part
-from ztk.zero.context import ZeroContext
-from ztk.zero.owners import Matrix, balance
+from ztk.sharded_optim.owners import Matrix, balance
 
 
 class CutMatrices:

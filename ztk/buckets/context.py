@@ -13,7 +13,7 @@ from ztk.precision import PrecisionPolicy
 from ztk.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.part import Part
-from ztk.zero.store import Stores
+from ztk.runtime.store import Stores
 
 AVERAGE = "ema"  # the kind of state that a moving average of the weights is
 

@@ -2,14 +2,14 @@
 
 from torch import Tensor, nn
 
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.exchange import Exchange
+from ztk.buckets.gradient import BucketGradient
+from ztk.buckets.layout import BucketLayout
+from ztk.buckets.piece import Piece
+from ztk.buckets.residency import ParameterState, Residency
+from ztk.buckets.units import BucketTraits
 from ztk.runtime import Comm
-from ztk.zero.context import ZeroContext
-from ztk.zero.exchange import Exchange
-from ztk.zero.gradient import BucketGradient
-from ztk.zero.layout import BucketLayout
-from ztk.zero.piece import Piece
-from ztk.zero.residency import ParameterState, Residency
-from ztk.zero.units import BucketTraits
 
 
 class Bucket:

@@ -1,4 +1,4 @@
-"""Where a shard is stored: the protocol that `zero` needs and `ztk.offload` implements, and the device tier."""
+"""Where a shard is stored: the protocol of a tier, which `ztk.offload` implements for main memory and disks, and the device tier."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ztk.runtime import MemoryLedger, Tier
+from ztk.runtime.memory import MemoryLedger, Tier
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.streams import Copy, has_streams, start_copy
 

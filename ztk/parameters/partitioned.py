@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ztk.parameters.released import placeholder, release, restore
 from ztk.runtime import Comm
-from ztk.zero.released import placeholder, release, restore
-from ztk.zero.store import Store
+from ztk.runtime.store import Store
 
 _numbers = itertools.count()
 _partitioned: WeakIdKeyDictionary = WeakIdKeyDictionary()

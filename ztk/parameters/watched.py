@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.zero.released import change_class
+from ztk.parameters.released import change_class
 
 TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
 _returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ztk.zero.layout import BucketLayout
+from ztk.buckets.layout import BucketLayout
 
 # What autograd has left in a parameter; a subclass may show scripts something else.
 # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time

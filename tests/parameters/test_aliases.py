@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ztk.zero.aliases import check_aliases
+from ztk.parameters.aliases import check_aliases
 
 
 def _two() -> nn.Sequential:

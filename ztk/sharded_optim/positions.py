@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
+from ztk.buckets.layout import PARAMETER_ALIGNMENT, BucketLayout, Segment
+from ztk.buckets.units import ROOT, UnitPlan
 from ztk.runtime.part import Part
-from ztk.zero.layout import PARAMETER_ALIGNMENT, BucketLayout, Segment
-from ztk.zero.units import ROOT, UnitPlan
 
 
 class ElementPositions:

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from ztk.buckets.exchange import Exchange
+from ztk.buckets.layout import BucketLayout, ParameterSpec
+from ztk.buckets.piece import Piece
+from ztk.buckets.residency import ParameterState, Residency
+from ztk.buckets.units import BucketTraits
 from ztk.runtime import Comm, MemoryLedger
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.comm.transport import SingleRankTransport
-from ztk.zero.exchange import Exchange
-from ztk.zero.layout import BucketLayout, ParameterSpec
-from ztk.zero.piece import Piece
-from ztk.zero.residency import ParameterState, Residency
-from ztk.zero.store import DeviceStore
-from ztk.zero.units import BucketTraits
+from ztk.runtime.store import DeviceStore
 
 CPU = torch.device("cpu")
 

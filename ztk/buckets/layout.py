@@ -46,7 +46,7 @@ class Placement:
 class Segment:
     """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the group before it.
 
-    position: of the first element in the model, see `ztk.zero.positions`; 0 where nothing is rounded stochastically.
+    position: of the first element in the model, see `ztk.sharded_optim.positions`; 0 where nothing is rounded stochastically.
     """
 
     start: int

@@ -6,17 +6,17 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from ztk.buckets.exchange import Exchange
+from ztk.buckets.layout import BucketLayout
+from ztk.buckets.piece import Piece
+from ztk.buckets.units import BucketTraits
+from ztk.parameters.partitioned import same_bits
+from ztk.parameters.released import is_released, placeholder, release, restore
 from ztk.runtime import Tier
 from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import place_of
-from ztk.zero.exchange import Exchange
-from ztk.zero.layout import BucketLayout
-from ztk.zero.partitioned import same_bits
-from ztk.zero.piece import Piece
-from ztk.zero.released import is_released, placeholder, release, restore
-from ztk.zero.store import Store
-from ztk.zero.units import BucketTraits
+from ztk.runtime.store import Store
 
 
 class ParameterState(Enum):

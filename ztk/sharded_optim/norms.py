@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.layout import Placement
+from ztk.buckets.piece import Piece
 from ztk.optim.lamb import Lamb
 from ztk.runtime import Comm
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
-from ztk.zero.layout import Placement
-from ztk.zero.piece import Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ztk.buckets.context import ZeroContext
 from ztk.kernels import dequantize, dequantize_reduce, quantize, quantized_bytes
 from ztk.policies.zero import ZeroPolicy
 from ztk.runtime import Comm, MemoryLedger, Tier
 from ztk.runtime.pending import Handle, Pending, then
-from ztk.zero.context import ZeroContext
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ztk.zero.layout import BucketLayout, Fragment, Segment
-from ztk.zero.moments import Moments
-from ztk.zero.store import Slot
+from ztk.buckets.layout import BucketLayout, Fragment, Segment
+from ztk.buckets.moments import Moments
+from ztk.runtime.store import Slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

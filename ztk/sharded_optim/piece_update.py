@@ -5,13 +5,13 @@ Master weights and gradients have any floating-point dtype, the control is fp32.
 
 from torch import Tensor
 
+from ztk.buckets.layout import Fragment
+from ztk.buckets.piece import Piece
 from ztk.kernels import tiles_of
 from ztk.optim import FlatOptimizer, GroupTable
 from ztk.optim.muon import step_along
 from ztk.runtime.planned import is_host_memory
-from ztk.zero.layout import Fragment
-from ztk.zero.missed import MissedUpdates
-from ztk.zero.piece import Piece
+from ztk.sharded_optim.missed import MissedUpdates
 
 
 class PieceUpdate:

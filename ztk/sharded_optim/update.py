@@ -30,6 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import AVERAGE, ZeroContext
+from ztk.buckets.piece import Piece
 from ztk.kernels import Control, behind_step
 from ztk.optim import FlatOptimizer, TorchStep
 from ztk.optim.ema import update_average
@@ -40,16 +43,13 @@ from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import in_one_memory, is_planned, is_set, on_host
 from ztk.runtime.ranges import named
 from ztk.runtime.serial import InlineCalls, SerialThread
+from ztk.runtime.store import Slot
 from ztk.runtime.streams import Copy, has_streams, start_copy
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import AVERAGE, ZeroContext
-from ztk.zero.matrices import FetchedMomentum, MatrixUpdate
-from ztk.zero.missed import MissedUpdates
-from ztk.zero.norms import FetchedStates, TrustRatios
-from ztk.zero.piece import Piece
-from ztk.zero.piece_states import PieceStates
-from ztk.zero.piece_update import PieceUpdate
-from ztk.zero.store import Slot
+from ztk.sharded_optim.matrices import FetchedMomentum, MatrixUpdate
+from ztk.sharded_optim.missed import MissedUpdates
+from ztk.sharded_optim.norms import FetchedStates, TrustRatios
+from ztk.sharded_optim.piece_states import PieceStates
+from ztk.sharded_optim.piece_update import PieceUpdate
 
 MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
 MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one

@@ -8,7 +8,7 @@ Momentum and weights are updated elementwise, where they are stored; what is bet
 
 Then the update over pieces applies them like gradients. All this runs in the thread that trains, because it communicates; the
 update over pieces may follow behind the next forward. At stage 0 every rank has every direction, and only the results are sent.
-Where tensor-parallel ranks hold parts of a matrix, its owners bring these together first: see `ztk.zero.cut_matrices`.
+Where tensor-parallel ranks hold parts of a matrix, its owners bring these together first: see `ztk.sharded_optim.cut_matrices`.
 Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
 """
 
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.buckets.bucket import Bucket
+from ztk.buckets.context import ZeroContext
+from ztk.buckets.piece import Piece
 from ztk.optim import GroupTable
 from ztk.optim.muon import Muon
 from ztk.runtime import Comm
 from ztk.runtime.buffers import BufferPool
-from ztk.zero.bucket import Bucket
-from ztk.zero.context import ZeroContext
-from ztk.zero.cut_matrices import CutMatrices
-from ztk.zero.owners import Matrix, Round, plan_rounds
-from ztk.zero.piece import Piece
-from ztk.zero.piece_states import PieceStates
+from ztk.sharded_optim.cut_matrices import CutMatrices
+from ztk.sharded_optim.owners import Matrix, Round, plan_rounds
+from ztk.sharded_optim.piece_states import PieceStates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

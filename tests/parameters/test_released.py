@@ -13,8 +13,8 @@ from torch import nn
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.zero.models import Layout, make_engine
-from ztk.zero import released
-from ztk.zero.released import check_saved, is_released, placeholder, release
+from ztk.parameters import released
+from ztk.parameters.released import check_saved, is_released, placeholder, release
 
 
 def _index(p):

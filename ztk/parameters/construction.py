@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ztk.zero.partitioned import PartitionedParameter, ZeroInitContext, is_taken, partitioned_of
+from ztk.parameters.partitioned import PartitionedParameter, ZeroInitContext, is_taken, partitioned_of
 
 # Calls on a parameter that need no values.
 _PASSIVE = {

@@ -1,7 +1,7 @@
 """Who orthogonalises what: arithmetic."""
 
 from ztk.optim.muon import Muon
-from ztk.zero.owners import Matrix, balance, plan_rounds
+from ztk.sharded_optim.owners import Matrix, balance, plan_rounds
 
 
 def matrix(name: str, *, cuts: tuple[int, ...], shape: tuple[int, int]) -> Matrix:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.zero.layout import Segment
+from ztk.buckets.layout import Segment
 
 MOMENTUM, MOMENTS = "exp_avg", ("exp_avg", "exp_avg_sq")  # as a checkpoint names them
 

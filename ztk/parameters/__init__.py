@@ -1,0 +1,1 @@
+"""Parameters whose values are elsewhere: placeholders that scripts may read, models built of them, and what shares their memory."""
