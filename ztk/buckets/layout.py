@@ -4,7 +4,7 @@ Pure arithmetic on names, shapes and the number of ranks, without tensors or pro
 offload tier: this is the first reason why neither changes a number. All offsets and sizes are in elements.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -106,19 +106,25 @@ class BucketLayout:
         """The elements that belong to `rank`."""
         return range(rank * self.shard_size, (rank + 1) * self.shard_size)
 
-    def segments(self, span: range) -> Iterator[Segment]:
-        """`span`, cut where the parameter group changes."""
-        start, group = span.start, None
+    def segments(self, span: range, *, positions: Mapping[str, int] | None = None) -> Iterator[Segment]:
+        """`span`, cut where the parameter group changes, and where positions jump. Padding belongs to the parameter before it.
+
+        positions: of the parameters' first elements in the model; None: they do not count.
+        """
+        start, of = span.start, None
         for placement in self.placements:
-            if placement.group != group:
-                boundary = max(placement.offset, span.start)
-                if group is not None and boundary > start:
-                    yield Segment(start=start, stop=min(boundary, span.stop), group=group)
-                    start = boundary
-                if boundary >= span.stop:
-                    return
-                group = placement.group
-        yield Segment(start=start, stop=span.stop, group=group)
+            this = placement.group, None if positions is None else positions[placement.name] - placement.offset
+            if this == of:
+                continue
+            boundary = max(placement.offset, span.start)
+            if of is not None and boundary > start:
+                yield _segment(start, stop=min(boundary, span.stop), of=of)
+                start = boundary
+            if boundary >= span.stop:
+                return
+            of = this
+        assert of is not None, "a bucket has parameters"
+        yield _segment(start, stop=span.stop, of=of)
 
     def fragments(self, span: range) -> Iterator[Fragment]:
         """The parts of parameters that lie in `span`, in order."""
@@ -141,6 +147,12 @@ class BucketLayout:
             position = placement.stop
         if position < self.size:
             yield range(position, self.size)
+
+
+def _segment(start: int, *, stop: int, of: tuple[int, int | None]) -> Segment:
+    """of: its group, and the distance from places to positions."""
+    group, distance = of
+    return Segment(start=start, stop=stop, group=group, position=0 if distance is None else distance + start)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.parameters.released import placeholder, release, restore
 from ztk.runtime import Comm
-from ztk.runtime.store import Store
+from ztk.runtime.store import Slot, Store
 
 _numbers = itertools.count()
 _partitioned: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -72,7 +72,7 @@ class PartitionedParameter:
         """Rank 0's values are everybody's. The parameter's own memory is freed."""
         self.init_context, self.number = init_context, next(_numbers)
         self.built_on, self.pins, self.is_full = parameter.device, 0, True
-        self._parameter, self._slot = weakref.ref(parameter), None
+        self._parameter, self._stored = weakref.ref(parameter), None
         init_context.num_slices += 1
         self._remove = weakref.finalize(parameter, init_context.remove, 1)  # it may die before an engine takes it over
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
@@ -88,20 +88,21 @@ class PartitionedParameter:
         return self._parameter()
 
     @property
+    def _slot(self) -> Slot:
+        assert self._stored is not None, "an engine has taken it over"
+        return self._stored
+
+    @property
     def own(self) -> Tensor:
         """A copy of this rank's slice, flat, without padding."""
-        assert self._slot is not None
         comm, size = self.init_context.comm, self._slot.shape[0]
         used = max(0, min(size, self._numel - comm.rank * size))
-        assert self._slot is not None
         own = torch.empty(size, dtype=self._slot.dtype, device=comm.device)
         return self.init_context.store.fetch_into(self._slot, out=own).wait()[:used]
 
     def gather(self) -> Tensor:
         """The full values, flat [numel], on the device that computes. The parameter stays as it is."""
-        assert self._slot is not None
         comm, size = self.init_context.comm, self._slot.shape[0]
-        assert self._slot is not None
         full = torch.empty(size * comm.size, dtype=self._slot.dtype, device=comm.device)
         self.init_context.store.fetch_into(self._slot, out=full[comm.rank * size :][:size]).wait()
         comm.all_gather(full, label=self._label).wait()
@@ -125,7 +126,6 @@ class PartitionedParameter:
             self._keep(self.parameter.data, source=source)
         self.is_full = False
         device = self.init_context.comm.device
-        assert self._slot is not None
         empty = placeholder(self._shape, dtype=self._slot.dtype, device=device)
         release(self.parameter, value=empty)
 
@@ -157,10 +157,8 @@ class PartitionedParameter:
                 "GatheredParameters before"
             )
         self.shard(source=None)  # a parent may have made it full: its old values must not come back
-        assert self._slot is not None
         comm, size = self.init_context.comm, self._slot.shape[0]
         start, stop = (min(self._numel, size * rank) for rank in (comm.rank, comm.rank + 1))
-        assert self._slot is not None
         own = torch.zeros(size, dtype=self._slot.dtype, device=comm.device)
         if start < stop:
             own[: stop - start] = read(start, stop)
@@ -170,7 +168,7 @@ class PartitionedParameter:
         """As `gather`, flat [numel]; then the slice is removed, and the parameter is the caller's."""
         full = self.gather()
         _partitioned.pop(self.parameter, None)
-        self._slot = None
+        self._stored = None
         self._remove()
         return full
 
@@ -182,7 +180,6 @@ class PartitionedParameter:
                 return False
             assert self.parameter is not None
             own, value = self.own, self.parameter.data.detach().reshape(-1)
-            assert self._slot is not None
             start = self.init_context.comm.rank * self._slot.shape[0]
             return not same_bits(own.to(value.device), second=value[start : start + own.numel()])
 
@@ -210,8 +207,8 @@ class PartitionedParameter:
         own = value.view(-1)[comm.rank * size :][:size]
         if own.numel() < size:
             own = torch.cat([own, own.new_zeros(size - own.numel())])
-        if self._slot is None or (self._slot.shape, self._slot.dtype) != ((size,), dtype):
-            self._slot = store.allocate(name=self._label, shape=(size,), dtype=dtype, category="parameters")
+        if self._stored is None or (self._stored.shape, self._stored.dtype) != ((size,), dtype):
+            self._stored = store.allocate(name=self._label, shape=(size,), dtype=dtype, category="parameters")
         store.put(self._slot, value=own).wait()
 
 

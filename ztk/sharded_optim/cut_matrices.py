@@ -5,6 +5,7 @@ matrix's parts to the rank that orthogonalises it, a second one brings the parts
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -38,10 +39,7 @@ class CutMatrices:
     def planned(self, name: str, *, shape: Sequence[int]) -> tuple[int, int]:
         """(elements, FLOPs) of a rank's part of `shape`, by which all ranks plan alike: of the largest part, and a rank's share."""
         if not self.is_cut(name):
-            numel = 1
-            for extent in shape:
-                numel *= extent
-            return numel, self._muon.flops(shape)
+            return prod(shape), self._muon.flops(shape)
         parts = [own[name] for own in self._parts]
         return max(part.numel for part in parts), self._muon.flops(parts[0].full_shape) // len(parts)
 

@@ -12,7 +12,7 @@ Where tensor-parallel ranks hold parts of a matrix, its owners bring these toget
 Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from ztk.optim.muon import Muon
 from ztk.runtime import Comm
 from ztk.runtime.buffers import BufferPool
 from ztk.sharded_optim.cut_matrices import CutMatrices
+from ztk.sharded_optim.fetching import PieceFetcher
 from ztk.sharded_optim.owners import Matrix, Round, plan_rounds
 from ztk.sharded_optim.piece_states import PieceStates
 
@@ -48,26 +49,12 @@ class _Batch:
     from_ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FetchedMomentum:
-    """A piece with the momentum of its matrices in memory. momentum: float32, laid out by `piece.moments`, which may be changed; gradient:
-    [n]."""
-
-    piece: Piece
-    momentum: Tensor
-    gradient: Tensor
-
-
-# Pieces in order -> the same, each with its momentum, which is written back behind its turn
-FetchMomentum = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedMomentum]]
-
-
 class MatrixUpdate:
     """Turns the gradients of Muon's matrices into orthogonalised directions. pool: of buffers for them."""
 
-    def __init__(self, buckets: list[Bucket], *, muon: Muon, context: ZeroContext) -> None:
+    def __init__(self, buckets: list[Bucket], *, muon: Muon, fetcher: PieceFetcher, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
-        self._muon, self._clock, self._states = muon, context.clock, PieceStates(context)
+        self._muon, self._fetcher, self._clock, self._states = muon, fetcher, context.clock, PieceStates(context)
         self._is_replicated = not context.policy.shards_optimizer  # every rank updates everything
         self._cut = CutMatrices(muon=muon, context=context)
         self.pool = BufferPool(device=context.device, ledger=context.ledger, category="matrices")
@@ -78,13 +65,13 @@ class MatrixUpdate:
         """Those with matrices, in the order in which they are fetched first."""
         return list(dict.fromkeys(entry for batch in self._batches for entry in batch.pieces))
 
-    def run(self, control: Tensor, *, fetch: FetchMomentum, skipped: frozenset[str]) -> None:
+    def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
         """After it, gradients of matrices are directions to step along. A collective call of the ranks of every bucket; waits.
 
         control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their momentum.
         """
         for batch in self._batches:
-            self._run_batch(batch, control=control, fetch=fetch, skipped=skipped)
+            self._run_batch(batch, control=control, skipped=skipped)
 
     # Which matrices together
 
@@ -141,12 +128,12 @@ class MatrixUpdate:
 
     # One round
 
-    def _run_batch(self, batch: _Batch, *, control: Tensor, fetch: FetchMomentum, skipped: frozenset[str]) -> None:
+    def _run_batch(self, batch: _Batch, *, control: Tensor, skipped: frozenset[str]) -> None:
         rank = batch.comm.rank
         numel = sum(len(matrix.held[rank]) for matrix in batch.round.matrices)
         parts = self.pool.acquire(numel, dtype=self._muon.dtype)
         places = {matrix.name: batch.places[matrix.name] - matrix.held[rank].start for matrix in batch.round.matrices}
-        self._update_momentum(batch, parts=parts, places=places, control=control, fetch=fetch, skipped=skipped)
+        self._update_momentum(batch, parts=parts, places=places, control=control, skipped=skipped)
         results = self._orthogonalise(batch, parts=parts)
         self._give_back(batch, results=results, parts=parts)
         for bucket, piece in batch.pieces:
@@ -164,11 +151,10 @@ class MatrixUpdate:
         parts: Tensor,
         places: dict[str, int],
         control: Tensor,
-        fetch: FetchMomentum,
         skipped: frozenset[str],
     ) -> None:
         """Fills `parts` with the directions of this rank's ranges."""
-        for fetched in fetch(batch.pieces):
+        for fetched in self._fetcher.fetch_momentum(batch.pieces):
             moments = fetched.piece.moments
             assert moments is not None, "the piece has elements of matrices"
             for fragment in fetched.piece.fragments:

@@ -8,63 +8,43 @@ Squares add up in float64: where pieces are cut shows in the 16th digit, and the
 Control and ratios have the dtype fp32.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ztk.buckets.bucket import Bucket
 from ztk.buckets.context import ZeroContext
 from ztk.buckets.layout import Placement
-from ztk.buckets.piece import Piece
 from ztk.optim.lamb import Lamb
 from ztk.runtime import Comm
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchedStates:
-    """A piece in memory. master: float32 [n]; rows: the optimizer's states, float32 [n], which may be changed; gradient: [n]."""
-
-    bucket: Bucket
-    piece: Piece
-    master: Tensor
-    rows: dict[str, Tensor]
-    gradient: Tensor
-
-
-# Pieces in order -> the same, each with its states, which are written back behind its turn
-FetchStates = Callable[[Iterable[tuple[Bucket, Piece]]], Iterator[FetchedStates]]
+from ztk.sharded_optim.fetching import FetchedStates, PieceFetcher
 
 
 class TrustRatios:
-    """Updates LAMB's averages, and says by which factor each parameter steps."""
+    """Updates LAMB's averages, and says by which factor each parameter steps. ratios: parameter -> its factor in this step, a scalar []."""
 
-    def __init__(self, buckets: list[Bucket], *, lamb: Lamb, context: ZeroContext) -> None:
+    def __init__(self, buckets: list[Bucket], *, lamb: Lamb, fetcher: PieceFetcher, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
-        self._lamb, self._clock = lamb, context.clock
+        self._lamb, self._fetcher, self._clock = lamb, fetcher, context.clock
         self._group_of = {placement.name: placement.group for placement in _placements(buckets)}
         by_comm: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             by_comm.setdefault(id(bucket.comm), []).append(bucket)
         self._by_comm = list(by_comm.values())
+        self.ratios: dict[str, Tensor] = {}
 
-    def run(self, control: Tensor, *, fetch: FetchStates, skipped: frozenset[str]) -> dict[str, Tensor]:
-        """Parameter -> its ratio, a scalar [] where `control` is. A collective call of the ranks of every bucket; waits.
+    def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
+        """Sets `ratios`, which lie where `control` does. A collective call of the ranks of every bucket; waits.
 
         control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their averages.
         """
-        ratios: dict[str, Tensor] = {}
+        self.ratios = {}
         for buckets in self._by_comm:
-            ratios |= self._run(buckets, control=control, fetch=fetch, skipped=skipped)
-        return ratios
+            self.ratios |= self._run(buckets, control=control, skipped=skipped)
 
-    def _run(
-        self, buckets: list[Bucket], *, control: Tensor, fetch: FetchStates, skipped: frozenset[str]
-    ) -> dict[str, Tensor]:
+    def _run(self, buckets: list[Bucket], *, control: Tensor, skipped: frozenset[str]) -> dict[str, Tensor]:
         numbers = {placement.name: index for index, placement in enumerate(_placements(buckets))}
         squares = torch.zeros(len(numbers), 2, dtype=torch.float64, device=control.device)
-        for fetched in fetch((bucket, piece) for bucket in buckets for piece in bucket.pieces):
+        for fetched in self._fetcher.fetch_states((bucket, piece) for bucket in buckets for piece in bucket.pieces):
             own = fetched.piece in fetched.bucket.own_pieces
             for fragment in fetched.piece.fragments:
                 if fragment.name not in skipped:

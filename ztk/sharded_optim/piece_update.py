@@ -1,4 +1,4 @@
-"""The update of one piece by ztk's own optimizers, in memory.
+"""The update of one piece in memory: by ztk's own optimizers, or by the step of a torch optimizer.
 
 Master weights and gradients have any floating-point dtype, the control is fp32.
 """
@@ -8,19 +8,23 @@ from torch import Tensor
 from ztk.buckets.layout import Fragment
 from ztk.buckets.piece import Piece
 from ztk.kernels import tiles_of
-from ztk.optim import FlatOptimizer, GroupTable
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.optim.muon import step_along
 from ztk.runtime.planned import is_host_memory
 from ztk.sharded_optim.missed import MissedUpdates
+from ztk.sharded_optim.norms import TrustRatios
 
 
 class PieceUpdate:
     """Runs the fused update over pieces: on a device one launch for all parameter groups of a piece where the kernel has it, else one call
     for each."""
 
-    def __init__(self, optimizer: FlatOptimizer, *, groups: GroupTable, missed: MissedUpdates) -> None:
-        """missed: the updates that parameters have missed."""
+    def __init__(
+        self, optimizer: FlatOptimizer, *, groups: GroupTable, missed: MissedUpdates, norms: TrustRatios | None
+    ) -> None:
+        """missed: the updates that parameters have missed. norms: of LAMB, whose `run` comes before that of a step's pieces."""
         self._optimizer, self._missed, self._group_of = optimizer, missed, groups.row_of
+        self._norms = norms
         self._scales = [row.muon_scale for row in groups.rows]
         self._tiles: dict[Piece, Tensor] = {}  # of the pieces that one launch updates
 
@@ -40,6 +44,9 @@ class PieceUpdate:
         master: [n]; gradient: scaled and summed, [n]; rows: state -> its row, of the optimizer's format; control: [groups, 16]; out: 16-bit
         [n] that receives the cast master. skipped: names of parameters that stay as they are.
         """
+        if self._norms is not None:
+            self._run_lamb(piece, master=master, rows=rows, control=control, out=out, skipped=skipped)
+            return
         apart = self._apart(piece, skipped=skipped, master=master, gradient=gradient, rows=rows, control=control)
         if self._is_one_launch(piece, master=master):
             self._optimizer.step(
@@ -147,7 +154,7 @@ class PieceUpdate:
                     found[fragment.name] = fragment.place, [copied[place], *moments]
         return found
 
-    def run_lamb(
+    def _run_lamb(
         self,
         piece: Piece,
         *,
@@ -156,13 +163,10 @@ class PieceUpdate:
         control: Tensor,
         out: Tensor | None,
         skipped: frozenset[str],
-        ratios: dict[str, Tensor],
     ) -> None:
-        """Updates `master` in place, parameter by parameter; the averages in `rows` are updated already. ratios: of `TrustRatios`; the rest as
-        of `run`, [n] and [groups, 16].
-        """
+        """Parameter by parameter; the averages in `rows` are updated already."""
         lamb = self._optimizer.lamb
-        assert lamb is not None
+        assert lamb is not None and self._norms is not None
         if out is not None:
             out.copy_(master)  # of what is skipped, and of padding
         for fragment in piece.fragments:
@@ -172,12 +176,36 @@ class PieceUpdate:
                     master[place],
                     exp_avg=rows["exp_avg"][place],
                     exp_avg_sq=rows["exp_avg_sq"][place],
-                    ratio=ratios[fragment.name],
+                    ratio=self._norms.ratios[fragment.name],
                     control=self._missed.control_of(
                         fragment.name, control=control, group=self._group_of[fragment.name]
                     ),
                     out=None if out is None else out[place],
                 )
+
+
+class TorchPieceUpdate:
+    """Runs the step of a torch optimizer over pieces."""
+
+    def __init__(self, optimizer: TorchStep) -> None:
+        self._optimizer = optimizer
+
+    def run(
+        self,
+        piece: Piece,
+        *,
+        master: Tensor,
+        gradient: Tensor,
+        rows: dict[str, Tensor],
+        control: Tensor,
+        out: Tensor | None,
+        skipped: frozenset[str],
+    ) -> None:
+        """As `PieceUpdate.run`: [n], and [groups, 16]."""
+        places = {part.name: part.place for part in piece.fragments if part.name not in skipped}
+        self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
+        if out is not None:
+            out.copy_(master)
 
 
 def _is_on_device(master: Tensor) -> bool:

@@ -8,54 +8,36 @@ the full one; where it is cut along its first dimension, all elements have the p
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
-from ztk.buckets.layout import PARAMETER_ALIGNMENT, BucketLayout, Segment
+from ztk.buckets.layout import PARAMETER_ALIGNMENT
 from ztk.buckets.units import ROOT, UnitPlan
 from ztk.runtime.part import Part
 
 
-class ElementPositions:
-    """Where the parameters of a model start."""
+def first_positions(
+    units: Sequence[UnitPlan],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    row_of: Mapping[str, int],
+    parts: Mapping[str, Part],
+) -> dict[str, int]:
+    """Trained parameter -> the position of its first element.
 
-    def __init__(
-        self,
-        units: Sequence[UnitPlan],
-        *,
-        shapes: Mapping[str, tuple[int, ...]],
-        row_of: Mapping[str, int],
-        parts: Mapping[str, Part],
-    ) -> None:
-        """shapes: of what this rank has of each parameter. row_of: the group of each trained one."""
-        self._starts: dict[str, int] = {}
-        for unit in units:
-            names = sorted((name for name in unit.owned if name in row_of), key=lambda name: row_of[name])
-            found = {name: parts.get(name) or Part.everything(shapes[name]) for name in names}
-            sizes = [_aligned(prod(part.full_shape) + PARAMETER_ALIGNMENT - 1) for part in found.values()]
-            for (name, part), offset in zip(found.items(), accumulate(sizes, initial=0), strict=False):
-                is_alone = unit.name == ROOT or bool(part.holders)
-                start = _hash(name) if is_alone else _hash(unit.name) + offset
-                self._starts[name] = start + _aligned(_first_element(part))
-
-    def cut(self, layout: BucketLayout, *, span: range) -> Iterator[Segment]:
-        """`span`, cut where the group or the distance between place and position changes. Padding belongs to the parameter before it."""
-        start, of = span.start, None
-        for placement in layout.placements:
-            this = placement.group, self._starts[placement.name] - placement.offset
-            if this == of:
-                continue
-            boundary = max(placement.offset, span.start)
-            if of is not None and boundary > start:
-                stop = min(boundary, span.stop)
-                yield Segment(start=start, stop=stop, group=of[0], position=of[1] + start)
-                start = stop
-            if boundary >= span.stop:
-                return
-            of = this
-        assert of is not None, "a bucket has parameters"
-        yield Segment(start=start, stop=span.stop, group=of[0], position=of[1] + start)
+    shapes: of what this rank has of each parameter. row_of: the group of each trained one.
+    """
+    positions: dict[str, int] = {}
+    for unit in units:
+        names = sorted((name for name in unit.owned if name in row_of), key=lambda name: row_of[name])
+        found = {name: parts.get(name) or Part.everything(shapes[name]) for name in names}
+        sizes = [_aligned(prod(part.full_shape) + PARAMETER_ALIGNMENT - 1) for part in found.values()]
+        for (name, part), offset in zip(found.items(), accumulate(sizes, initial=0), strict=False):
+            is_alone = unit.name == ROOT or bool(part.holders)
+            start = _hash(name) if is_alone else _hash(unit.name) + offset
+            positions[name] = start + _aligned(_first_element(part))
+    return positions
 
 
 def _hash(name: str) -> int:

@@ -11,10 +11,6 @@ full on every rank are updated at once: the thread may not gather, because ranks
 `residency.updated` future is done when its last parameter write is submitted. Gathering the bucket waits for it, and the store keeps the
 order of write and read. Everything else that touches states calls `finish` first.
 
-[Note: States ahead]
-A third of what a step moves over the disk is reading states, and the disk is nearly idle in the backward. So whenever a bucket is
-reduced, the states of as many pieces are fetched as the pool has room for. The update finds them there.
-
 [Note: Writes behind]
 The next forward waits for updated parameters, not for what is written back. So the update goes on while writes queue up, and the backward
 has time for the rest of them. A store reads before it writes, and its memory limits both.
@@ -23,7 +19,7 @@ has time for the rest of them. A store reads before it writes, and its memory li
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -38,34 +34,17 @@ from ztk.optim import FlatOptimizer, TorchStep
 from ztk.optim.ema import update_average
 from ztk.optim.states import MASTER
 from ztk.runtime import PhaseClock, Tier
-from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import in_one_memory, is_planned, is_set, on_host
 from ztk.runtime.ranges import named
 from ztk.runtime.serial import InlineCalls, SerialThread
-from ztk.runtime.store import Slot
-from ztk.runtime.streams import Copy, has_streams, start_copy
-from ztk.sharded_optim.matrices import FetchedMomentum, MatrixUpdate
+from ztk.runtime.streams import Copy, start_copy
+from ztk.sharded_optim.fetching import MAX_WRITES, FetchedPiece, PieceFetcher
+from ztk.sharded_optim.matrices import MatrixUpdate
 from ztk.sharded_optim.missed import MissedUpdates
-from ztk.sharded_optim.norms import FetchedStates, TrustRatios
+from ztk.sharded_optim.norms import TrustRatios
 from ztk.sharded_optim.piece_states import PieceStates
-from ztk.sharded_optim.piece_update import PieceUpdate
-
-MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
-MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fetched:
-    """A piece whose states and gradient are being fetched. parameter: one that is its own master weight, into a buffer of the pool, where it
-    is on NVMe. staged: a gradient from the device, on its way to a buffer of the pool."""
-
-    bucket: Bucket
-    piece: Piece
-    states: Pending
-    gradient: Pending | None
-    parameter: Pending | None = None
-    staged: tuple[Tensor, Copy] | None = None
+from ztk.sharded_optim.piece_update import PieceUpdate, TorchPieceUpdate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,65 +66,51 @@ class ShardUpdate:
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
         self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
-        self._format, self._ema, self._averages = context.states, context.ema, False
-        self._states = PieceStates(context)
-        self._on_host = context.stores.optimizer.tier is not Tier.device  # then the update runs where the states are
-        beside_the_device = self._on_host and context.device.type != "cpu"
-        self.pool = BufferPool(
-            device=torch.device("cpu") if beside_the_device and not is_planned(context.device) else context.device,
-            ledger=context.ledger,
-            category="parameters on their way",
-            tier=Tier.host if beside_the_device else Tier.device,
-        )
-        self._behind = [bucket for bucket in buckets if self._on_host and bucket.traits.shards_parameters]
+        self._ema, self._averages, self._states = context.ema, False, PieceStates(context)
+        self._fetcher = PieceFetcher(context)
+        self.pool = self._fetcher.pool
+        self._behind = [bucket for bucket in buckets if self._fetcher.on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
         self._must_know_of_skips = (
-            self._on_host
+            self._fetcher.on_host
             or context.stores.parameters.tier is not Tier.device
             or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
         )
         self._matrices: MatrixUpdate | None = None
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
-            self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, context=context)
+            self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, fetcher=self._fetcher, context=context)
             self._must_know_of_skips = True
         self._norms: TrustRatios | None = None
-        self._ratios: dict[str, Tensor] = {}
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.lamb is not None:
-            self._norms = TrustRatios([*self._at_once, *self._behind], lamb=context.optimizer.lamb, context=context)
+            self._norms = TrustRatios(
+                [*self._at_once, *self._behind], lamb=context.optimizer.lamb, fetcher=self._fetcher, context=context
+            )
             self._must_know_of_skips = True
         self._thread = _new_thread(context.device) if self._behind else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
         self._skipped: frozenset[str] = frozenset()
         self.missed = MissedUpdates(context.groups.rows)
-        self._piece_update: PieceUpdate | None = None
-        if isinstance(context.optimizer, FlatOptimizer):
-            self._piece_update = PieceUpdate(context.optimizer, groups=context.groups, missed=self.missed)
+        self._piece_update: PieceUpdate | TorchPieceUpdate
+        if isinstance(context.optimizer, TorchStep):
+            self._piece_update = TorchPieceUpdate(context.optimizer)
+        else:
+            self._piece_update = PieceUpdate(
+                context.optimizer, groups=context.groups, missed=self.missed, norms=self._norms
+            )
         self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
         self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
         # The first that are fetched: a store's memory goes to pieces in that order.
-        self._first: list[Slot | None] = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
+        self._first = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
         if self._matrices is not None:
             self._first = [piece.momentum for _, piece in self._matrices.pieces]
-        self._ahead: dict[Slot | None, Pending] = {}  # states that are fetched ahead
         self._is_fetching = False  # the update behind the forward has not fetched everything yet
 
     def fetch_ahead(self) -> None:
-        """See [Note: States ahead]. Does nothing while the last update still fetches."""
-        if self._is_fetching:
-            return
-        for slot in self._first[len(self._ahead) :]:
-            pending = self._stores.optimizer.fetch_ahead(slot)
-            if pending is None:
-                return
-            self._ahead[slot] = pending
-
-    def drop_ahead(self) -> None:
-        """Releases what was fetched ahead: no update will use it."""
-        for slot in self._ahead:
-            self._stores.optimizer.release(slot)
-        self._ahead.clear()
+        """The states of the first pieces that there is room for. Does nothing while the last update still fetches."""
+        if not self._is_fetching:
+            self._fetcher.fetch_ahead(self._first)
 
     def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset(), averages: bool = False) -> None:
         """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
@@ -157,12 +122,12 @@ class ShardUpdate:
         """
         self._join()
         self._skipped, self._averages = skipped, averages
-        if self._on_host:
+        if self._fetcher.on_host:
             control = on_host(control)
         # What parameters miss is counted here, too.
         must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
         if must_know and is_set(control[0, Control.skip]):
-            self.drop_ahead()  # and nothing is read from the medium or written to it
+            self._fetcher.drop_ahead()  # and nothing is read from the medium or written to it
             return
         if isinstance(self._optimizer, TorchStep):
             self._optimizer.begin_step()
@@ -171,9 +136,9 @@ class ShardUpdate:
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
         if self._matrices is not None:
-            self._matrices.run(control, fetch=self._fetch_momentum, skipped=skipped)
+            self._matrices.run(control, skipped=skipped)
         if self._norms is not None:
-            self._ratios = self._norms.run(control, fetch=self._fetch_states, skipped=skipped)
+            self._norms.run(control, skipped=skipped)
         self._update_all(self._at_once, control=control, clock=self._clock)
         if self._thread is None:
             return
@@ -195,7 +160,7 @@ class ShardUpdate:
     def finish_running(self) -> None:
         """Returns when the last update and its writes have ended; nothing stays fetched ahead. Raises what went wrong in it."""
         self._join()
-        self.drop_ahead()
+        self._fetcher.drop_ahead()
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Calls `action()` once before states change: it waits for another thread that reads them."""
@@ -241,7 +206,7 @@ class ShardUpdate:
 
     def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
         gathers, writes = [], deque()
-        for current in self._fetch_all(self._pieces_of(buckets)):
+        for current in self._fetcher.fetch(self._pieces_of(buckets)):
             writes.append(self._update(current, control=control, clock=clock))
             if len(writes) > MAX_WRITES:
                 self._finish_write(writes.popleft(), clock=clock)
@@ -266,102 +231,14 @@ class ShardUpdate:
     def _pieces_of(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Piece]]:
         return [(bucket, piece) for bucket in buckets for piece in bucket.pieces]
 
-    def _fetch_all(self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool = False) -> Iterator[_Fetched]:
-        """Pieces in order. Each is fetched while the one before it is updated, and more of them where the store has room. momentum: that of
-        matrices in place of the states."""
-        todo = deque(pieces)
-        fetched: deque[_Fetched] = deque()
-        while todo or fetched:
-            while todo and len(fetched) < (MAX_FETCHED if self._has_room(_slot(todo[0][1], momentum=momentum)) else 2):
-                bucket, piece = todo.popleft()
-                fetched.append(self._fetch(bucket, piece=piece, momentum=momentum))
-            yield fetched.popleft()
-
-    def _has_room(self, slot: Slot | None) -> bool:
-        return slot in self._ahead or self._stores.optimizer.has_room(slot)
-
-    def _fetch(self, bucket: Bucket, *, piece: Piece, momentum: bool) -> _Fetched:
-        gradient, staged = None, None
-        if piece.gradient is not None:
-            gradient = self._stores.gradients.fetch(piece.gradient)
-        elif self._on_host:
-            staged = self._stage(piece.of(bucket.gradient.full))
-        slot = _slot(piece, momentum=momentum)
-        states = self._ahead.pop(slot, None) or self._stores.optimizer.fetch(slot)
-        parameter = None
-        if (
-            not momentum
-            and not piece.has_master
-            and piece.parameter is not None
-            and self._stores.parameters.tier is Tier.nvme
-        ):
-            memory = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
-            parameter = self._stores.parameters.fetch_into(piece.parameter, out=memory)
-        return _Fetched(
-            bucket=bucket, piece=piece, states=states, gradient=gradient, parameter=parameter, staged=staged
-        )
-
-    def _stage(self, gradient: Tensor) -> tuple[Tensor, Copy] | None:
-        """Starts to copy a gradient [n] from a GPU to the host; None: it is there."""
-        if not has_streams(gradient):
-            return None
-        buffer = self.pool.acquire(gradient.numel(), dtype=gradient.dtype)
-        copy = start_copy(gradient, out=buffer)
-        assert copy is not None, "one of the two is on a GPU"
-        return buffer, copy
-
-    def _fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
-        """Before the update, the states of pieces, which are written back behind their turn. Their gradients stay where they are."""
-        for bucket, piece, states, gradient in self._passing(pieces, momentum=False):
-            rows = self._rows(piece, states=states)
-            master = rows.pop(MASTER) if MASTER in rows else self._resident_parameter(bucket, piece=piece)
-            assert master is not None, "fp32 parameters on a disk have master weights"
-            yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
-
-    def _fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
-        """As `_fetch_states`, the momentum of matrices alone."""
-        for _, piece, momentum, gradient in self._passing(pieces, momentum=True):
-            yield FetchedMomentum(piece=piece, momentum=momentum, gradient=gradient)
-
-    def _passing(
-        self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool
-    ) -> Iterator[tuple[Bucket, Piece, Tensor, Tensor]]:
-        """Bucket, piece, what is stored of it and the gradient [n], where the update runs; it is written back behind its turn."""
-        writes: deque[Pending] = deque()
-        for fetched in self._fetch_all(pieces, momentum=momentum):
-            piece = fetched.piece
-            with self._clock.phase("io"):
-                states, gradient = self._wait_for(fetched)
-            yield fetched.bucket, piece, states, gradient
-            writes.append(self._stores.optimizer.put(_slot(piece, momentum=momentum), value=states))
-            if len(writes) > MAX_WRITES:
-                writes.popleft().wait()
-            if piece.gradient is not None:
-                self._stores.gradients.release(piece.gradient)
-            if fetched.staged is not None:
-                self.pool.release(gradient)
-        for write in writes:
-            write.wait()
-
-    def _wait_for(self, fetched: _Fetched) -> tuple[Tensor, Tensor]:
-        """The stored states and the gradient [n], where the update runs."""
-        states = fetched.states.wait()
-        if fetched.staged is not None:
-            gradient, copy = fetched.staged
-            copy.synchronize()
-            return states, gradient
-        gradient = fetched.gradient.wait() if fetched.gradient else fetched.piece.of(fetched.bucket.gradient.full)
-        assert gradient is not None
-        return states, gradient
-
-    def _update(self, fetched: _Fetched, *, control: Tensor, clock: PhaseClock) -> _WriteBack:
+    def _update(self, fetched: FetchedPiece, *, control: Tensor, clock: PhaseClock) -> _WriteBack:
         bucket, piece = fetched.bucket, fetched.piece
         with clock.phase("io"):
-            states, gradient = self._wait_for(fetched)
+            states, gradient = fetched.wait()
             own = None if fetched.parameter is None else fetched.parameter.wait()
-        rows = self._rows(piece, states=states)
+        rows = self._fetcher.rows(piece, states=states)
         average = rows.pop(AVERAGE, None)
-        resident = self._resident_parameter(bucket, piece=piece) if own is None else None
+        resident = self._fetcher.resident_parameter(bucket, piece=piece) if own is None else None
         if MASTER not in rows:
             master, out = (resident if own is None else own), None  # master weight and parameter are one
         elif resident is not None and in_one_memory(resident, second=states):
@@ -370,58 +247,22 @@ class ShardUpdate:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
         assert master is not None, "there while the update runs"
         with named(f"update {bucket.traits.name}"):
-            self._optimize(piece, master=master, gradient=gradient, rows=rows, control=control, out=out)
+            self._piece_update.run(
+                piece, master=master, gradient=gradient, rows=rows, control=control, out=out, skipped=self._skipped
+            )
         if self._averages and average is not None:
             self._update_average(average, weights=master, control=control)
         elif self._averages:
             with self._states.average(piece, changes=True) as apart:
                 self._update_average(apart[AVERAGE], weights=master.to(apart[AVERAGE].device), control=control)
-        if fetched.staged is not None:
-            self.pool.release(gradient)
+        self._fetcher.release_staged(fetched)
         return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
-
-    def _optimize(
-        self,
-        piece: Piece,
-        *,
-        master: Tensor,
-        gradient: Tensor,
-        rows: dict[str, Tensor],
-        control: Tensor,
-        out: Tensor | None,
-    ) -> None:
-        """The optimizer over a piece in memory; arguments as of `PieceUpdate.run`."""
-        if isinstance(self._optimizer, TorchStep):
-            places = {part.name: part.place for part in piece.fragments if part.name not in self._skipped}
-            self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
-            if out is not None:
-                out.copy_(master)
-            return
-        assert self._piece_update is not None
-        more = {"master": master, "rows": rows, "control": control, "out": out, "skipped": self._skipped}
-        if self._norms is None:
-            self._piece_update.run(piece, gradient=gradient, **more)
-        else:
-            self._piece_update.run_lamb(piece, ratios=self._ratios, **more)
-
-    def _rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
-        """The rows of a piece's stored states by name."""
-        given = {"numel": piece.numel, "has_master": piece.has_master, "with_rows": piece.with_rows}
-        return self._format.views(states, **given)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
         """See `update_average`. Where the host knows of skips, no skipped step comes here."""
         assert weights is not None and self._ema is not None
         skip = None if self._must_know_of_skips else control[0, Control.skip].to(average.device)
         update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
-
-    def _resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
-        """The parameter's memory, if it can be written in place."""
-        if not bucket.traits.shards_parameters:
-            return piece.of(bucket.full)
-        if self._stores.parameters.tier is Tier.nvme:
-            return None
-        return self._stores.parameters.fetch(piece.parameter).wait()
 
     def _write_back(self, bucket: Bucket, *, piece: Piece, states: Tensor, out: Tensor | None) -> _WriteBack:
         puts = [self._stores.optimizer.put(piece.states, value=states)]
@@ -446,10 +287,6 @@ class ShardUpdate:
                 write.copy.synchronize()  # before the host writes into its buffer again
         if write.parameter is not None:
             self.pool.release(write.parameter)
-
-
-def _slot(piece: Piece, *, momentum: bool) -> Slot | None:
-    return piece.momentum if momentum else piece.states
 
 
 def _new_thread(device: torch.device) -> SerialThread | InlineCalls:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ztk.buckets.bucket import Bucket
 from ztk.buckets.context import ZeroContext
 from ztk.buckets.exchange import exchange_of
-from ztk.buckets.layout import BucketLayout, ParameterSpec, Segment
+from ztk.buckets.layout import BucketLayout, ParameterSpec
 from ztk.buckets.moments import Moments
 from ztk.buckets.piece import Piece, cut_shard
 from ztk.buckets.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
@@ -26,7 +26,7 @@ from ztk.runtime import Tier
 from ztk.runtime.part import InitialValues
 from ztk.runtime.planned import PLANNED, is_planned
 from ztk.sharded_optim.piece_states import PieceStates
-from ztk.sharded_optim.positions import ElementPositions
+from ztk.sharded_optim.positions import first_positions
 from ztk.zero.gathering import Unit
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,8 @@ class Builder:
         shape, stores = (len(span),), self._stores
         states = gradient = parameter = None
         has_master = traits.trainable and not self._is_own_master(traits)
-        segments = tuple(self._segments(traits, layout=layout, span=span))
+        # The launches of the update: the fewest that have one group, and one distance to the elements' positions if they count.
+        segments = tuple(layout.segments(span, positions=self._positions if traits.trainable else None))
         moments = momentum = None
         if traits.trainable:
             moments = Moments.of(segments, start=span.start, matrix_groups=self._matrix_groups)
@@ -171,12 +172,6 @@ class Builder:
             moments=moments,
             momentum=momentum,
         )
-
-    def _segments(self, traits: BucketTraits, *, layout: BucketLayout, span: range) -> Iterator[Segment]:
-        """The launches of the update for a piece: the fewest that have one group, and one distance to the elements' positions if they count."""
-        if traits.trainable and self._positions is not None:
-            return self._positions.cut(layout, span=span)
-        return layout.segments(span)
 
     def _is_own_master(self, traits: BucketTraits) -> bool:
         """A parameter of the master weights' dtype needs no copy if the optimizer can write it where its states are. On NVMe a bf16 one is read
@@ -232,12 +227,12 @@ class Builder:
         return torch.empty(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
 
 
-def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext) -> ElementPositions | None:
-    """None: no state is rounded stochastically."""
+def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext) -> dict[str, int] | None:
+    """Of the trained parameters; None: no state is rounded stochastically."""
     if not isinstance(context.optimizer, FlatOptimizer) or not context.optimizer.is_stochastic:
         return None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return ElementPositions(plans, shapes=shapes, row_of=context.groups.row_of, parts=context.parts)
+    return first_positions(plans, shapes=shapes, row_of=context.groups.row_of, parts=context.parts)
 
 
 def _check_dtypes(model: nn.Module) -> None:
