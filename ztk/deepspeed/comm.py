@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed import (
     ReduceOp,
     destroy_process_group,
+    get_rank,
+    get_world_size,
     is_available,
     is_initialized,
     new_group,
@@ -217,31 +219,20 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-# Collectives. Every function takes prof=True to be logged alone, log_name and debug besides.
+# Collectives. Every function takes prof=True to be logged alone, log_name and debug besides. Those of torch.distributed as they are:
 
+all_reduce, reduce, broadcast = _logged(dist.all_reduce), _logged(dist.reduce), _logged(dist.broadcast)
+all_gather, reduce_scatter, all_to_all = (
+    _logged(dist.all_gather),
+    _logged(dist.reduce_scatter),
+    _logged(dist.all_to_all),
+)
+gather, scatter = _logged(dist.gather), _logged(dist.scatter)
+all_gather_object, broadcast_object_list = _logged(dist.all_gather_object), _logged(dist.broadcast_object_list)
+barrier, monitored_barrier = _logged(dist.barrier), _logged(dist.monitored_barrier)
+send, recv, batch_isend_irecv = _logged(dist.send), _logged(dist.recv), _logged(dist.batch_isend_irecv)
 
-@_logged
-def broadcast(tensor: Tensor, src: int, group=None, async_op: bool = False):
-    """torch.distributed's `broadcast`."""
-    return dist.broadcast(tensor, src, group=group, async_op=async_op)
-
-
-@_logged
-def broadcast_object_list(object_list: list, src: int, group=None, device=None):
-    """torch.distributed's `broadcast_object_list`."""
-    return dist.broadcast_object_list(object_list, src, group=group, device=device)
-
-
-@_logged
-def all_gather(tensor_list: list[Tensor], tensor: Tensor, group=None, async_op: bool = False):
-    """torch.distributed's `all_gather`."""
-    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
-
-
-@_logged
-def all_gather_object(object_list: list, obj: object, group=None):
-    """torch.distributed's `all_gather_object`."""
-    return dist.all_gather_object(object_list, obj, group=group)
+# And those that take other names than torch's.
 
 
 @_logged
@@ -262,12 +253,6 @@ def all_gather_coalesced(output_tensors: list[Tensor], input_tensors: list[Tenso
 
 
 @_logged
-def all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
-    """torch.distributed's `all_reduce`."""
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-
-
-@_logged
 def inference_all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None):
     """As `all_reduce`, and returns when it is done."""
     return dist.all_reduce(tensor, op=op, group=group)
@@ -276,18 +261,6 @@ def inference_all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None):
 def all_reduce_coalesced(tensors: list[Tensor], op=ReduceOp.SUM, group=None, async_op: bool = False):
     """One sum for every tensor."""
     return _together([all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors], async_op)
-
-
-@_logged
-def reduce(tensor: Tensor, dst: int, op=ReduceOp.SUM, group=None, async_op: bool = False):
-    """torch.distributed's `reduce`."""
-    return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
-
-
-@_logged
-def reduce_scatter(output: Tensor, input_list: list[Tensor], op=ReduceOp.SUM, group=None, async_op: bool = False):
-    """torch.distributed's `reduce_scatter`."""
-    return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
 
 
 @_logged
@@ -309,49 +282,7 @@ def all_to_all_single(
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
 
-@_logged
-def all_to_all(output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group=None, async_op: bool = False):
-    """torch.distributed's `all_to_all`."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-
-
-@_logged
-def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group=None, async_op: bool = False):
-    """torch.distributed's `gather`."""
-    return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
-
-
-@_logged
-def scatter(tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group=None, async_op: bool = False):
-    """torch.distributed's `scatter`."""
-    return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
-
-
-@_logged
-def barrier(group=None, async_op: bool = False, device_ids=None):
-    """torch.distributed's `barrier`."""
-    return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
-
-
-@_logged
-def monitored_barrier(group=None, timeout=None, wait_all_ranks: bool = False):
-    """torch.distributed's `monitored_barrier`."""
-    return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
-
-
 # From rank to rank
-
-
-@_logged
-def send(tensor: Tensor, dst: int, group=None, tag: int = 0):
-    """torch.distributed's `send`."""
-    return dist.send(tensor, dst, group=group, tag=tag)
-
-
-@_logged
-def recv(tensor: Tensor, src: int | None = None, group=None, tag: int = 0):
-    """torch.distributed's `recv`."""
-    return dist.recv(tensor, src, group=group, tag=tag)
 
 
 def isend(tensor: Tensor, dst: int, group=None, tag: int = 0, **log):
@@ -380,12 +311,6 @@ def _torchs(op: Callable) -> Callable:
     return {isend: dist.isend, irecv: dist.irecv}.get(op, op)
 
 
-@_logged
-def batch_isend_irecv(p2p_op_list: list[P2POp]):
-    """torch.distributed's `batch_isend_irecv`."""
-    return dist.batch_isend_irecv(p2p_op_list)
-
-
 class _Works:
     """Several works that are waited for together."""
 
@@ -405,16 +330,6 @@ def _together(works: list, async_op: bool) -> _Works | None:
 
 
 # Who is who
-
-
-def get_rank(group=None) -> int:
-    """This rank in `group`, None for all ranks."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group=None) -> int:
-    """The number of ranks in `group`, None for all."""
-    return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:

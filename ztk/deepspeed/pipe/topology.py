@@ -146,21 +146,15 @@ class PipelineParallelGrid:
         """The replica of this rank."""
         return self.data_parallel_id
 
+    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
+
     def get_global_rank(self) -> int:
         """This rank among all."""
         return self.global_rank
 
-    def get_pipe_parallel_rank(self) -> int:
-        """The stage of this rank."""
-        return self.stage_id
-
     def get_pipe_parallel_world_size(self) -> int:
         """The number of stages."""
         return self.pipe_parallel_size
-
-    def get_data_parallel_rank(self) -> int:
-        """The replica of this rank."""
-        return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
         """The number of replicas."""
