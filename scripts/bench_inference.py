@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_llama import SIZES, random_llama
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -34,12 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.policies.inference import WEIGHTS
 
-# name -> width, layers, heads, inner width, vocabulary
-SIZES = {
-    "4m": (256, 4, 4, 704, 2000),
-    "30m": (512, 8, 8, 1408, 8000),
-    "100m": (768, 12, 12, 2048, 16000),
-}
 GOALS = {  # by size, work and weights
     ("100m", "batch 1", "stored"): 0.95,
     ("100m", "batch 1", "int8"): 1.6,
@@ -64,24 +59,6 @@ class Work:
     def tokens(self) -> int:
         """What a second is divided into."""
         return sum(map(len, self.prompts)) if self.by_prompt else sum(self.counts)
-
-
-def make_model(size: str) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    dim, layers, heads, inner, vocabulary = SIZES[size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=dim,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=1024,
-        initializer_range=0.05,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def make_works(*, vocabulary: int, answer: int) -> list[Work]:
@@ -184,7 +161,7 @@ def main() -> int:
     for column in ("model", "work", "weights", "transformers", "ztk", "ratio", "goal", "equal answers"):
         table.add_column(column, justify="right")
     for size in options.size:
-        model = make_model(size)
+        model = random_llama(size)
         count = sum(parameter.numel() for parameter in model.parameters())
         generators = {
             weights: Generator(model, policy=InferencePolicy(max_sequences=32, weights=weights))

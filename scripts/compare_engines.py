@@ -22,11 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SIZES = {  # name -> width, layers, heads, inner width, vocabulary
-    "4m": (256, 4, 4, 704, 2000),
-    "30m": (512, 8, 8, 1408, 8000),
-    "100m": (768, 12, 12, 2048, 16000),
-}
+from random_llama import SIZES, random_llama
+
 PROMPT, SEQUENCES, FORMATS = 32, (1, 8), ("fp32", "int8")
 GOALS = {"fp32": 0.9, "int8": 0.5}
 MEASURED = "measured: "  # begins the line of a child that has its numbers
@@ -213,22 +210,9 @@ PEERS = ("ctranslate2", "llama_cpp")
 def write_model(folder: Path, *, size: str) -> None:
     """A Llama of transformers in `folder`/llama, and its tensors by name in one numpy file for the peers."""
     import numpy
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     dim, layers, heads, inner, vocabulary = SIZES[size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=dim,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=1024,
-        initializer_range=0.05,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = random_llama(size)
     model.save_pretrained(folder / "llama")
     numpy.savez(folder / "tensors.npz", **{name: value.numpy() for name, value in model.state_dict().items()})
     sizes = {"dim": dim, "layers": layers, "heads": heads, "inner": inner, "vocabulary": vocabulary}
