@@ -11,7 +11,7 @@ import torch
 
 
 def complete(training_args: ModuleType) -> None:
-    """training_args: transformers.training_args."""
+    """Lets `TrainingArguments(bf16=True)` pass on ranks that compute on the CPU. training_args: the module transformers.training_args."""
     original = training_args.is_torch_bf16_gpu_available
 
     @functools.wraps(original)

@@ -36,7 +36,7 @@ class Ceilings:
     rates: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     def seconds(self, *, num_bytes: int, flops: int, dtype: torch.dtype) -> float:
-        """The floor of a call: the longer of moving and computing."""
+        """The floor of a call, in seconds: the longer of moving and computing; computing counts 0 where no rate is known."""
         rate = self.rates.get(dtype) or self.rates.get(torch.float32)
         return max(num_bytes / self.memory_bandwidth, flops / rate if rate else 0.0)
 

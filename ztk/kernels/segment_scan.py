@@ -112,7 +112,7 @@ def segment_scan(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: flo
 def segment_scan_reference(
     rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> Tensor:
-    """The same by the definition, one token after another."""
+    """The same by the definition, one token after another: [T] of the dtype of rewards."""
     parts = []
     for r, v in zip(rewards.split(lengths.tolist()), values.split(lengths.tolist()), strict=True):
         out, following, next_value = torch.empty_like(r), 0.0, 0.0

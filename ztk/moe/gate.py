@@ -72,6 +72,7 @@ class Gating:
     used_token: Tensor | None = None
 
     def capacity(self, logits: Tensor, *, counts: Tensor) -> int:
+        """How many tokens each expert takes. logits: [T, E]. counts: choices per expert, int64 [E]."""
         if not self.policy.drop_tokens:
             return self.largest_load(counts)
         return self.policy.capacity(tokens=logits.shape[0], experts=logits.shape[1], training=self.training)

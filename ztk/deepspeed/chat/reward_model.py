@@ -71,7 +71,11 @@ class RewardModel(nn.Module):
         }
 
     def at_last(self, values: Tensor, *, input_ids: Tensor, prompt_length: int = 0) -> Tensor:
-        """Of values [B, T] those at the last token before the padding behind a row: [B]."""
+        """Of values [B, T] those at the last token before the padding behind a row: [B].
+
+        input_ids: int64 [B, T]. prompt_length: tokens in front, whose padding does not count.
+        Raises ValueError for a row of padding alone.
+        """
         padding = input_ids == self.PAD_ID
         padding[:, :prompt_length] = False
         behind = padding & (padding.cumsum(1) > (0 if prompt_length else self.num_padding_at_beginning))

@@ -45,7 +45,7 @@ class Findings:
 
 
 def takes(convert: Convert, *, auto: bool = False, null: str | None = _NULL) -> Key:
-    """A key that the run follows."""
+    """A key that the run follows. auto, null: see `Key`."""
     return Key(effect=Effect.takes, convert=convert, auto=auto, null=null)
 
 
@@ -188,7 +188,7 @@ def at_least(low: float, *, high: float | None = None) -> Convert:
 
 
 def whole_number(low: int = 0, *, high: int = INT64_MAX) -> Convert:
-    """A whole number, `5e8` included."""
+    """A whole number from `low` to `high`, `5e8` included; ValueError for all else."""
 
     def convert(value: object) -> int:
         plain = number(value)

@@ -51,7 +51,10 @@ def topkgating(
     ep_group: None = None,
     drop_policy: str = "probs",
 ) -> Gated:
-    """logits: [T, E]; k from 3 on. Raises ValueError for a smaller k and for another drop_policy than "probs"."""
+    """The `k` best experts of every token, each within its capacity. logits: [T, E]; k from 3 on.
+
+    Raises ValueError for a smaller k and for another drop_policy than "probs".
+    """
     if k < 3:
         raise ValueError(f"topkgating(k={k}): use top1gating or top2gating")
     if drop_policy != "probs":
