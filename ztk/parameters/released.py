@@ -21,16 +21,7 @@ from torch import Tensor, nn
 _REFUSALS = ("data pointer of Tensor", "more than one element of the written-to tensor")
 _REPLACE = {"set_", "swap_", "resize_", "resize_as_"}
 _VALUES = {
-    "numpy",
-    "tolist",
-    "item",
-    "data_ptr",
-    "untyped_storage",
-    "storage",
-    "__array__",
-    "__dlpack__",
-    "copy_",
-    "set_",
+    *("numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__", "copy_", "set_"),
 }
 _INSTEAD = (
     "save by engine.save_16bit_model (with stage3_gather_16bit_weights_on_model_save: true in the configuration), by engine.save_checkpoint, "
@@ -43,32 +34,12 @@ _SAVED = (
 _IN_PLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
 # What they return has a parameter's shape or dtype, or is its gradient, and has nothing of its values.
 _WITHOUT_VALUES = {
-    "__get__",
-    "grad",
-    "backward",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_tensor",
-    "new",
+    *("__get__", "grad", "backward"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new"),
 }
-_CONVERSIONS = {
-    "to",
-    "half",
-    "bfloat16",
-    "float",
-    "double",
-    "cpu",
-    "cuda",
-}  # `module.to()` makes them and throws them away
+# `module.to()` makes them and throws them away.
+_CONVERSIONS = {"to", "half", "bfloat16", "float", "double", "cpu", "cuda"}
 _IN_STATE_DICT = nn.Module._save_to_state_dict.__code__
 _saved: list[tuple[int, ...]] = []  # shapes of what was saved since the script has gathered parameters
 _read: list[tuple[int, ...]] = []  # shapes of what was read while it was released
@@ -282,24 +253,25 @@ def _share(view: Tensor, tensor: Tensor) -> bool:
     return is_strided and view.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
+def _named(tensor: Tensor | None) -> str:
+    return "a released parameter" if tensor is None else f"a released parameter of shape {tuple(tensor.shape)}"
+
+
 def _kept(tensor: Tensor | None) -> str:
-    shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
-    return f"a state dict has a released parameter{shape}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
+    return f"a state dict has {_named(tensor)}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
 
 
 def _was_read(tensor: Tensor | None, *, what: str) -> str:
-    shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
     return (
-        f"a released parameter{shape} was read where it is not gathered: its values are not on this rank (zero stage 3), so {what}. Read it "
+        f"{_named(tensor)} was read where it is not gathered: its values are not on this rank (zero stage 3), so {what}. Read it "
         "inside deepspeed.zero.GatheredParameters(list(model.parameters())) on every rank, also for a term of the loss. A forward gathers "
         "what modules read by name (self.layer.weight), not what self.parameters() lists"
     )
 
 
 def _message(tensor: Tensor | None) -> str:
-    shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
     return (
-        f"a released parameter{shape}: its values are not on this rank (zero stage 3), so it cannot be written here, and nothing may take "
+        f"{_named(tensor)}: its values are not on this rank (zero stage 3), so it cannot be written here, and nothing may take "
         "its address. Write it inside deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), where it is full; load a state dict "
         "by engine.load_checkpoint, or inside GatheredParameters(model.parameters(), modifier_rank=0)"
     )
