@@ -19,10 +19,11 @@ from ztk.offload.probe import probe_folder
 from ztk.policies.curves import scaled
 from ztk.policies.hardware import Hardware
 from ztk.runtime import Process
+from ztk.runtime.system_memory import machine_memory, process_memory
 
 IO_THREADS, IO_BLOCK, IO_BYTES = 4, 8 << 20, 256 << 20
 SMALL_MESSAGE, LARGE_MESSAGE = 1 << 10, 1 << 23  # elements of float32
-_MEMORY, _LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # How each number is found, for `sources` of the file.
 METHODS = {
@@ -90,21 +91,19 @@ def _memory(process: Process) -> dict[str, float]:
     """Before anything else is measured."""
     gc.collect()
     if process.device.type != "cuda":
-        return {"capacity_bytes": _main_memory() // process.local_world_size, "reserve_bytes": _resident()}
+        return {
+            "capacity_bytes": _main_memory() // process.local_world_size,
+            "reserve_bytes": process_memory()["VmRSS"],
+        }
     process.comm.barrier()  # connects NCCL
     free, total = torch.cuda.mem_get_info(process.device)
     return {"capacity_bytes": total, "reserve_bytes": total - free - torch.cuda.memory_reserved(process.device)}
 
 
 def _main_memory() -> int:
-    lines = (line.split() for line in _MEMORY.read_text().splitlines())
-    total = next(1024 * int(words[1]) for words in lines if words[0] == "MemTotal:")
+    total = machine_memory()["MemTotal"]
     limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
     return total if limit == "max" else min(total, int(limit))
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _matrix_rate(process: Process, *, dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ztk.deepspeed.memory import host_memory
+from ztk.runtime.system_memory import machine_memory, process_memory
 
 # DeepSpeed's name -> that of `torch.get_device_module("cuda")`. Memory is in bytes, a device is its number, None is the one in use.
 _OF_TORCH = {
@@ -73,10 +73,10 @@ class _Host:
         return {}
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        return host_memory().process
+        return process_memory()["VmRSS"]
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return host_memory().most
+        return process_memory()["VmHWM"]
 
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
@@ -199,11 +199,11 @@ class Accelerator:
 
     def total_memory(self, device_index: int | None = None) -> int:
         """All of them."""
-        return torch.cuda.mem_get_info(device_index)[1] if self._gpu else host_memory().total
+        return torch.cuda.mem_get_info(device_index)[1] if self._gpu else machine_memory()["MemTotal"]
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Free bytes."""
-        return torch.cuda.mem_get_info(device_index)[0] if self._gpu else host_memory().available
+        return torch.cuda.mem_get_info(device_index)[0] if self._gpu else machine_memory()["MemAvailable"]
 
 
 @functools.cache

@@ -1,45 +1,19 @@
-"""How much memory is in use: `see_memory_usage`, and the numbers of this process and this machine."""
+"""How much memory is in use, for scripts that log it: `see_memory_usage` and its neighbours in `deepspeed.runtime.utils`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from ztk.deepspeed.device import get_accelerator
 from ztk.deepspeed.log import logger, show_messages
+from ztk.runtime.system_memory import machine_memory, process_memory
 
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemory:
-    """Bytes of main memory: resident in this process, now and at most; of the machine, and what a new program could have of it."""
-
-    process: int
-    most: int
-    total: int
-    available: int
-
-
-def host_memory() -> HostMemory:
-    """From the kernel's numbers (Linux)."""
-    machine = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        machine[key] = 1024 * int(value.split()[0])
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Vm"))
-    own = {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines}
-    return HostMemory(
-        process=own["VmRSS"],
-        most=max(own["VmHWM"], own["VmRSS"]),
-        total=machine["MemTotal"],
-        available=machine["MemAvailable"],
-    )
-
-
 def get_ma_status() -> int:
     """Bytes that this process has allocated on its device; 0 on other ranks than 0."""
-    return 0 if dist.is_initialized() and dist.get_rank() else _now().allocated
+    return 0 if dist.is_initialized() and dist.get_rank() else get_accelerator().memory_allocated()
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
@@ -48,8 +22,8 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     rank = dist.get_rank() if dist.is_initialized() else 0
     if print_rank not in (-1, rank):
         return
-    if reset_max and torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    if reset_max:
+        get_accelerator().reset_peak_memory_stats()
     now = _now()
     before, _last = _last, now
     show_messages(None)
@@ -62,9 +36,8 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 def empty_cache() -> None:
     """Gives what the GPU's allocator holds in reserve back, and forgets its peaks."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +54,12 @@ _last = _Device()
 
 
 def _now() -> _Device:
-    if not torch.cuda.is_available():
-        host = host_memory()
-        return _Device(allocated=host.process, most_allocated=host.most, reserved=host.process, most_reserved=host.most)
+    device = get_accelerator()
     return _Device(
-        allocated=torch.cuda.memory_allocated(),
-        most_allocated=torch.cuda.max_memory_allocated(),
-        reserved=torch.cuda.memory_reserved(),
-        most_reserved=torch.cuda.max_memory_reserved(),
+        allocated=device.memory_allocated(),
+        most_allocated=device.max_memory_allocated(),
+        reserved=device.memory_reserved(),
+        most_reserved=device.max_memory_reserved(),
     )
 
 
@@ -98,16 +69,16 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     show_messages(None)
     logger.info(message)
-    if torch.cuda.is_available():
+    if not get_accelerator().is_synchronized_device():  # a GPU
         now = _now()
         values = (now.allocated, now.most_allocated, now.reserved, now.most_reserved)
         logger.info("MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB", *(nbytes / GIB for nbytes in values))
-        torch.cuda.reset_peak_memory_stats()
-    host = host_memory()
-    used = host.total - host.available
+        get_accelerator().reset_peak_memory_stats()
+    host, own = machine_memory(), process_memory()
+    used = host["MemTotal"] - host["MemAvailable"]
     logger.info(
         "CPU virtual memory: used = %.2f GB, percent = %.1f%%, this process = %.2f GB",
         used / GIB,
-        100 * used / host.total,
-        host.process / GIB,
+        100 * used / host["MemTotal"],
+        own["VmRSS"] / GIB,
     )

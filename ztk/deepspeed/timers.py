@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ztk.deepspeed.device import get_accelerator
 from ztk.deepspeed.log import log_dist, logger
-from ztk.deepspeed.memory import host_memory
+from ztk.runtime.system_memory import machine_memory
 
 GIB = 2**30
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
@@ -190,8 +190,8 @@ class ThroughputTimer:
             f"MemAllocated={device.memory_allocated() / GIB:.2f}GB, MaxMemAllocated={device.max_memory_allocated() / GIB:.2f}GB"
         )
         if self.monitor_memory:
-            host = host_memory()
-            self.logging(f"{place}, vm %: {100 * (host.total - host.available) / host.total:.1f}")
+            host = machine_memory()
+            self.logging(f"{place}, vm %: {100 * (1 - host['MemAvailable'] / host['MemTotal']):.1f}")
 
     def _read(self) -> float:
         return _now() if self.config.synchronized else time.perf_counter()

@@ -17,6 +17,7 @@ from ztk.inference.describe import Description
 from ztk.inference.parts import Item
 from ztk.inference.steps import QUERIES
 from ztk.inference.stream import BUFFERS
+from ztk.runtime.system_memory import machine_memory
 
 USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
@@ -176,8 +177,7 @@ def free_memory() -> int:
 
     The page cache counts as free in both: a model that was just read or packed fills it.
     """
-    info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(info["MemAvailable"].split()[0]) * 1024
+    free = machine_memory()["MemAvailable"]
     try:
         limit = (_GROUP / "memory.max").read_text().strip()
         if limit != "max":

@@ -16,6 +16,7 @@ from ztk.kernels import ALL_OPS, OpSpec
 from ztk.offload.probe import probe_folder
 from ztk.report.environment import device_name, version
 from ztk.report.units import format_bytes
+from ztk.runtime.system_memory import machine_memory
 
 _PACKAGES = (
     *("ztk", "torch", "triton", "numpy", "safetensors", "einops", "hydra-core", "wandb", "tensorboard"),
@@ -23,7 +24,6 @@ _PACKAGES = (
 )
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 512 * 2**20
-_MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,9 +148,7 @@ def _storage(folder: str | os.PathLike) -> Section:
 
 def _memory() -> Section:
     rows = []
-    if _MEMORY.is_file():
-        lines = (line.split() for line in _MEMORY.read_text().splitlines())
-        found = {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines}
+    if found := machine_memory():
         rows.append(("main memory", f"{format_bytes(found['MemAvailable'])} of {format_bytes(found['MemTotal'])} free"))
         rows.append(("swap", f"{format_bytes(found['SwapFree'])} of {format_bytes(found['SwapTotal'])} free"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

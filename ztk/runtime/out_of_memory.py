@@ -2,11 +2,11 @@
 
 import gc
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from ztk.runtime.memory import MemoryLedger, Tier
+from ztk.runtime.system_memory import process_memory
 
 _TEXTS = ("can't allocate memory", "not enough memory")  # of torch's allocator on the CPU
 
@@ -51,6 +51,5 @@ def _of_gpu() -> dict[str, int]:
 
 
 def _of_process() -> dict[str, int]:
-    names = {"VmRSS:": "resident", "VmHWM:": "max_resident"}
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {names[words[0]]: 1024 * int(words[1]) for words in lines if words and words[0] in names}
+    own = process_memory()
+    return {"resident": own["VmRSS"], "max_resident": own["VmHWM"]}
