@@ -164,7 +164,7 @@ class PieceFetcher:
             self.pool.release(fetched.staged[0])
 
     def rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
-        """The rows of a piece's stored states by name."""
+        """The rows of a piece's stored states, of any shape, by name: views."""
         given = {"numel": piece.numel, "has_master": piece.has_master, "with_rows": piece.with_rows}
         return self._format.views(states, **given)
 
