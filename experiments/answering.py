@@ -13,14 +13,14 @@ from torch import nn
 from experiments.ranks import started
 from ztk import kernels
 from ztk.config import Config
+from ztk.config.effects import streams_layers
 from ztk.config.inference_schema import CacheFormat
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.offload import OffloadPolicy
 from ztk.policies.tier import Tier
 from ztk.report.folder import PACKED
-from ztk.runtime import Comm
 from ztk.serve.models import Opened, open_model
-from ztk.serve.packing import open_streamed
+from ztk.serve.packing import open_streamed, opened_unread
 
 _HELD_OUT_TOKENS = 2048
 _USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
@@ -47,8 +47,10 @@ def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
         kernels.set_backend(config.kernels.backend)
         yield open_answering(config)
         return
-    with started(config) as process:
-        opened, generator = open_answering(config, comm=process.mesh.comm("tp"))
+    path, ema = config.inference.model, bool(config.inference.ema)
+    with started(config) as process, opened_unread(path, ema=ema) as opened:
+        comm = process.mesh.comm("tp")
+        generator = Generator(opened.module, policy=_policy(config), comm=comm, draft=_draft(config))
         if generator.follows:
             release_module(opened)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank that answers says when it is done
@@ -59,8 +61,8 @@ def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
         generator.close()
 
 
-def open_answering(config: Config, *, comm: Comm | None = None) -> tuple[Opened, Generator]:
-    """The model of `inference.model`, and the engine over it. comm: of ranks that share it.
+def open_answering(config: Config) -> tuple[Opened, Generator]:
+    """The model of `inference.model`, and the engine over it, on one rank.
 
     With offload=nvme its packed weights, which are written first where there are none; prints the plan. Without a folder of the user's they
     have no name afterwards: they end with the process.
@@ -69,9 +71,9 @@ def open_answering(config: Config, *, comm: Comm | None = None) -> tuple[Opened,
         ValueError: as `open_model`, `pack_model` and `Generator`.
     """
     path, ema = config.inference.model, bool(config.inference.ema)
-    if config.offload.optimizer is Tier.none:
+    if not streams_layers(config):
         opened = open_model(path, ema=ema)
-        return opened, Generator(opened.module, policy=_policy(config), comm=comm, draft=_draft(config))
+        return opened, Generator(opened.module, policy=_policy(config), draft=_draft(config))
     to = _packed_folder(config)
     try:
         opened = open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
@@ -169,7 +171,7 @@ def _offload(config: Config) -> OffloadPolicy | None:
     )
     return OffloadPolicy(
         parameters=Tier.nvme,
-        nvme_path=_packed_folder(config),
+        nvme_path=_packed_folder(config) if streams_layers(config) else config.offload.nvme_path or config.output_dir,
         block_bytes=chosen.block_bytes,
         threads=chosen.threads,
         direct_io=chosen.direct_io,

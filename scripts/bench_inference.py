@@ -1,15 +1,16 @@
-"""Decode and prompt speed of `ztk.Generator` beside transformers' `generate`, in one process.
+"""Decode and prompt speed of `ztk.Generator` beside transformers' `generate` and its continuous batching, in one process.
 
     python scripts/bench_inference.py                        100M parameters, fp32, one thread
     python scripts/bench_inference.py --size 4m 100m --json experiments/results/cpu/inference.jsonl
 
-Both compute the same Llama with random weights, greedily. Per round, one after the other: batch 1, 8 rows of equal length, 32 requests of
-unequal prompts and answers (transformers pads them into one batch that runs until the longest has ended), 16 prompts with a common
+All compute the same Llama with random weights, greedily. Per round, one after the other: batch 1, 8 rows of equal length, 32 requests of
+unequal prompts and answers (`generate` pads them into one batch that runs until the longest has ended), 16 prompts with a common
 prefix, and one long prompt. A ratio is tokens of answers (of the prompt, in the last case) per CPU second of ztk by those of transformers;
 the median of the rounds. ztk's weights are as stored, int8 and int4; random weights say nothing about how many tokens stay equal.
 """
 
 import argparse
+import copy
 import json
 import platform
 import random
@@ -99,6 +100,37 @@ def by_transformers(model: Any, *, work: Work) -> list[list[int]]:
     return [row[longest : longest + own].tolist() for row, own in zip(found, work.counts, strict=True)]
 
 
+class ContinuousBatching:
+    """transformers' own, over a copy of the model, whose attention it replaces; prefixes of a round before are found again."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=512)
+        memory = ContinuousBatchingConfig(block_size=32, num_blocks=1024, max_batch_tokens=512)
+        own: Any = copy.deepcopy(model)
+        self._manager = own.init_continuous_batching(generation_config=settings, continuous_batching_config=memory)
+        self._manager.start()
+
+    def __call__(self, *, work: Work) -> list[list[int]]:
+        names = [
+            self._manager.add_request(prompt, max_new_tokens=count)
+            for prompt, count in zip(work.prompts, work.counts, strict=True)
+        ]
+        found: dict[str, list[int]] = {}
+        while len(found) < len(names):
+            result = self._manager.get_result(timeout=1)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("transformers' continuous batching has ended")
+            if result is not None and result.is_finished():
+                found[result.request_id] = result.generated_tokens
+        return [found[name] for name in names]
+
+    def stop(self) -> None:
+        """Ends its thread."""
+        self._manager.stop(block=True)
+
+
 def by_ztk(generator: Generator, *, work: Work) -> list[list[int]]:
     """A new engine's answers: no prefix of a round before is reused."""
     generator.forget_prefixes()
@@ -115,17 +147,21 @@ def timed(compute: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Tokens per CPU second of both, and how many answers are equal."""
+    """Tokens per CPU second of `generate`, of continuous batching and of ztk, its ratio to each, and how many answers are `generate`'s."""
 
     theirs: float
+    batching: float
     own: float
     ratio: float
+    batching_ratio: float
     equal: int
 
 
-def measure(work: Work, *, model: nn.Module, generators: dict[str, Generator], rounds: int) -> dict[str, Result]:
+def measure(
+    work: Work, *, model: nn.Module, batching: ContinuousBatching, generators: dict[str, Generator], rounds: int
+) -> dict[str, Result]:
     """By format of weights; transformers' module is fp32 beside all of them."""
-    computes = {"transformers": partial(by_transformers, model, work=work)}
+    computes = {"transformers": partial(by_transformers, model, work=work), "batching": partial(batching, work=work)}
     computes |= {weights: partial(by_ztk, generator, work=work) for weights, generator in generators.items()}
     seconds: dict[str, list[float]] = {name: [] for name in computes}
     answers: dict[str, list[list[int]]] = {}
@@ -134,12 +170,14 @@ def measure(work: Work, *, model: nn.Module, generators: dict[str, Generator], r
             taken, answers[name] = timed(compute)
             if number:  # the first round warms up
                 seconds[name].append(taken)
-    theirs = seconds.pop("transformers")
+    theirs, batched = seconds.pop("transformers"), seconds.pop("batching")
     return {
         name: Result(
             theirs=work.tokens / statistics.median(theirs),
+            batching=work.tokens / statistics.median(batched),
             own=work.tokens / statistics.median(own),
             ratio=statistics.median(other / mine for other, mine in zip(theirs, own, strict=True)),
+            batching_ratio=statistics.median(other / mine for other, mine in zip(batched, own, strict=True)),
             equal=sum(map(list.__eq__, answers["transformers"], answers[name])),
         )
         for name, own in seconds.items()
@@ -158,10 +196,22 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     table = Table(title=f"tokens per CPU second, {options.threads} threads, median of {options.rounds} rounds")
-    for column in ("model", "work", "weights", "transformers", "ztk", "ratio", "goal", "equal answers"):
+    for column in (
+        "model",
+        "work",
+        "weights",
+        "generate",
+        "continuous",
+        "ztk",
+        "ratio",
+        "goal",
+        "to continuous",
+        "equal",
+    ):
         table.add_column(column, justify="right")
     for size in options.size:
         model = random_llama(size)
+        batching = ContinuousBatching(model)
         count = sum(parameter.numel() for parameter in model.parameters())
         generators = {
             weights: Generator(model, policy=InferencePolicy(max_sequences=32, weights=weights))
@@ -170,7 +220,7 @@ def main() -> int:
         for work in make_works(vocabulary=SIZES[size][-1], answer=options.answer):
             if options.work and work.name not in options.work:
                 continue
-            measured = measure(work, model=model, generators=generators, rounds=options.rounds)
+            measured = measure(work, model=model, batching=batching, generators=generators, rounds=options.rounds)
             for weights, result in measured.items():
                 goal = GOALS.get((size, work.name, weights))
                 table.add_row(
@@ -178,9 +228,11 @@ def main() -> int:
                     work.name,
                     weights,
                     f"{result.theirs:.1f}",
+                    f"{result.batching:.1f}",
                     f"{result.own:.1f}",
                     f"{result.ratio:.2f}",
                     "" if goal is None else f"{goal}",
+                    f"{result.batching_ratio:.2f}",
                     f"{result.equal}/{len(work.prompts)}",
                 )
                 if options.json:
@@ -194,14 +246,17 @@ def main() -> int:
                         "work": work.name,
                         "rounds": options.rounds,
                         "transformers_tokens_per_cpu_second": result.theirs,
+                        "continuous_batching_tokens_per_cpu_second": result.batching,
                         "ztk_tokens_per_cpu_second": result.own,
                         "ratio": result.ratio,
+                        "ratio_to_continuous_batching": result.batching_ratio,
                         "goal": goal,
                         "equal_answers": result.equal,
                         "answers": len(work.prompts),
                     }
                     with options.json.open("a") as file:
                         file.write(json.dumps(line) + "\n")
+        batching.stop()
     Console().print(table)
     return 0
 

@@ -42,6 +42,7 @@ HOT_PATHS = {
     "paged_attention": "inference over blocks: attention of single rows and of prompts",
     "copy_blocks": "inference over blocks: copies on write",
     "draw_rows": "inference over blocks: head, temperature and draw, without logits in memory",
+    "select_rows": "inference over blocks: top-k, top-p, min-p and draw over logits",
     "quantize": "quantised exchange: before it is sent",
     "dequantize": "quantised gather of parameters: after it has come",
     "dequantize_reduce": "quantised reduction of gradients: sum of what has come",

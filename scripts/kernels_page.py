@@ -58,6 +58,7 @@ GOALS = {
     "paged_attention": ("85 % from 64k keys", ""),
     "copy_blocks": ("90 %", ""),
     "draw_rows": ("90 %", ""),
+    "select_rows": ("80 % without top-k and top-p", ""),
 }
 
 

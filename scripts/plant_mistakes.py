@@ -1,4 +1,4 @@
-"""Plant 30 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
+"""Plant 61 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
 
 Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
 next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
@@ -74,6 +74,37 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("two on one row", "rms_norm", "rms_norm.py", "partial_ptr + i_program * N", "partial_ptr + i_program // 2 * N", 0),
         ("two on one row", "layer_norm", "layer_norm.py", "tl.num_programs(0) * BLOCK_M", "(tl.num_programs(0) - 1) * BLOCK_M", 0),
         ("two on one row", "moe_combine", "moe_combine.py", "d_y_ptr + i_s * N", "d_y_ptr + i_s // 2 * N", 0),
+        ("mask", "linear_rows", "_product_tiles.py", "m_k = i_k + o_k < K\n", "m_k = i_k + o_k < K - 1\n", 0),
+        ("offset", "linear_rows", "linear_rows.py", "o_x = b_row.to(tl.int64) * K", "o_x = o_m.to(tl.int64) * K", 0),
+        ("offset", "linear_rows", "linear_rows.py", "weight_ptr += i_m * stride_e", "weight_ptr += 0", 0),
+        ("term", "linear_rows", "_product_tiles.py", " + b_sum[:, None] * b_zero[None, :]", "", 0),
+        ("term", "linear_rows", "linear_rows.py", "b_out += tl.load(residual_ptr", "b_out = tl.load(residual_ptr", 0),
+        ("dtype", "linear_rows", "_product_tiles.py", "(b_w >> 4).to(tl.float32)", "(b_w >> 3).to(tl.float32)", 0),
+        ("two on one row", "linear_rows", "linear_rows.py", "tl.minimum(first + BLOCK_M, M)", "tl.minimum(first + BLOCK_M - 1, M)", 0),
+        ("term", "gated_rows", "linear_rows.py", "_with_bias(b_up, bias2_ptr", "_with_bias(b_up, bias_ptr", 0),
+        ("term", "gated_rows", "linear_rows.py", "_with_bias(b_up, bias2_ptr", "_with_bias(b_up, bias_ptr", 1),
+        ("offset", "gated_rows", "linear_rows.py", "weight2_ptr += i_m * stride_e", "weight2_ptr += 0", 0),
+        ("mask", "cache_rows", "cache_rows.py", "o_d < tl.where(place < 0, 0, D)", "o_d < D", 0),
+        ("mask", "cache_rows", "cache_rows.py", "m_turn = o_d < 2 * half", "m_turn = o_d < half", 0),
+        ("offset", "cache_rows", "cache_rows.py", "head = (i_h - H) % K", "head = 0", 0),
+        ("term", "cache_rows", "cache_rows.py", "tl.where(o_d < half, -b_pair, b_pair)", "b_pair", 0),
+        ("reduction width", "cache_rows", "cache_rows.py", "axis=0) / D + eps", "axis=0) / BLOCK_D + eps", 0),
+        ("mask", "paged_attention", "paged_attention.py", "o_key[None, :] <= o_pos", "o_key[None, :] < o_pos", 0),
+        ("mask", "paged_attention", "paged_attention.py", "o_key[None, :] > o_pos", "o_key[None, :] >= o_pos", 0),
+        ("offset", "paged_attention", "paged_attention.py", "o_head = i_k * (_BLOCK * D)", "o_head = i_k * D", 0),
+        ("term", "paged_attention", "paged_attention.py", "* o_key.to(tl.float32)", "* o_j.to(tl.float32)", 0),
+        ("carry", "paged_attention", "paged_attention.py", "b_sum * b_scale + tl.sum(b_p", "b_sum + tl.sum(b_p", 0),
+        ("carry", "paged_attention", "paged_attention.py", "b_acc = b_acc * b_scale[:, None] +", "b_acc = b_acc +", 0),
+        ("mask", "draw_rows", "draw_rows.py", "m_n[None, :], b_logit", "o_n[None, :] >= 0, b_logit", 0),
+        ("carry", "draw_rows", "draw_rows.py", "other=0.0) * tl.exp(b_below)", "other=0.0)", 0),
+        ("dtype", "draw_rows", "draw_rows.py", "(b_key >> 32) & 0xFFFFFFFF", "b_key & 0xFFFFFFFF", 0),
+        ("term", "draw_rows", "draw_rows.py", "tl.exp(b_below / warm)", "tl.exp(b_below)", 0),
+        ("mask", "copy_blocks", "copy_blocks.py", "m_n = o_n < N\n", "m_n = o_n < N - 1\n", 0),
+        ("two on one row", "copy_blocks", "copy_blocks.py", "pairs_ptr + 2 * i_p + 1", "pairs_ptr + 1", 0),
+        ("mask", "select_rows", "select_rows.py", "is_enough = count < top_k", "is_enough = count <= top_k", 0),
+        ("term", "select_rows", "select_rows.py", "m_above & (b_key >= least)", "m_above", 0),
+        ("term", "select_rows", "select_rows.py", "warm * tl.log(min_p)", "tl.log(min_p)", 0),
+        ("carry", "select_rows", "select_rows.py", "b_best = tl.maximum(b_best, b_score)", "b_best = b_score", 0),
     )  # fmt: skip
     return tuple(Mistake(kind=k, op=o, file=f, old=a, new=b, nth=n) for k, o, f, a, b, n in rows)
 

@@ -74,7 +74,11 @@ def test_a_gpu_has_a_cache_of_blocks(words):
     assert any(
         "inference.weights=bf16 is for GPUs" in f for f in faults(*words, "inference.cache=blocks", "weights=bf16")
     )
-    assert any("layers stream on the CPU" in f for f in faults(*words, "inference.cache=blocks", "offload=nvme"))
+    assert composed(*words, "inference.cache=blocks", "offload=nvme").offload.optimizer == "nvme"
+    assert any(
+        "for layers that stream" in f
+        for f in faults(*words, "inference.cache=blocks", "offload=nvme", "inference.memory_bytes=1e9")
+    )
     assert any("share layers over slabs" in f for f in faults(*words, "inference.cache=blocks", "topology=tp2"))
 
     machine = Machine(gpus=1, cores=2)

@@ -7,11 +7,13 @@ import torch
 
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_pool import BlockPool
 from ztk.inference.graphs import DecodeGraphs
+from ztk.inference.sample import DrawSteps, _cut, penalised
 from ztk.kernels import set_backend
+from ztk.offload import OffloadPolicy
 
 PROMPTS = [[5, 6, 7], [(7 * i) % VOCABULARY for i in range(80)], [11, 12] * 20]
 BLOCKS = {"cache": "blocks", "max_model_len": 192}
@@ -64,6 +66,53 @@ def test_preemption_copies_blocks_and_computes_nothing_again(monkeypatch):
     assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
     assert generator.preempted > 0
     assert sum(rows) == sum(60 + 69 for _ in prompts)
+
+
+def test_preempted_blocks_are_kept_in_files(monkeypatch, tmp_path):
+    """More of them than move at one time; a request that is cancelled while it waits gives its places back."""
+    monkeypatch.setattr(block_swap, "_AT_ONCE", 2)
+    model, sampling = build_decoder(), SamplingParams(max_tokens=70, temperature=0)
+    prompts = [[number] * 120 for number in range(1, 5)]
+    policy = BLOCKS
+    expected = answers(model, prompts=prompts, sampling=sampling, **policy)
+    offload = OffloadPolicy(parameters="nvme", nvme_path=str(tmp_path), threads=2, block_bytes=1 << 20, direct_io=False)
+    generator = Generator(model, policy=InferencePolicy(cache_tokens=7 * BLOCK, offload=offload, **policy))
+    swap = generator._cache.swap
+    for _ in range(2):
+        found = generator.generate(prompts, sampling=sampling)
+        assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
+    assert swap.counters.write_bytes >= swap.counters.read_bytes > 0  # what is still in the cache is not read
+    requests = [generator.submit(prompt, sampling=sampling) for prompt in prompts]
+    while generator._scheduler._saved == {}:
+        generator.step()
+    for request in requests:
+        generator.cancel(request.id)
+    assert sorted(swap._free) == list(range(swap._places))
+    assert list(tmp_path.iterdir()) == []
+    generator.close()
+
+
+def test_sampling_steps_are_made_where_the_logits_are():
+    """Bias, penalties, top-k, top-p and min-p over blocks beside the host's, whose draws are others from the same distribution."""
+    model = Generator(build_decoder(), policy=InferencePolicy(**BLOCKS))._model
+    x = torch.randn(5, model.description.dim, generator=torch.Generator().manual_seed(0))
+    options = [
+        {"top_k": 7},
+        {"top_p": 0.6, "temperature": 0.7},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {3: 4.0, 5: -2.0}},
+        {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 1.5},
+    ]
+    steps = [DrawSteps(sampling=SamplingParams(**one), prompt=[1, 2], answer=[3, 3, 9]) for one in options]
+    drawn = model.select(x, steps=steps, temperatures=[one.sampling.temperature for one in steps], keys=list(range(5)))
+    for logits, one, own in zip(model.logits(x).double(), steps, drawn, strict=True):
+        scores = penalised(logits, steps=one)
+        assert own.logprob == pytest.approx(float(logits.log_softmax(0)[own.token]), abs=1e-6)
+        if one.sampling.temperature == 0:
+            assert (own.token, own.processed_logprob) == (int(scores.argmax()), 0)
+            continue
+        kept = _cut(torch.log_softmax(scores / one.sampling.temperature, 0), sampling=one.sampling).log_softmax(0)
+        assert own.processed_logprob == pytest.approx(float(kept[own.token]), abs=1e-6)
 
 
 def test_answers_to_one_prompt_share_its_blocks():

@@ -32,6 +32,7 @@ SHAPES = {
     "linear_rows": (4, 256, 256),
     "gated_rows": (4, 256, 256),
     "draw_rows": (4, 256, 256),
+    "select_rows": (4, 256),
 }
 # linear_cross_entropy, linear_logprob and moe_route count what their steps keep between each other; random lengths leave attention_varlen and
 # rows behind the last expert's slots out of the SPEC's shape.

@@ -11,7 +11,7 @@ from ztk.offload import OffloadPolicy
 from ztk.serve import packing
 from ztk.serve.__main__ import main
 from ztk.serve.models import open_model
-from ztk.serve.packing import open_streamed, pack_model
+from ztk.serve.packing import open_streamed, opened_unread, pack_model
 
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.7, seed=2)
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
@@ -36,6 +36,17 @@ def test_a_packed_model_answers_as_its_folder(tmp_path, capsys):
     streamed.close()
     assert main(["pack", str(tmp_path / "model"), str(tmp_path / "packed")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_model_is_read_one_parameter_at_a_time(tmp_path):
+    """As ranks do that take a part of every layer."""
+    save_llama(tmp_path / "model")
+    own = open_model(str(tmp_path / "model"))
+    with opened_unread(str(tmp_path / "model")) as unread:
+        for name in ("name", "ends", "vocabulary", "begin", "first", "unknown"):
+            assert getattr(unread, name) == getattr(own, name)
+        assert all(parameter.is_meta for parameter in unread.module.module.parameters())
+        assert tokens(Generator(unread.module)) == tokens(Generator(own.module))
 
 
 def test_experts_that_files_have_one_by_one_are_packed(tmp_path):

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of
+from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of, streams_layers
 from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.inference_schema import CacheKind, WeightFormat
 from ztk.config.keys import as_paths, read, written
@@ -68,7 +68,7 @@ def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
 
 
 def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    streams, ranks = config.offload.optimizer is not Tier.none, config.topology.tensor
+    streams, ranks = streams_layers(config), config.topology.tensor
     if config.launch.device is DeviceName.cuda and (streams or ranks > 1):
         what = "offload=nvme: layers stream" if streams else f"topology.tensor={ranks}: ranks share layers"
         yield f"launch.device=cuda with {what} on the CPU; use launch.device=cpu, or leave it out"
@@ -76,7 +76,8 @@ def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if ranks > 1 and config.inference.cache is CacheKind.blocks:
         yield f"inference.cache=blocks with topology.tensor={ranks}: ranks share layers over slabs; leave one of them out"
         return
-    yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=streams)
+    offloads = config.offload.optimizer is not Tier.none
+    yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
 
 
 def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iterator[str]:
@@ -95,7 +96,7 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
     tier = config.offload.optimizer
     if tier is Tier.cpu:
         yield f"offload=cpu: {ONLY_NVME}"
-    if tier is Tier.nvme and config.inference.held_out is not None:
+    if streams_layers(config) and config.inference.held_out is not None:
         yield (
             f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be "
             "compared; leave one of them out"

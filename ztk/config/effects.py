@@ -80,8 +80,13 @@ def infers(config: Config) -> bool:
 
 def _needs_cpu(config: Config) -> bool:
     """Whether the task answers in a way that only the CPU has: layers that are streamed or shared by ranks, or a cache of slabs."""
-    streams = config.offload.optimizer is not Tier.none
-    return infers(config) and (streams or config.topology.tensor > 1 or config.inference.cache is CacheKind.slabs)
+    only = streams_layers(config) or config.topology.tensor > 1 or config.inference.cache is CacheKind.slabs
+    return infers(config) and only
+
+
+def streams_layers(config: Config) -> bool:
+    """Whether a task that answers reads layers from files in every pass; with a cache of blocks files take preempted sequences' blocks."""
+    return config.offload.optimizer is not Tier.none and config.inference.cache is not CacheKind.blocks
 
 
 def _answers(config: Config, machine: Machine) -> bool:

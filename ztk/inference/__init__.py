@@ -9,6 +9,7 @@ from ztk.inference.choices import encode_choices as encode_choices
 from ztk.inference.choices import score_choices as score_choices
 from ztk.inference.engine import Generator as Generator
 from ztk.inference.engine import Request as Request
+from ztk.inference.opening import UnreadModel as UnreadModel
 from ztk.inference.packed import Packed as Packed
 from ztk.inference.packed import open_packed as open_packed
 from ztk.inference.packed import pack as pack

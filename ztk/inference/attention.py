@@ -11,6 +11,8 @@ layers keep the same promise by oneDNN or by a row at a time, see `ztk.inference
 is loaded.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 BLOCK = 64  # keys that are summed at once
 _ROWS = 8  # query rows of a product, at least
+_KEPT = 4  # groups of tiles whose views are kept from step to step
 
 
 def tile_of(group: int) -> int:
@@ -29,20 +32,22 @@ def tile_of(group: int) -> int:
 class Tiles:
     """Q tiles of `tile` consecutive positions, the first of which is a multiple of `tile`.
 
-    rows: int64 [Q, tile], which row of the step is at each place; where there is none, any. slots, blocks: per tile, the cache's slot and
-    how many blocks of keys it reads. firsts: int64 [Q], absolute position of the first place. lines: int64 [Q], the only place that
-    counts; None: all do. targets, sources: int64, rows of the step and the places in Q * tile (in Q, with lines) whose results they take.
+    rows: int64 [Q, tile], which row of the step is at each place; where there is none, any. A slice: of consecutive rows each is at all
+    places of a tile of its own. slots, blocks: per tile, the cache's slot and how many blocks of keys it reads. firsts: int64 [Q], absolute
+    position of the first place. lines: int64 [Q], the only place that counts; None: all do. targets, sources: int64, rows of the step and the
+    places in Q * tile (in Q, with lines) whose results they take; sources None: the targets are all Q rows, in order.
     """
 
     tile: int
-    rows: Tensor
-    slots: list[int]
-    blocks: list[int]
+    rows: Tensor | slice
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
     firsts: Tensor
     lines: Tensor | None
-    targets: Tensor
-    sources: Tensor
+    targets: Tensor | slice
+    sources: Tensor | None
     _hidden: dict = field(default_factory=dict)
+    _lines: dict = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:
@@ -61,6 +66,106 @@ class Tiles:
             self._hidden[window] = found if window is None else found | (key_at <= query_at - window)
         return self._hidden[window]
 
+    def queries(self, query: Tensor, *, kv_heads: int) -> Tensor:
+        """Of query [M, H, D], what is at each place: [Q, K, G, tile, D]."""
+        Q, (_, H, D) = len(self.slots), query.shape
+        if isinstance(self.rows, slice):
+            return query[self.rows].view(Q, kv_heads, H // kv_heads, 1, D).expand(-1, -1, -1, self.tile, -1)
+        return query[self.rows].view(Q, self.tile, kv_heads, H // kv_heads, D).permute(0, 2, 3, 1, 4)
+
+    def counted(self, results: Tensor) -> Tensor:
+        """Of results [Q, N, K, G, tile, X], the places that count: [Q, N, K, G, places, X]."""
+        if self.lines is None or self.tile == 1:
+            return results
+        Q, *sizes, tile, X = results.shape
+        each = math.prod(sizes)
+        if each not in self._lines:
+            starts = torch.arange(0, Q * each * tile, tile).view(Q, each)
+            self._lines[each] = (starts + self.lines.unsqueeze(1)).view(-1)
+        return results.view(-1, X).index_select(0, self._lines[each]).view(Q, *sizes, 1, X)
+
+
+class Scratch:
+    """Memory that `attend` computes in, one group of tiles after the other, and views of it and of a cache that a step has in common with
+    the step before. For one thread."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+        self._kept: dict[tuple, _Memory] = {}
+
+    def forget(self) -> None:
+        """No view of a cache is kept: its memory is about to be replaced."""
+        self._kept.clear()
+
+    def take(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
+        """Memory under this name, fp32 of `shape`, with any content; shared with who takes the same name."""
+        numel = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < numel:
+            self.forget()
+            flat = self._flat[name] = torch.empty(numel)
+        return flat[:numel].view(shape)
+
+    def memory(self, tiles: Tiles, *, kv_heads: int, group: int, head_dim: int) -> "_Memory":
+        """For one group of tiles."""
+        sizes = (kv_heads, group, head_dim)
+        if tiles.lines is None:
+            return _Memory(tiles, sizes=sizes, scratch=self)
+        key = (tiles.slots, tiles.blocks, tiles.tile, sizes)
+        found = self._kept.get(key)
+        if found is None:
+            found = _Memory(tiles, sizes=sizes, scratch=self)
+            if len(self._kept) >= _KEPT:
+                self.forget()
+            self._kept[key] = found
+        return found
+
+
+class _Memory:
+    """fp32: queries [Q, N, K, G, T, D], scores and weights [Q, N, K, G, T, BLOCK], and results of each block [Q, N, K, G, T, D].
+
+    Queries and weights share memory, unless the weights are computed where the scores are: where all places count.
+    """
+
+    def __init__(self, tiles: Tiles, *, sizes: tuple[int, int, int], scratch: Scratch) -> None:
+        K, G, D = sizes
+        inner = (len(tiles.slots), max(tiles.blocks), K, G, tiles.tile)
+        is_copied = tiles.lines is not None and tiles.tile > 1
+        scratch.take("queries", shape=(*inner, max(D, BLOCK)))
+        self.queries = scratch.take("queries", shape=(*inner, D))
+        self.scores = scratch.take("scores", shape=(*inner, BLOCK))
+        self.weights = scratch.take("queries", shape=(*inner, BLOCK)) if is_copied else self.scores
+        self.parts = scratch.take("parts", shape=(*inner, D))
+        self._tiles, self._rows = tiles, G * tiles.tile
+        self._own = [list(self._by_tile(part)) for part in (self.queries, self.scores, self.weights, self.parts)]
+        self._products: dict[int, tuple] = {}
+
+    def products(self, keys: Tensor, *, values: Tensor) -> tuple[list[tuple], list[tuple]]:
+        """(left, right, out) of the products with keys and with values, one for each tile."""
+        found = self._products.get(id(keys))
+        if found is None:
+            queries, scores, weights, parts = self._own
+            own = [
+                (keys[slot, :count].flatten(0, 1).mT, values[slot, :count].flatten(0, 1)) for slot, count in self._reads
+            ]
+            first = list(zip(queries, (key for key, _ in own), scores, strict=True))
+            second = list(zip(weights, (value for _, value in own), parts, strict=True))
+            found = self._products[id(keys)] = (
+                first,
+                second,
+                keys,
+            )  # with the keys themselves, so that no other tensor has their id
+        return found[0], found[1]
+
+    @property
+    def _reads(self) -> Iterator[tuple[int, int]]:
+        return zip(self._tiles.slots, self._tiles.blocks, strict=True)
+
+    def _by_tile(self, part: Tensor) -> Iterator[Tensor]:
+        """[blocks that it reads x K, G T, X] of each tile."""
+        for q, count in enumerate(self._tiles.blocks):
+            yield part[q, :count].view(-1, self._rows, part.shape[-1])
+
 
 def attend(
     query: Tensor,
@@ -72,42 +177,43 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     slopes: Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
-    """softmax(scale query key^T) value over each query's past: query [M, H, D] -> fp32 [len(tiles.targets), H, D].
+    """softmax(scale query key^T) value over each query's past: query [M, H, D] -> fp32 [targets of the tiles, H, D].
 
     keys and values: fp32 [slots, blocks, K, BLOCK, D], with those of all rows of the step. window: a query sees that many keys, itself
     included. softcap: scores become c tanh(score / c). slopes [H]: ALiBi, slope times the key's position is added.
     """
     (_, H, D), K = query.shape, keys.shape[2]
-    Q, G, T, N = len(tiles.slots), H // K, tiles.tile, max(tiles.blocks)
-    by_tile = (query * scale)[tiles.rows].view(Q, T, K, G, D).permute(0, 2, 3, 1, 4).reshape(Q, K, G * T, D)
-    scores = query.new_empty(Q, N, K, G * T, BLOCK)
-    for q, (slot, count) in enumerate(zip(tiles.slots, tiles.blocks, strict=True)):
-        left = by_tile[q].expand(count, K, G * T, D).reshape(count * K, G * T, D)
-        right = keys[slot, :count].view(count * K, BLOCK, D).transpose(1, 2)
-        torch.bmm(left, right, out=scores[q, :count].view(count * K, G * T, BLOCK))
-    scores = scores.view(Q, N, K, G, T, BLOCK)
-    if tiles.lines is not None:
-        scores = scores[torch.arange(Q), :, :, :, tiles.lines].unsqueeze(4)
+    G, N = H // K, max(tiles.blocks)
+    memory = (scratch or Scratch()).memory(tiles, kv_heads=K, group=G, head_dim=D)
+    with_keys, with_values = memory.products(keys, values=values)
+
+    torch.mul(tiles.queries(query, kv_heads=K).unsqueeze(1).expand_as(memory.queries), scale, out=memory.queries)
+    for left, right, out in with_keys:
+        torch.bmm(left, right, out=out)
+    scores = tiles.counted(memory.scores)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
         scores = scores + slopes.view(K, G, 1, 1) * torch.arange(N * BLOCK).view(N, 1, 1, 1, BLOCK)
     scores = scores.masked_fill_(tiles.hidden(window=window), float("-inf"))
-    weights = scores.sub_(scores.amax(dim=(1, 5), keepdim=True)).exp_()
-    total = weights.sum(-1, keepdim=True).cumsum(1)[:, -1]  # [Q, K, G, places, 1]
-    places = weights.shape[4]
-    spread = weights.expand(Q, N, K, G, T, BLOCK).reshape(Q, N, K, G * T, BLOCK)
-    parts = query.new_empty(Q, N, K, G * T, D)
-    for q, (slot, count) in enumerate(zip(tiles.slots, tiles.blocks, strict=True)):
-        right = values[slot, :count].view(count * K, BLOCK, D)
-        left, out = spread[q, :count].view(count * K, G * T, BLOCK), parts[q, :count].view(count * K, G * T, D)
-        torch.bmm(left, right, out=out)
-    parts = parts.view(Q, N, K, G, T, D)
-    if tiles.lines is not None:
-        parts = parts[torch.arange(Q), :, :, :, tiles.lines].unsqueeze(4)
+    highest = scores.amax(dim=-1, keepdim=True) if N == 1 else scores.amax(dim=(1, 5), keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = _in_order(weights.sum(-1, keepdim=True))  # [Q, K, G, places, 1]
+
+    if weights.data_ptr() != memory.weights.data_ptr():
+        memory.weights.copy_(weights.expand_as(memory.weights))
     if min(tiles.blocks) < N:
-        beyond = torch.arange(N).view(1, N) >= torch.tensor(tiles.blocks).view(Q, 1)
-        parts = parts.masked_fill_(beyond.view(Q, N, 1, 1, 1, 1), 0.0)
-    summed = parts.cumsum(1)[:, -1] / total  # [Q, K, G, places, D]
-    return summed.permute(0, 3, 1, 2, 4).reshape(Q * places, H, D)[tiles.sources]
+        memory.parts.zero_()  # of blocks that a tile does not read
+    for left, right, out in with_values:
+        torch.bmm(left, right, out=out)
+    summed = _in_order(tiles.counted(memory.parts)) / total  # [Q, K, G, places, D]
+    if tiles.sources is None:
+        return summed.view(-1, H, D)
+    return summed.permute(0, 3, 1, 2, 4).reshape(-1, H, D)[tiles.sources]
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over blocks: [Q, N, ...] -> [Q, ...], one after the other, in double precision."""
+    return parts.squeeze(1) if parts.shape[1] == 1 else parts.cumsum(1)[:, -1]

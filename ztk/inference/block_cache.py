@@ -1,9 +1,12 @@
-"""Keys and values in blocks of 64 positions, a table of blocks per sequence, and copies of blocks in main memory."""
+"""Keys and values in blocks of 64 positions, a table of blocks per sequence, and copies of blocks elsewhere."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
+from ztk.inference.block_swap import MainMemory, Swap
 from ztk.inference.describe import Description
 from ztk.kernels import copy_blocks
 
@@ -11,16 +14,23 @@ from ztk.kernels import copy_blocks
 class BlockCache:
     """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is one piece of memory. tables: per slot, its blocks in order.
 
-    dtype: of keys and values; uint8: fp8 (e4m3).
+    dtype: of keys and values; uint8: fp8 (e4m3). swap: where copies of preempted sequences' blocks go.
     """
 
     def __init__(
-        self, description: Description, *, slots: int, blocks: int, device: torch.device, dtype: torch.dtype
+        self,
+        description: Description,
+        *,
+        slots: int,
+        blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        swap: Swap | None = None,
     ) -> None:
         shape = (blocks, description.layers, 2, description.kv_heads, BLOCK, description.head_dim)
         self._store = torch.empty(shape, dtype=dtype, device=device)
         self.tables: list[list[int]] = [[] for _ in range(slots)]
-        self.blocks, self.device = blocks, device
+        self.blocks, self.device, self.swap = blocks, device, swap or MainMemory()
 
     @property
     def positions(self) -> int:
@@ -45,19 +55,20 @@ class BlockCache:
         flat = self._store.view(self.blocks, -1)
         copy_blocks(flat, torch.tensor(pairs, dtype=torch.int64).to(self.device))
 
-    def save(self, blocks: list[int]) -> list[Tensor]:
-        """Copies of blocks in main memory, page-locked where the cache is on a GPU: [layers, 2, K, 64, D] each."""
-        copies = []
-        for block in blocks:
-            source = self._store[block]
-            copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
-            copies.append(copy.copy_(source, non_blocking=True))
-        return copies
+    def save(self, blocks: list[int]) -> list[Any]:
+        """Copies of blocks elsewhere, until `drop`; what is returned stands for them. Raises DiskError as `SwapFile`."""
+        return self.swap.write([self._bytes(block) for block in blocks])
 
-    def restore(self, copies: list[Tensor], *, blocks: list[int]) -> None:
-        """What `save` gave, into other blocks: [layers, 2, K, 64, D] each."""
-        for copy, block in zip(copies, blocks, strict=True):
-            self._store[block].copy_(copy, non_blocking=True)
+    def restore(self, copies: list[Any], *, blocks: list[int]) -> None:
+        """What `save` gave, into other blocks. Raises DiskError as `SwapFile`."""
+        self.swap.read(copies, into=[self._bytes(block) for block in blocks])
+
+    def drop(self, copies: list[Any]) -> None:
+        """What `save` gave is not needed any more."""
+        self.swap.free(copies)
+
+    def _bytes(self, block: int) -> Tensor:
+        return self._store[block].view(-1).view(torch.uint8)
 
 
 def block_bytes(description: Description, *, dtype: torch.dtype) -> int:

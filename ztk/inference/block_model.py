@@ -15,7 +15,7 @@ from ztk.inference.describe import Subject
 from ztk.inference.model import alibi_slopes
 from ztk.inference.products import Affine
 from ztk.inference.rows import share
-from ztk.inference.sample import Drawn
+from ztk.inference.sample import Drawn, DrawSteps, penalised, penalises
 from ztk.inference.steps import Span
 from ztk.kernels import (
     cache_rows,
@@ -27,6 +27,7 @@ from ztk.kernels import (
     moe_route,
     paged_attention,
     rms_norm,
+    select_rows,
 )
 
 _ACTIVATIONS = {
@@ -102,6 +103,27 @@ class BlockModel:
         return torch.stack([
             part.double() for part in draw_rows(x, head.weight, head.scales, temperatures, keys, softcap=cap)
         ])  # fmt: skip
+
+    def select(self, x: Tensor, *, steps: list[DrawSteps], temperatures: list[float], keys: list[int]) -> list[Drawn]:
+        """As `draw`, x [R, C] in its dtype, after the sampling steps of each row. Logits are written, and stay on the device."""
+        logits = self.logits(x)
+        lines = [penalised(line, steps=one) for line, one in zip(logits, steps, strict=True)]
+        scores = torch.stack(lines) if any(penalises(one.sampling) for one in steps) else logits
+
+        def column(values: list, *, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(self.device)
+
+        asked = [one.sampling for one in steps]
+        results = select_rows(
+            logits,
+            scores,
+            column(temperatures),
+            column(keys, dtype=torch.int64),
+            column([one.top_k for one in asked], dtype=torch.int32),
+            column([one.top_p for one in asked]),
+            column([one.min_p for one in asked]),
+        )
+        return drawn_of(torch.stack([part.double() for part in results]))
 
     # Parts
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, block_bytes
 from ztk.inference.block_model import BlockModel
+from ztk.inference.block_swap import SwapFile
 from ztk.inference.block_weights import Placement, collect_blocks
 from ztk.inference.describe import Description, Subject
 from ztk.inference.plan import free_memory
@@ -79,7 +80,11 @@ def block_cache(
             f"the cache has {blocks * BLOCK} tokens in blocks of {BLOCK}, and one sequence may have {positions}: lower "
             "inference.max_model_len, or raise inference.cache_tokens"
         )
-    cache = BlockCache(of, slots=slots, blocks=blocks, device=model.device, dtype=dtype)
+    swap = None
+    if policy.offload is not None and not is_scratch:
+        pin = model.device.type == "cuda"
+        swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype), pin=pin)
+    cache = BlockCache(of, slots=slots, blocks=blocks, device=model.device, dtype=dtype, swap=swap)
     if is_scratch:
         cache.tables[0] = list(range(blocks))
     return cache

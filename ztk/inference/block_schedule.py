@@ -1,6 +1,6 @@
-"""Continuous batching over a cache of blocks: shared prefixes, and preemption that copies blocks to main memory and computes nothing again."""
+"""Continuous batching over a cache of blocks: shared prefixes, and preemption that copies blocks elsewhere and computes nothing again."""
 
-from torch import Tensor
+from typing import Any
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
@@ -13,7 +13,7 @@ from ztk.inference.schedule import Scheduler, Sequence, Work
 class BlockScheduler(Scheduler):
     """As `Scheduler`, with blocks for slots' memory.
 
-    A sequence that finds no block for its next rows takes those of the sequence that came last, whose blocks are copied to main memory
+    A sequence that finds no block for its next rows takes those of the sequence that came last, whose blocks are copied elsewhere
     (Kwon et al. 2023, swapping). It waits in front of all new ones, and goes on where it was.
     """
 
@@ -21,7 +21,7 @@ class BlockScheduler(Scheduler):
         super().__init__(policy, cache=cache, drafts=drafts)
         self._blocks = cache
         self.pool = BlockPool(cache.blocks, tables=cache.tables)
-        self._saved: dict[Sequence, list[Tensor]] = {}  # of preempted sequences
+        self._saved: dict[Sequence, list[Any]] = {}  # copies of preempted sequences' blocks
         self.preempted = 0  # times so far
 
     def plan(self) -> list[Work]:
@@ -45,7 +45,7 @@ class BlockScheduler(Scheduler):
 
     def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
         """Frees the blocks; full ones stay for sequences that begin alike, unless the sequence ended with an error."""
-        self._saved.pop(sequence, None)
+        self._blocks.drop(self._saved.pop(sequence, []))
         if sequence in self.running:
             self._leave(sequence, keep=reason != "error")
             sequence.finish_reason, sequence.error = reason, error
@@ -106,7 +106,7 @@ class BlockScheduler(Scheduler):
             assert pairs == [], "there is room, and the blocks are its own"
             own = self.pool.tables[sequence.slot][len(blocks) : len(copies)]
             self._blocks.restore(copies[len(blocks) :], blocks=own)
-        del self._saved[sequence]
+        self._blocks.drop(self._saved.pop(sequence))
         self.advance(sequence, computed=computed)
         return True
 

@@ -41,19 +41,18 @@ class RowsProduct(Product):
         return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @classmethod
-    def joined(cls, products: "list[RowsProduct]", *, stack: bool = False) -> "RowsProduct":
-        """One product with the outputs of all, one after the other; or, with `stack`, of as many experts."""
-        found, first = cls.__new__(cls), products[0]
-        join = torch.stack if stack else torch.cat
-        found.weight = join([one.weight for one in products])
+    def stacked(cls, products: "list[RowsProduct]") -> "RowsProduct":
+        """One product of as many experts."""
+        found = cls.__new__(cls)
+        found.weight = torch.stack([one.weight for one in products])
         found.scales = found.bias = None
         scales = [one.scales for one in products if one.scales is not None]
-        if scales:  # of int4 [groups, N, 2]
-            found.scales = join(scales) if stack or scales[0].dim() == 1 else torch.cat(scales, dim=1)
+        if scales:
+            found.scales = torch.stack(scales)
         biases = [one.bias for one in products if one.bias is not None]
         if biases:
-            found.bias = join(biases)
-        found.shape = (first.shape[0] if stack else sum(one.shape[0] for one in products), first.shape[1])
+            found.bias = torch.stack(biases)
+        found.shape = products[0].shape
         return found
 
 
@@ -122,7 +121,7 @@ def _layer(layer: Layer, *, device: torch.device) -> BlockLayer:
     found = {name: getattr(layer, name) for name in _NORMS}
     mlp = layer.mlp
     return BlockLayer(
-        qkv=RowsProduct.joined([_rows(part) for part in (layer.query, layer.key, layer.value)]),
+        qkv=_rows(layer.qkv),
         out=_rows(layer.out),
         norms={name: _norm(norm, device=device) for name, norm in found.items() if norm is not None},
         gate=None if mlp is None or mlp.gate is None else _rows(mlp.gate),
@@ -136,8 +135,7 @@ def _layer(layer: Layer, *, device: torch.device) -> BlockLayer:
 
 def _stacked(experts: list[Mlp]) -> tuple[RowsProduct, RowsProduct, RowsProduct]:
     gate, up, down = (
-        RowsProduct.joined([_rows(getattr(expert, part)) for expert in experts], stack=True)
-        for part in ("gate", "up", "down")
+        RowsProduct.stacked([_rows(getattr(expert, part)) for expert in experts]) for part in ("gate", "up", "down")
     )
     return gate, up, down
 

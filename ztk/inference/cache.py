@@ -2,7 +2,7 @@
 
 import torch
 
-from ztk.inference.attention import BLOCK
+from ztk.inference.attention import BLOCK, Scratch
 from ztk.inference.describe import Description
 
 GROWTH = 4  # blocks by which all slabs grow
@@ -11,10 +11,13 @@ GROWTH = 4  # blocks by which all slabs grow
 class Cache:
     """keys[layer] and values[layer]: fp32 [slots, blocks, K, 64, D]; the blocks that a query sees are one piece of memory.
 
+    scratch: memory for attention over it.
+
     On a CPU a slab per sequence is read in one piece; gathering pages of 16 tokens costs 15 to 18 times as much.
     """
 
     def __init__(self, description: Description, *, slots: int) -> None:
+        self.scratch = Scratch()
         shape = (slots, 0, description.kv_heads, BLOCK, description.head_dim)
         self.keys = [torch.zeros(shape) for _ in range(description.layers)]
         self.values = [torch.zeros(shape) for _ in range(description.layers)]
@@ -34,6 +37,7 @@ class Cache:
         extra = -(-positions // (GROWTH * BLOCK)) * GROWTH - self.keys[0].shape[1]
         if extra <= 0:
             return
+        self.scratch.forget()
         for slabs in (self.keys, self.values):
             for number, slab in enumerate(slabs):
                 slots, blocks, *block = slab.shape

@@ -18,7 +18,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.draft import DraftModel
 from ztk.inference.graphs import DecodeGraphs, graphs_of
 from ztk.inference.lines import is_finite, lines_of
-from ztk.inference.opening import TrainingEngine, from_module, from_packed, reopened, settled
+from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import LeadingModel, Ranks, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
@@ -45,7 +45,7 @@ class Generator:
     comm: of the ranks that share the model, each of which makes a generator; None or one rank: none. The first one answers, the others call
     `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, what is done with the memory. model: a module, a training engine, whose weights are gathered (every rank
-    calls it), or a folder of packed weights. Its linear layers are copied in the
+    calls it), a folder of packed weights, or one whose parameters are read one by one. Its linear layers are copied in the
     processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
     sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
 
@@ -56,7 +56,7 @@ class Generator:
 
     def __init__(
         self,
-        model: "nn.Module | TrainingEngine | Packed",
+        model: "nn.Module | TrainingEngine | Packed | UnreadModel",
         *,
         policy: InferencePolicy | None = None,
         comm: Comm | None = None,
@@ -195,7 +195,7 @@ class Generator:
 
     @property
     def preempted(self) -> int:
-        """Times so far that a sequence's blocks were copied to main memory, because others needed the room."""
+        """Times so far that a sequence's blocks were copied elsewhere, because others needed the room."""
         return self._scheduler.preempted if isinstance(self._scheduler, BlockScheduler) else 0
 
     @property
@@ -264,9 +264,11 @@ class Generator:
         return self._streamed.counters.read_bytes
 
     def close(self) -> None:
-        """Ends the threads that read layers, and `follow` on the other ranks. The generator computes nothing afterwards. Idempotent."""
+        """Ends the threads that move layers or blocks, and `follow` on the other ranks. Nothing is computed afterwards. Idempotent."""
         if self._streamed is not None:
             self._streamed.close()
+        if isinstance(self._cache, BlockCache):
+            self._cache.swap.close()
         if self.leads and not self._closed:
             self.dismiss()
         self._closed = True

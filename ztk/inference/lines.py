@@ -1,6 +1,7 @@
 """What the rows of a step are drawn from: logits, or over blocks the tokens themselves, drawn by a kernel that writes no logits."""
 
 import math
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from ztk.inference.block_model import BlockModel
 from ztk.inference.cache import Cache
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.model import InferenceModel
-from ztk.inference.sample import Drawn, draws_plainly, noise_key
+from ztk.inference.sample import Drawn, DrawSteps, draw_plain, draws_plainly, noise_key, selects
 from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
+
+_PLAIN, _SELECTED, _WRITTEN = "plain", "selected", "written"
 
 
 def lines_of(
@@ -34,32 +37,62 @@ def lines_of(
         assert isinstance(cache, Cache), "the model computes over slabs"
         flat = [row for own in rows for row in own]
         logits = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
-        return list(logits.split([len(own) for own in rows]))
+        return _drawn_together(logits, works=works, counts=[len(own) for own in rows])
     assert isinstance(cache, BlockCache), "the model computes over blocks"
-    plain = [_is_drawn(work, rows=own) for work, own in zip(works, rows, strict=True)]
-    if graphs is not None and all(plain) and len(tokens) == len(works):
+    kinds = [_kind(work, rows=own) for work, own in zip(works, rows, strict=True)]
+    if graphs is not None and set(kinds) == {_PLAIN} and len(tokens) == len(works):
         sequences = [work.sequence for work in works]
         drawn = graphs.run(tokens, spans=spans, **_heat([(one, len(one.tokens)) for one in sequences]))
         return [[one] for one in drawn]
     x = model.forward(torch.tensor(tokens), spans=spans, cache=cache)
-    written = [row for own, is_plain in zip(rows, plain, strict=True) if not is_plain for row in own]
-    logits = model.logits(x[written]).cpu() if written else torch.empty(0, model.description.vocab_size)
-    places = [
-        (row, work.sequence, len(work.sequence.tokens) + offset)
-        for work, own, is_plain in zip(works, rows, plain, strict=True)
-        if is_plain
-        for offset, row in enumerate(own)
-    ]
-    chosen = [row for row, _, _ in places]
-    drawn = model.draw(x[chosen], **_heat([(of, position) for _, of, position in places])) if places else []
-    found: list[Tensor | list[Drawn]] = []
-    for own, is_plain in zip(rows, plain, strict=True):
-        if is_plain:
-            found.append(drawn[: len(own)])
-            drawn = drawn[len(own) :]
+    found: list[Tensor | list[Drawn]] = [torch.empty(0, model.description.vocab_size)] * len(works)
+    for kind in set(kinds):
+        which = [number for number, own in enumerate(kinds) if own == kind]
+        chosen = x[[row for number in which for row in rows[number]]]
+        counts = [len(rows[number]) for number in which]
+        places = [
+            (works[number], offset) for number, count in zip(which, counts, strict=True) for offset in range(count)
+        ]
+        if not places:
+            continue
+        if kind == _WRITTEN:
+            parts: list = list(model.logits(chosen).cpu().split(counts))
         else:
-            found.append(logits[: len(own)])
-            logits = logits[len(own) :]
+            heat = _heat([(work.sequence, len(work.sequence.tokens) + offset) for work, offset in places])
+            steps = [_steps(work, offset=offset) for work, offset in places]
+            drawn = model.draw(chosen, **heat) if kind == _PLAIN else model.select(chosen, steps=steps, **heat)
+            parts = _split(drawn, counts=counts)
+        for number, part in zip(which, parts, strict=True):
+            found[number] = part
+    return found
+
+
+def _steps(work: Work, *, offset: int) -> DrawSteps:
+    """Of the draw after the first `offset` drafts of the work."""
+    sequence = work.sequence
+    answer = [*sequence.answer, *work.tokens[len(work.tokens) - work.drafts :][:offset]]
+    return DrawSteps(sampling=sequence.sampling, prompt=sequence.tokens[: sequence.prompt_length], answer=answer)
+
+
+def _split(drawn: list[Drawn], *, counts: list[int]) -> list[list[Drawn]]:
+    each = iter(drawn)
+    return [list(islice(each, count)) for count in counts]
+
+
+def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> list[Tensor | list[Drawn]]:
+    """Of logits fp32 [R, V], `counts` rows of each work: what `draw` draws from a single row, for all at once; the logits, where a sequence
+    draws several rows, by other steps, or not at all, or where they are not finite."""
+    found: list[Tensor | list[Drawn]] = list(logits.split(counts))
+    plain = [number for number, work in enumerate(works) if counts[number] == 1 and _kind(work, rows=[0]) == _PLAIN]
+    if not plain:
+        return found
+    at = [sum(counts[:number]) for number in plain] if len(plain) < len(works) else None
+    chosen = logits if at is None else logits[at]
+    sequences = [works[number].sequence for number in plain]
+    draws = [(one.sampling, one.sample, len(one.tokens)) for one in sequences]
+    for number, drawn in zip(plain, draw_plain(chosen, draws=draws), strict=True):
+        if math.isfinite(drawn.logprob):
+            found[number] = [drawn]
     return found
 
 
@@ -76,8 +109,11 @@ def is_finite(lines: Tensor | list[Drawn]) -> bool:
     return all(math.isfinite(line.logprob) for line in lines)
 
 
-def _is_drawn(work: Work, *, rows: list[int]) -> bool:
-    """Every row of the work draws a token, by nothing but the temperature."""
+def _kind(work: Work, *, rows: list[int]) -> str:
+    """How the work's rows become tokens, which the sequence alone decides: every row draws one by nothing but the temperature, or by steps
+    that a kernel makes, or the host needs the logits."""
     sequence = work.sequence
     scores = sequence.limit == 0 or sequence.sampling.prompt_logprobs
-    return bool(rows) and not scores and draws_plainly(sequence.sampling)
+    if not rows or scores or not selects(sequence.sampling):
+        return _WRITTEN
+    return _PLAIN if draws_plainly(sequence.sampling) else _SELECTED

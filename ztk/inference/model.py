@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ztk.inference.attention import attend
 from ztk.inference.cache import Cache
 from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
@@ -65,7 +64,9 @@ class InferenceModel:
     def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
         x = self.forward(tokens, spans=spans, cache=cache)
-        return self.logits(x[rows]) if rows else x.new_empty(0, self.description.vocab_size)
+        if not rows:
+            return x.new_empty(0, self.description.vocab_size)
+        return self.logits(x if rows == list(range(len(x))) else x[rows])
 
     def first_broken(self, tokens: list[int]) -> int | None:
         """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
@@ -81,7 +82,7 @@ class InferenceModel:
 
         broken: gets the number of the first layer whose output is not finite.
         """
-        step = Step(spans, group=self.description.heads // self.description.kv_heads)
+        step = Step(spans, group=self.description.heads // self.description.kv_heads, scratch=cache.scratch)
         x = self.embed(tokens, step=step)
         for number, layer in enumerate(self.weights.layers):
             x = self.block(x, layer=layer, number=number, step=step, cache=cache)
@@ -104,7 +105,7 @@ class InferenceModel:
     def embed(self, tokens: Tensor, *, step: Step) -> Tensor:
         """tokens int64 [M] -> the first block's input [M, C]."""
         of = self.description
-        x = self.weights.embedding[tokens]
+        x = F.embedding(tokens, self.weights.embedding)
         if of.embedding_scale != 1:
             x = x * torch.tensor(of.embedding_scale)
         if self.weights.positions is not None:
@@ -131,29 +132,32 @@ class InferenceModel:
 
     def _attention(self, x: Tensor, *, layer: Layer, number: int, step: Step, cache: Cache) -> Tensor:
         of = self.description
-        query, key, value = (part(x) for part in (layer.query, layer.key, layer.value))
-        if of.qk_norm == "all":
-            query, key = self._normed_together(query, key=key, layer=layer)
-        query, key, value = (part.unflatten(1, (-1, of.head_dim)) for part in (query, key, value))
-        if of.qk_norm == "heads":
-            query, key = self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)
+        rows, both = layer.qkv(x).view(len(x), -1, of.head_dim), of.heads + of.kv_heads
+        turned, value = rows[:, :both], rows[:, both:]
+        if of.qk_norm != "none":
+            turned = self._normed(turned[:, : of.heads], key=turned[:, of.heads :], layer=layer)
         if of.rotary_dims:
             cos, sin = step.rotary(self._tables[of.tables[number]])
-            query, key = rope(query, cos=cos, sin=sin), rope(key, cos=cos, sin=sin)
-        step.write(key, value=value, cache=cache, layer=number)
-        out = torch.empty_like(query)
-        for tiles in step.groups:
-            out[tiles.targets] = attend(
-                query,
-                tiles=tiles,
-                keys=cache.keys[number],
-                values=cache.values[number],
-                scale=of.scale,
-                window=of.windows[number],
-                softcap=of.softcap,
-                slopes=self._slopes,
-            )
+            turned = rope(turned, cos=cos, sin=sin)
+        step.write(turned[:, of.heads :], value=value, cache=cache, layer=number)
+        out = step.attend(
+            turned[:, : of.heads],
+            keys=cache.keys[number],
+            values=cache.values[number],
+            scale=of.scale,
+            window=of.windows[number],
+            softcap=of.softcap,
+            slopes=self._slopes,
+        )
         return self._summed(layer.out(out.flatten(1)))
+
+    def _normed(self, query: Tensor, *, key: Tensor, layer: Layer) -> Tensor:
+        """Queries and keys [M, heads, D] after their norms, one after the other."""
+        of = self.description
+        if of.qk_norm == "heads":
+            return torch.cat([self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)], dim=1)
+        query, key = self._normed_together(query.flatten(1), key=key.flatten(1), layer=layer)
+        return torch.cat([query, key], dim=1).unflatten(1, (-1, of.head_dim))
 
     def _normed_together(self, query: Tensor, *, key: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Norms over all heads, those of other ranks included."""

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.inference.attention import attend
 from ztk.inference.cache import Cache
 from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.products import Affine, Product
@@ -102,7 +101,7 @@ class ModuleModel:
     def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
         of = self.description
-        step = Step(spans, group=of.heads // of.kv_heads)
+        step = Step(spans, group=of.heads // of.kv_heads, scratch=cache.scratch)
         kept = torch.tensor(rows or [0])
         with _computing(_Pass(step=step, cache=cache, layers=self._slots_of_layers, description=of)):
             found = self._module(
@@ -207,17 +206,14 @@ def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
         raise ValueError(f"has heads of another shape in layer {layer}")
     width = v.shape[2]
     one.step.write(k, value=F.pad(v, (0, of.head_dim - width)), cache=one.cache, layer=layer)
-    out = torch.empty_like(q)
-    for tiles in one.step.groups:
-        out[tiles.targets] = attend(
-            q,
-            tiles=tiles,
-            keys=one.cache.keys[layer],
-            values=one.cache.values[layer],
-            scale=of.head_dim**-0.5 if scaling is None else scaling,
-            window=int(attention_mask[0]) or None,
-            softcap=softcap,
-        )
+    out = one.step.attend(
+        q,
+        keys=one.cache.keys[layer],
+        values=one.cache.values[layer],
+        scale=of.head_dim**-0.5 if scaling is None else scaling,
+        window=int(attention_mask[0]) or None,
+        softcap=softcap,
+    )
     return out[None, ..., :width].to(query.dtype), None
 
 

@@ -60,6 +60,17 @@ class FullParameters(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnreadModel:
+    """A model whose parameters are read one by one. module: without memory. state: by name, in their full shapes and any dtype.
+
+    Who makes it has compared the engine with transformers' own forward.
+    """
+
+    module: nn.Module
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
     """A model that computes, over slabs or over blocks. plan, streamed: None where all weights are in memory and were not planned.
     packed_bytes: of the layers and the head of a packed folder."""
@@ -71,7 +82,9 @@ class Opened:
     packed_bytes: int | None = None
 
 
-def from_module(model: nn.Module | TrainingEngine, *, policy: InferencePolicy, ranks: Ranks | None = None) -> Opened:
+def from_module(
+    model: nn.Module | TrainingEngine | UnreadModel, *, policy: InferencePolicy, ranks: Ranks | None = None
+) -> Opened:
     """The model over the weights of a module, or of a training engine, whose ranks all make the call; with `policy.offload` packed and
     streamed. A module of transformers is compared with the engine. ranks: those that share the layers.
 
@@ -80,6 +93,8 @@ def from_module(model: nn.Module | TrainingEngine, *, policy: InferencePolicy, r
     """
     if isinstance(model, nn.Module):
         module, state = model, dict(model.named_parameters())
+    elif isinstance(model, UnreadModel):
+        module, state = model.module, model.state
     else:
         module, state = model.module, _gathered(model)
     is_checked = isinstance(model, nn.Module) and not isinstance(model, Decoder)

@@ -42,7 +42,7 @@ from ztk.inference.weights import ResidentLayers, WeightReader, Weights, product
 from ztk.policies.offload import PAGE_BYTES
 
 MANIFEST, LAYERS, REST = "packed.json", "layers.bin", "rest.bin"
-_VERSION = 1
+_VERSION = 2
 _PROCESSOR_OWN = ("stored", "int4")  # formats whose layout follows the processor
 
 

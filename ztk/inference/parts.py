@@ -20,7 +20,7 @@ _ALIGNMENT = 64  # bytes: of a vector of the processor, and of torch's own memor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A product or norm without its values. path: `query`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm."""
+    """A product or norm without its values. path: `qkv`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm."""
 
     path: str
     kind: str

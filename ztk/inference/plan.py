@@ -115,7 +115,8 @@ def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, f
     of = description
     rounded = -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
     inner = max((item.shape[0] for item in items if item.path.endswith("up")), default=0)
-    scores = 3 * QUERIES * of.heads * rounded * 4  # scores, weights and their copy for one group of queries
+    # Of one group of queries: their copies for each block (whose memory the weights take), scores, and results of each block.
+    scores = QUERIES * of.heads * rounded * 4 * (max(of.head_dim, BLOCK) + BLOCK + of.head_dim) // BLOCK
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,

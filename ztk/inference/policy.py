@@ -26,7 +26,8 @@ class InferencePolicy:
         module's parameters on a GPU), bf16 (on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see ztk/kernels/_weight_formats.py.
     offload: layers that do not fit into memory are read from a packed folder in every pass, past the page cache. Of its keys `parameters`
         is nvme, and `nvme_path`, `block_bytes`, `threads` and `direct_io` count. A model that is no packed folder is packed into
-        `nvme_path` first, and that copy ends with the generator.
+        `nvme_path` first, and that copy ends with the generator. With `cache="blocks"` layers stay, and the blocks of preempted sequences
+        are written to a file there.
     device: where the engine computes, cpu or cuda; None: where the module's parameters are.
     cache: slabs (one per sequence, on the CPU alone) or blocks of 64 tokens, which sequences share and which move to main memory when there
         are not enough; None: blocks on a GPU.

@@ -11,7 +11,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32: x [M, N], weight [N] -> [M, N]."""
     rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    rstd.mul_(rstd).div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * rstd).mul_(weight)
 
 

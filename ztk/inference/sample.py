@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,15 @@ class Drawn:
     top: dict[int, float] | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawSteps:
+    """What a draw does with logits, after these tokens."""
+
+    sampling: SamplingParams
+    prompt: list[int]
+    answer: list[int]
+
+
 def uniform(*parts: object) -> float:
     """A number in [0, 1) with 53 bits that depends on `parts` alone, on any machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
@@ -30,9 +40,18 @@ def uniform(*parts: object) -> float:
 def draws_plainly(sampling: SamplingParams) -> bool:
     """No step but the temperature, and no log-probabilities but those of the token: what `ztk.kernels.draw_rows` draws."""
     cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-    penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-    others = sampling.logit_bias or sampling.token_mask is not None or sampling.logprobs or sampling.fp32_logprobs
-    return not (cuts or penalties or others)
+    return selects(sampling) and not (cuts or penalises(sampling))
+
+
+def penalises(sampling: SamplingParams) -> bool:
+    """Scores of tokens are changed before the temperature."""
+    counted = sampling.presence_penalty or sampling.frequency_penalty
+    return bool(sampling.repetition_penalty != 1 or counted or sampling.logit_bias)
+
+
+def selects(sampling: SamplingParams) -> bool:
+    """No step that the host makes alone: a mask of tokens, the likeliest tokens' log-probabilities, or a trainer's."""
+    return sampling.token_mask is None and not sampling.logprobs and not sampling.fp32_logprobs
 
 
 def noise_key(sampling: SamplingParams, *, sample: int, position: int) -> int:
@@ -50,20 +69,57 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
         ValueError: the token mask allows nothing.
     """
     raw = torch.log_softmax(logits.double(), dim=-1)
-    scores = _processed(logits.double(), sampling=sampling, prompt=prompt, answer=answer)
+    scores = penalised(logits.double(), steps=DrawSteps(sampling=sampling, prompt=prompt, answer=answer))
     if sampling.temperature == 0:
         token = int(scores.argmax())
         processed = 0.0
     else:
         kept = _cut(torch.log_softmax(scores / sampling.temperature, dim=-1), sampling=sampling)
         sums = kept.exp().cumsum(-1)
-        place = uniform(sampling.seed, sampling.draw_key, sample, len(prompt) + len(answer)) * float(sums[-1])
+        place = _place(sampling, sample, len(prompt) + len(answer)) * float(sums[-1])
         token = int(torch.searchsorted(sums, place, right=True).clamp(max=len(sums) - 1))
         processed = float(kept[token] - math.log(float(sums[-1])))
     if sampling.fp32_logprobs:
         processed = float(fp32_logprobs(logits, temperature=sampling.temperature)[token])
     top = likeliest(raw, count=sampling.logprobs) if sampling.logprobs else None
     return Drawn(token=token, logprob=float(raw[token]), processed_logprob=processed, top=top)
+
+
+def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) -> list[Drawn]:
+    """As `draw` from each row of logits fp32 [R, V] on the CPU, with the same bits, where `draws_plainly`; draws: of each row the sampling,
+    the number of the answer and the position. Logits that are not finite give a log-probability that is not."""
+    scores = logits.double()
+    raw = torch.log_softmax(scores, dim=-1)
+    hot = [row for row, (sampling, _, _) in enumerate(draws) if sampling.temperature != 0]
+    if len(hot) < len(draws):
+        tokens = scores.argmax(-1)
+        processed = [0.0] * len(draws)
+    else:
+        tokens, processed = torch.empty(len(draws), dtype=torch.int64), [0.0] * len(draws)
+    if hot:
+        own = scores if len(hot) == len(draws) else scores[hot]
+        heat = torch.tensor([draws[row][0].temperature for row in hot], dtype=torch.float64)
+        kept = torch.log_softmax(own / heat.unsqueeze(1), dim=-1)
+        sums = kept.exp().cumsum(-1)
+        totals = sums[:, -1].tolist()
+        places = [_place(*draws[row]) * total for row, total in zip(hot, totals, strict=True)]
+        wanted = torch.tensor(places, dtype=torch.float64).unsqueeze(1)
+        drawn = torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[1] - 1)
+        tokens[hot] = drawn.squeeze(1)
+        for row, logprob, total in zip(hot, kept.gather(1, drawn).squeeze(1).tolist(), totals, strict=True):
+            processed[row] = logprob - math.log(total)
+    # A row with an infinite logit has NaN among its log-probabilities, or their sum is.
+    sums = logits.sum(-1).tolist()
+    logprobs = raw.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    return [
+        Drawn(token=token, logprob=logprob if math.isfinite(total) else math.nan, processed_logprob=after, top=None)
+        for token, logprob, total, after in zip(tokens.tolist(), logprobs, sums, processed, strict=True)
+    ]
+
+
+def _place(sampling: SamplingParams, sample: int, position: int) -> float:
+    """Of a draw, in [0, 1)."""
+    return uniform(sampling.seed, sampling.draw_key, sample, position)
 
 
 def fp32_logprobs(logits: Tensor, *, temperature: float) -> Tensor:
@@ -78,27 +134,35 @@ def likeliest(logprobs: Tensor, *, count: int) -> dict[int, float]:
     return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
-def _processed(scores: Tensor, *, sampling: SamplingParams, prompt: list[int], answer: list[int]) -> Tensor:
-    """Bias, penalties and mask."""
+def penalised(scores: Tensor, *, steps: DrawSteps) -> Tensor:
+    """Bias, penalties and mask: scores [V] of any dtype, on any device. Raises ValueError as `draw`."""
+    sampling, answer = steps.sampling, steps.answer
+    if penalises(sampling):
+        scores = scores.clone()
     if sampling.logit_bias:
-        scores = scores.clone()
-        for token, bias in sampling.logit_bias.items():
-            scores[token] += bias
+        scores[_index(sampling.logit_bias, like=scores)] += _values(sampling.logit_bias.values(), like=scores)
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(prompt) | set(answer)))
+        seen = _index(sorted(set(steps.prompt) | set(answer)), like=scores)
         part = scores[seen]
-        scores = scores.clone()
         scores[seen] = torch.where(part > 0, part / sampling.repetition_penalty, part * sampling.repetition_penalty)
     if answer and (sampling.presence_penalty or sampling.frequency_penalty):
-        scores = scores.clone()
-        for token, count in Counter(answer).items():
-            scores[token] -= sampling.presence_penalty + count * sampling.frequency_penalty
+        counts = Counter(answer)
+        penalties = (sampling.presence_penalty + count * sampling.frequency_penalty for count in counts.values())
+        scores[_index(counts, like=scores)] -= _values(penalties, like=scores)
     if sampling.token_mask is not None:
         allowed = sampling.token_mask(answer)
         if not allowed.any():
             raise ValueError("sampling.token_mask allows no token: let it allow one, the end token for example")
         scores = scores.masked_fill(~allowed, float("-inf"))
     return scores
+
+
+def _index(tokens: Iterable[int], *, like: Tensor) -> Tensor:
+    return torch.tensor(list(tokens)).to(like.device)
+
+
+def _values(numbers: Iterable[float], *, like: Tensor) -> Tensor:
+    return torch.tensor(list(numbers), dtype=like.dtype).to(like.device)
 
 
 def _cut(logprobs: Tensor, *, sampling: SamplingParams) -> Tensor:

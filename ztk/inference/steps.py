@@ -1,11 +1,12 @@
 """Where the rows of a step are: computed once, used by every layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, Tiles, tile_of
+from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, tile_of
 from ztk.inference.cache import Cache
 
 QUERIES = 2 * BLOCK  # queries whose scores exist at one time
@@ -22,19 +23,18 @@ class Span:
 
 
 class Step:
-    """The places of a step's M rows. positions, slots: int64 [M]. group: query heads per key head."""
+    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head. scratch: memory for attention."""
 
-    def __init__(self, spans: list[Span], *, group: int) -> None:
-        self.positions = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
-        self.slots = torch.repeat_interleave(
-            torch.tensor([span.slot for span in spans]), torch.tensor([span.length for span in spans])
-        )
-        self._block = torch.div(self.positions, BLOCK, rounding_mode="floor")
-        self._within = torch.remainder(self.positions, BLOCK)
+    def __init__(self, spans: list[Span], *, group: int, scratch: Scratch | None = None) -> None:
+        at = [(span.slot, place) for span in spans for place in range(span.start, span.start + span.length)]
+        self.positions = torch.tensor([place for _, place in at])
+        self._at, self._places = at, {}
+        self._scratch = scratch or Scratch()
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         tile = tile_of(group)
+        size = max(1, QUERIES // tile)
         single = [span for span in spans if span.length == 1]
-        self.groups = [_single(single[at : at + QUERIES], tile=tile) for at in range(0, len(single), QUERIES)]
+        self.groups = [_single(single[first : first + size], tile=tile) for first in range(0, len(single), size)]
         for span in spans:
             if span.length > 1:
                 self.groups += _many(span, tile=tile)
@@ -49,24 +49,46 @@ class Step:
     def write(self, key: Tensor, *, value: Tensor, cache: Cache, layer: int) -> None:
         """Keys and values [M, K, D] of all rows into the cache."""
         for slabs, rows in ((cache.keys, key), (cache.values, value)):
-            slabs[layer][self.slots, self._block, :, self._within] = rows
+            slab = slabs[layer]
+            _, blocks, K, _, D = slab.shape
+            slab.view(-1, D).index_copy_(0, self._lines(blocks, kv_heads=K), rows.reshape(-1, D))
+
+    def attend(self, query: Tensor, *, keys: Tensor, values: Tensor, scale: float, **options: Any) -> Tensor:
+        """`ztk.inference.attention.attend` for all rows: query [M, H, D] -> fp32 [M, H, D]. options: its others."""
+        options |= {"keys": keys, "values": values, "scale": scale, "scratch": self._scratch}
+        if len(self.groups) == 1 and self.groups[0].sources is None:
+            return attend(query, tiles=self.groups[0], **options)
+        out = torch.empty(query.shape)
+        for tiles in self.groups:
+            out[tiles.targets] = attend(query, tiles=tiles, **options)
+        return out
+
+    def _lines(self, blocks: int, *, kv_heads: int) -> Tensor:
+        """int64 [M K]: which row of a slab [slots, blocks, K, BLOCK, D] each head of each row is."""
+        found = self._places.get((blocks, kv_heads))
+        if found is None:
+            first = [(slot * blocks + place // BLOCK) * kv_heads * BLOCK + place % BLOCK for slot, place in self._at]
+            found = (torch.tensor(first).unsqueeze(1) + torch.arange(0, kv_heads * BLOCK, BLOCK)).view(-1)
+            self._places[blocks, kv_heads] = found
+        return found
 
 
 def _single(spans: list[Span], *, tile: int) -> Tiles:
     """Sequences with one row each."""
-    starts = torch.tensor([span.start for span in spans])
-    rows = torch.tensor([span.row for span in spans])
+    starts, rows = torch.tensor([span.start for span in spans]), [span.row for span in spans]
     lines = torch.remainder(starts, tile)
-    return Tiles(
-        tile=tile,
-        rows=rows.unsqueeze(1).expand(-1, tile),
-        slots=[span.slot for span in spans],
-        blocks=[_blocks(span.start + 1) for span in spans],
-        firsts=starts - lines,
-        lines=lines,
-        targets=rows,
-        sources=torch.arange(len(spans)),
-    )
+    shared = {
+        "tile": tile,
+        "slots": tuple(span.slot for span in spans),
+        "blocks": tuple(_blocks(span.start + 1) for span in spans),
+        "firsts": starts - lines,
+        "lines": lines,
+    }
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        consecutive = slice(rows[0], rows[0] + len(rows))
+        return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
+    at = torch.tensor(rows)
+    return Tiles(rows=at.unsqueeze(1).expand(-1, tile), targets=at, sources=torch.arange(len(spans)), **shared)
 
 
 def _many(span: Span, *, tile: int) -> list[Tiles]:
@@ -81,8 +103,8 @@ def _many(span: Span, *, tile: int) -> list[Tiles]:
             Tiles(
                 tile=tile,
                 rows=(at.clamp(span.start, stop - 1) - span.start + span.row).view(-1, tile),
-                slots=[span.slot] * len(firsts),
-                blocks=[_blocks(min(int(place) + tile, stop)) for place in firsts],
+                slots=(span.slot,) * len(firsts),
+                blocks=tuple(_blocks(min(place + tile, stop)) for place in firsts.tolist()),
                 firsts=firsts,
                 lines=None,
                 targets=at[sources] - span.start + span.row,

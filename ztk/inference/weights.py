@@ -34,12 +34,12 @@ class Mlp:
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
-    """One block. A norm that the family has not is None. experts: of a sparse MLP, with router [E, C]; mlp is its shared expert
-    then, whose result shared_gate [1, C] weights where there is one."""
+    """One block. qkv: queries, keys and values in one product. A norm that the family has not is None.
 
-    query: Product
-    key: Product
-    value: Product
+    experts: of a sparse MLP, with router [E, C]; mlp is its shared expert then, whose result shared_gate [1, C] weights where there is one.
+    """
+
+    qkv: Product
     out: Product
     mlp: Mlp | None = None
     before_attention: Affine | None = None
@@ -259,6 +259,13 @@ def products_of(kind: str) -> Products:
     return (*FORMATS[kind], Product)
 
 
+def _joined(parts: list[Affine]) -> Affine:
+    """The outputs of all, one after the other; all have a bias, or none."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    return Affine(weight=torch.cat([part.weight for part in parts]), bias=bias)
+
+
 class WeightReader:
     """Builds the parts of the weights one at a time, and asks `state`, parameters of any shape, only for those of
     that part.
@@ -294,15 +301,14 @@ class WeightReader:
         query, key, value = self._projections(block)
         query = self._cut.query(query, description=of)
         key, value = (self._cut.key(part, description=of) for part in (key, value))
+        qkv = [query, key, value]
         norms = {
             kind: self._norm(block + getattr(names, kind))
             for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
             if getattr(names, kind)
         }
         layer = Layer(
-            query=self._product(query),
-            key=self._product(key),
-            value=self._product(value),
+            qkv=self._product(_joined(qkv)),
             out=self._product(self._cut.out(self._matrix(block + names.out), description=of)),
             **norms,
         )

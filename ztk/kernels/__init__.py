@@ -28,6 +28,7 @@ from ztk.kernels import rms_norm as _rms_norm
 from ztk.kernels import rope as _rope
 from ztk.kernels import router_losses as _router_losses
 from ztk.kernels import segment_scan as _segment_scan
+from ztk.kernels import select_rows as _select_rows
 from ztk.kernels import sgd as _sgd
 from ztk.kernels import sharded_cross_entropy as _sharded_cross_entropy
 from ztk.kernels import step_control as _step_control
@@ -74,6 +75,7 @@ from ztk.kernels.rms_norm import rms_norm
 from ztk.kernels.rope import rope
 from ztk.kernels.router_losses import router_losses
 from ztk.kernels.segment_scan import segment_scan
+from ztk.kernels.select_rows import select_rows
 from ztk.kernels.sgd import sgd
 from ztk.kernels.sharded_cross_entropy import sharded_cross_entropy
 from ztk.kernels.step_control import step_control
@@ -116,6 +118,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     _sharded_cross_entropy.SPEC,
     _router_losses.SPEC,
     _draw_rows.SPEC,
+    _select_rows.SPEC,
 )
 
 __all__ = [
@@ -187,6 +190,7 @@ __all__ = [
     "rope",
     "router_losses",
     "segment_scan",
+    "select_rows",
     "set_backend",
     "sgd",
     "sharded_cross_entropy",

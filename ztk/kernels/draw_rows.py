@@ -32,11 +32,11 @@ _UNIT, _BELOW = tl.constexpr(_TOP), tl.constexpr(_SMALL)
 
 
 @triton.jit
-def _exponential(o_n, b_key):
-    """E(v) of tokens o_n [N] and keys int64 b_key [M]: float32 [M, N], above 0"""
+def exponential(o_n, b_key):
+    """E(v) of tokens o_n and keys int64 b_key, whose shapes broadcast: float32, above 0"""
     b_low = (b_key & 0xFFFFFFFF).to(tl.uint32)
     b_high = ((b_key >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    b_bits = mix(mix(o_n.to(tl.uint32)[None, :] + b_low[:, None]) ^ b_high[:, None])
+    b_bits = mix(mix(o_n.to(tl.uint32) + b_low) ^ b_high)
     b_u = (b_bits.to(tl.float32) + 0.5) * _UNIT
     b_u = tl.minimum(b_u, 0.99999994)
     b_series = b_u * (1.0 + b_u * (0.5 + b_u * (0.33333334 + b_u * 0.25)))
@@ -64,7 +64,7 @@ def _draw_tiles(
     b_warm = tl.where(b_t == 0.0, 1.0, b_t)
     b_scaled = b_logit / b_warm[:, None]
     b_key = tl.load(keys_ptr + o_m, mask=m_m, other=0)
-    b_noise = tl.where((b_t == 0.0)[:, None], 0.0, tl.log(_exponential(o_n, b_key)))
+    b_noise = tl.where((b_t == 0.0)[:, None], 0.0, tl.log(exponential(o_n[None, :], b_key[:, None])))
     b_score = b_scaled - b_noise
     b_best = tl.max(b_score, axis=1)
     b_token = tl.min(tl.where(b_score == b_best[:, None], o_n[None, :], N), axis=1)  # of equal ones the first
@@ -146,7 +146,7 @@ def _empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(M, dtype=torch.int64), *(x.new_empty(M, dtype=torch.float32) for _ in range(2))
 
 
-def _noise(keys: Tensor, *, tokens: int) -> Tensor:
+def noise(keys: Tensor, *, tokens: int) -> Tensor:
     """log E(v), float32 [M, tokens]."""
     index = torch.arange(tokens, dtype=torch.int32)
     rows = []
@@ -164,8 +164,8 @@ def _drawn(logits: Tensor, *, temperature: Tensor, keys: Tensor, softcap: float)
     if softcap > 0:
         logits = torch.tanh(logits / softcap) * softcap
     warm = torch.where(temperature == 0, 1.0, temperature).to(logits.dtype).unsqueeze(1)
-    noise = torch.where(temperature.unsqueeze(1) == 0, 0.0, _noise(keys, tokens=logits.shape[1]))
-    tokens = (logits / warm - noise).argmax(1)
+    shift = torch.where(temperature.unsqueeze(1) == 0, 0.0, noise(keys, tokens=logits.shape[1]))
+    tokens = (logits / warm - shift).argmax(1)
     place = tokens.unsqueeze(1)
     logprobs = logits.log_softmax(1).gather(1, place).squeeze(1)
     processed = (logits / warm).log_softmax(1).gather(1, place).squeeze(1)

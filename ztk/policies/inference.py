@@ -46,12 +46,18 @@ def cache_of(cache: str | None, *, device: str) -> str:
 def cache_faults(options: Any, *, device: str, streams: bool) -> Iterator[str]:
     """What goes with the other kind of cache or another device, one line each with its fix.
 
-    options: has `cache`, `cache_tokens`, `cache_dtype`, `exact` and `weights` as `InferencePolicy` has them, None where nothing is chosen.
-    device: cpu or cuda. streams: whether layers are read from files in every pass.
+    options: has `cache`, `cache_tokens`, `cache_dtype`, `exact`, `memory_bytes` and `weights` as `InferencePolicy` has them, None where
+    nothing is chosen.
+    device: cpu or cuda. streams: offload=nvme is chosen.
     """
     if cache_of(options.cache, device=device) == "blocks":
-        if streams:
-            yield "inference.cache=blocks: layers stream on the CPU, over slabs; leave offload or the cache out"
+        if streams and options.cache is None:  # a model that lies on a GPU
+            yield (
+                "offload=nvme: layers stream on the CPU, over slabs; use launch.device=cpu, or inference.cache=blocks, which keeps the layers "
+                "and writes the blocks of preempted sequences to files"
+            )
+        if streams and options.memory_bytes is not None:
+            yield f"inference.memory_bytes={options.memory_bytes} is for layers that stream: use inference.cache_tokens, or leave it out"
         if options.weights == "bf16" and device == "cpu":
             yield "inference.weights=bf16 is for GPUs: the CPU computes in fp32; use weights=int8, or leave it out"
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.inference.attention import BLOCK, attend
+from ztk.inference.attention import BLOCK
 from ztk.inference.steps import Span, Step
 from ztk.nn.attention import CausalAttention, causal_attention
 
@@ -46,9 +46,7 @@ def _attend(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
     K, blocks = key.shape[2], -(-T // BLOCK)
     slabs = [_in_blocks(part, blocks=blocks) for part in (key, value)]
     step = Step([Span(slot=row, start=0, length=T, row=row * T) for row in range(B)], group=H // K)
-    rows, out = query.reshape(B * T, H, D), query.new_empty(B * T, H, D)
-    for tiles in step.groups:
-        out[tiles.targets] = attend(rows, tiles=tiles, keys=slabs[0], values=slabs[1], scale=D**-0.5)
+    out = step.attend(query.reshape(B * T, H, D), keys=slabs[0], values=slabs[1], scale=D**-0.5)
     return out.view(B, T, H, D)
 
 

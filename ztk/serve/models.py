@@ -15,6 +15,7 @@ from ztk.config import load as load_config
 from ztk.config.schema import DataName
 from ztk.config.text import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
 from ztk.serve.trained import trained_model
 
@@ -49,13 +50,14 @@ class Tokenizer(Protocol):
 class Opened:
     """A model with its tokenizer.
 
-    module: the model, or a folder of its packed weights. ends: tokens that end an answer. vocabulary: tokens that may be drawn; the others
-    have no text. begin: tokens that the tokenizer puts before a text. first: the token before a text that has nothing else before it; None:
-    the tokenizer has none. unknown: the token of what the tokenizer cannot write; None: it writes everything.
+    module: the model, a folder of its packed weights, or a model that is read as it is needed. ends: tokens that end an answer.
+    vocabulary: tokens that may be drawn; the others have no text. begin: tokens that the tokenizer puts before a text. first: the token
+    before a text that has nothing else before it; None: the tokenizer has none. unknown: the token of what the tokenizer cannot write; None:
+    it writes everything.
     """
 
     name: str
-    module: nn.Module | Packed
+    module: nn.Module | Packed | UnreadModel
     tokenizer: Tokenizer
     ends: tuple[int, ...]
     vocabulary: int
@@ -79,10 +81,18 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
     if (folder / MANIFEST).is_file():
         return open_packed_model(open_packed(folder))
     if (folder / "config.json").is_file():
-        return _of_transformers(folder, name=folder.name, module=folder_module(folder))
+        return with_tokenizer(folder, module=folder_module(folder))
     step, recorded = recorded_run(folder)
     config = load_config(recorded / "config.yaml")
-    return _of_run(recorded, name=recorded.name, config=config, module=trained_model(config, step=step, ema=ema).eval())
+    return with_tokenizer(folder, module=trained_model(config, step=step, ema=ema).eval())
+
+
+def with_tokenizer(folder: Path, *, module: nn.Module | UnreadModel) -> Opened:
+    """The model of a run folder, a checkpoint or a folder with a config.json, with its tokenizer. Raises ValueError as `open_model`."""
+    if (folder / "config.json").is_file():
+        return _of_transformers(folder, name=folder.name, module=module)
+    _, recorded = recorded_run(folder)
+    return _of_run(recorded, name=recorded.name, config=load_config(recorded / "config.yaml"), module=module)
 
 
 def described(path: str, *, module: nn.Module) -> Opened:
@@ -123,7 +133,7 @@ def recorded_run(folder: Path) -> tuple[Path, Path]:
     return step, recorded
 
 
-def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Packed) -> Opened:
+def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Packed | UnreadModel) -> Opened:
     tokenizer = _tokenizer_of(recorded, name=config.data.tokenizer)
     stop = None if tokenizer is not None else _stop_of(config)
     has_chats = config.data.name in CHATS
@@ -188,13 +198,13 @@ def _transformers(folder: Path) -> Any:
         raise ValueError(f'inference.model={folder}: needs transformers: pip install "ztk[hf]"') from error
 
 
-def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed) -> Opened:
+def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | UnreadModel) -> Opened:
     transformers = _transformers(folder)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    if isinstance(module, Packed) and not (folder / "generation_config.json").is_file():
+    if not isinstance(module, nn.Module) and not (folder / "generation_config.json").is_file():
         named = transformers.GenerationConfig.from_model_config(config).eos_token_id
-    elif isinstance(module, Packed):
+    elif not isinstance(module, nn.Module):
         named = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     else:
         generation: Any = module.generation_config

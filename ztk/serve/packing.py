@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.hf.causal import build_causal, empty_causal, read_config
 from ztk.hf.values import FolderValues
-from ztk.inference.describe import describe
+from ztk.inference import UnreadModel
+from ztk.inference.describe import FAMILIES, describe
 from ztk.inference.model import InferenceModel
 from ztk.inference.packed import MANIFEST, FolderTaken, Packed, open_packed, pack
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
-from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run
+from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run, with_tokenizer
 from ztk.serve.trained import empty_decoder, trained_model
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer, beside the weights
@@ -102,6 +104,28 @@ def open_streamed(
             if on_packed is not None:
                 on_packed(packed)
     return open_packed_model(open_packed(target))
+
+
+@contextmanager
+def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
+    """As `open_model`, but each parameter is read when it is asked for, while the context lasts: a rank that takes a part of every layer
+    never has the full model in memory. Adapters are merged first, with the model in memory. Packed weights are as `open_model` gives them, and
+    models that cannot be read so are read in full.
+
+    Raises:
+        ValueError: as `pack_model`.
+    """
+    folder = Path(path)
+    is_pretrained = (folder / "config.json").is_file()
+    is_full = is_pretrained and (read_config(path).model_type not in FAMILIES or not any(folder.glob("*.safetensors")))
+    if is_full or (folder / MANIFEST).is_file():
+        yield open_model(path, ema=ema)
+        return
+    source = _source(folder, ema=ema)
+    try:
+        yield with_tokenizer(folder, module=UnreadModel(module=source.module, state=source.state))
+    finally:
+        source.close()
 
 
 def _source(folder: Path, *, ema: bool) -> _Source:
