@@ -84,7 +84,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("term", "gated_rows", "linear_rows.py", "_with_bias(b_up, bias2_ptr", "_with_bias(b_up, bias_ptr", 0),
         ("term", "gated_rows", "linear_rows.py", "_with_bias(b_up, bias2_ptr", "_with_bias(b_up, bias_ptr", 1),
         ("offset", "gated_rows", "linear_rows.py", "weight2_ptr += i_m * stride_e", "weight2_ptr += 0", 0),
-        ("mask", "cache_rows", "cache_rows.py", "o_d < tl.where(place < 0, 0, D)", "o_d < D", 0),
+        ("mask", "cache_rows", "cache_rows.py", "tl.where(place < 0, 0, D)", "tl.where(place < 1, 0, D)", 0),
         ("mask", "cache_rows", "cache_rows.py", "m_turn = o_d < 2 * half", "m_turn = o_d < half", 0),
         ("offset", "cache_rows", "cache_rows.py", "head = (i_h - H) % K", "head = 0", 0),
         ("term", "cache_rows", "cache_rows.py", "tl.where(o_d < half, -b_pair, b_pair)", "b_pair", 0),
@@ -102,7 +102,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("mask", "copy_blocks", "copy_blocks.py", "m_n = o_n < N\n", "m_n = o_n < N - 1\n", 0),
         ("two on one row", "copy_blocks", "copy_blocks.py", "pairs_ptr + 2 * i_p + 1", "pairs_ptr + 1", 0),
         ("mask", "select_rows", "select_rows.py", "is_enough = count < top_k", "is_enough = count <= top_k", 0),
-        ("term", "select_rows", "select_rows.py", "m_above & (b_key >= least)", "m_above", 0),
+        ("term", "select_rows", "select_rows.py", "mass < top_p * full", "mass < top_p", 0),
         ("term", "select_rows", "select_rows.py", "warm * tl.log(min_p)", "tl.log(min_p)", 0),
         ("carry", "select_rows", "select_rows.py", "b_best = tl.maximum(b_best, b_score)", "b_best = b_score", 0),
     )  # fmt: skip

@@ -182,7 +182,9 @@ def _make_inputs(shape, *, dtype, device, norms=True, rotary=True, fp8=False) ->
     M, H, K, D = shape
     blocks, half = -(-M // BLOCK) + 1, max(1, 3 * D // 8) if rotary else 0
     angle = torch.randn(M + 5, half, device=device)
-    places = torch.randperm(blocks * BLOCK)[:M]
+    places = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(blocks * BLOCK - 1) + 1])[
+        :M
+    ]  # the very first is one
     places[M // 2 :: 7] = -1
     store = torch.zeros(blocks, 2, K, BLOCK, D, dtype=torch.uint8 if fp8 else dtype, device=device)
     return {

@@ -34,8 +34,8 @@ def _ordered(b_s):
 
 
 @triton.jit
-def _above(p_row, N, bound, least, highest, cold, BLOCK: tl.constexpr):
-    """How many scores lie above the ordered `bound`, and the sum of exp(cold (s - highest)) of those that are also not below `least`"""
+def _above(p_row, N, bound, highest, cold, BLOCK: tl.constexpr):
+    """How many scores lie above the ordered `bound`, and the sum of their exp(cold (s - highest))"""
     b_count = tl.zeros([BLOCK], tl.int32)
     b_sum = tl.zeros([BLOCK], tl.float32)
     for first in range(0, N, BLOCK):
@@ -44,7 +44,7 @@ def _above(p_row, N, bound, least, highest, cold, BLOCK: tl.constexpr):
         b_key = _ordered(b_s).to(tl.int64)
         m_above = (b_key > bound) & (o_n < N)
         b_count += m_above.to(tl.int32)
-        b_sum += tl.where(m_above & (b_key >= least), tl.exp((b_s - highest) * cold), 0.0)
+        b_sum += tl.where(m_above, tl.exp((b_s - highest) * cold), 0.0)
     return tl.sum(b_count, axis=0), tl.sum(b_sum, axis=0)
 
 
@@ -85,18 +85,18 @@ def _select_rows(
         high = tl.full([], _GREATEST, tl.int64)
         for _ in range(0, 32):
             middle = (low + high) >> 1
-            count, _sum = _above(p_row, N, middle, least, highest, cold, BLOCK)
+            count, _sum = _above(p_row, N, middle, highest, cold, BLOCK)
             is_enough = count < top_k
             high = tl.where(is_enough, middle, high)
             low = tl.where(is_enough, low, middle)
         least = high
     if top_p < 1.0:
-        _count, full = _above(p_row, N, least - 1, least, highest, cold, BLOCK)
+        _count, full = _above(p_row, N, least - 1, highest, cold, BLOCK)
         low = least - 1
         high = tl.full([], _GREATEST, tl.int64)
         for _ in range(0, 32):
             middle = (low + high) >> 1
-            _count, mass = _above(p_row, N, middle, least, highest, cold, BLOCK)
+            _count, mass = _above(p_row, N, middle, highest, cold, BLOCK)
             is_less = mass < top_p * full
             high = tl.where(is_less, middle, high)
             low = tl.where(is_less, low, middle)
@@ -119,7 +119,7 @@ def _select_rows(
     best = tl.max(b_best, axis=0)
     token = tl.min(tl.where(b_best == best, b_token, _GREATEST), axis=0)  # of equal ones the first
     token = tl.where(token < N, token, 0)
-    _count, total = _above(p_logits, N, bottom - 1, bottom, raw_high, 1.0, BLOCK)
+    _count, total = _above(p_logits, N, bottom - 1, raw_high, 1.0, BLOCK)
     logprob = tl.load(p_logits + token) - raw_high - tl.log(total)
     processed = (tl.load(p_row + token) - highest) * cold - tl.log(tl.sum(b_kept, axis=0))
     tl.store(tokens_ptr + i_m, token.to(tl.int64))
@@ -232,8 +232,8 @@ def _make_inputs(shape, *, dtype, device, **options) -> dict[str, object]:
         "temperature": (row % 4 * 0.4).to(device),
         "keys": (row * 0x1234567890AB - 2**40).to(device),
         "top_k": (row % 5 * 7 % (N + 3)).to(device, torch.int32),
-        "top_p": (1.0 - row % 3 * 0.3).to(device),
-        "min_p": (row % 2 * 0.02).to(device),
+        "top_p": (1.0 - (row % 3 == 2) * 0.5).to(device),
+        "min_p": (row % 2 * 0.2).to(device),
         **options,
     }
 
