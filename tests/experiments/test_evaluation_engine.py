@@ -11,7 +11,7 @@ from experiments.evaluation_files import read_questions, read_texts
 from tests.config.test_config import CPU
 from tests.experiments.test_evaluate import QUESTIONS, folder, write_folder  # noqa: F401 a fixture
 from tests.inference.test_scoring import PER_TOKEN
-from tests.serve.test_trained import run  # noqa: F401 a fixture
+from tests.serve.test_trained import HF, run  # noqa: F401 a fixture
 from tests.topology.families import make
 from ztk.config import ConfigError, compose
 from ztk.runtime import Process
@@ -149,3 +149,10 @@ def test_the_record_says_what_computes(folder, files):  # noqa: F811 a fixture
     alone = composed(folder, "/run", *files)
     assert (alone.eval.engine, alone.launch.ranks, alone.inference.weights) == ("inference", 1, "stored")
     assert composed(folder, "/run", *files, "topology=tp2").eval.engine == "inference"
+
+
+def test_a_run_with_adapters_beside_their_base(run, tmp_path, files, expected, scores):  # noqa: F811 a fixture
+    base = tmp_path / "base"
+    make("Llama", vocab_size=256).save_pretrained(base)
+    trained = run(*HF, f"model.path={base}", "lora=adapter", "lora.rank=2", "optimizer.lr=0.05")
+    agree(scores(trained, *files, "topology=tp2", "zero=stage3"), expected(trained))
