@@ -273,9 +273,19 @@ kernel, on a CPU torch's operations.
 
 {called()}
 
-Gradients reach their bucket by one copy each, when autograd brings them: the copy runs behind the backward's products and frees the gradient at
-once, where one launch per bucket would keep the gradients of a bucket beside its buffer until the last one has come. Parameters are views
-of what is gathered. So there is no kernel that flattens or unflattens a list of tensors.
+Gradients of the native decoder's matrices are written into their bucket by the product that computes them (`ztk.runtime.gradient_places`): of a
+layer's nine gradients two, of its norms, are copied. The others reach their bucket by one copy each, when autograd brings them: it runs behind
+the backward's products and frees the gradient at once, where one launch per bucket would keep the gradients of a bucket beside its buffer until
+the last one has come. Parameters are views of what is gathered. So there is no kernel that flattens or unflattens a list of tensors.
+
+The sum of a block's input and result is an eager addition: a fused one would be part of the next block's norm, so a block would hand on two
+tensors. Pipelines would send both, and recomputation, which keeps a block's inputs, would keep both. Inside a block the addition is the norm's.
+
+The attention's backward has seven products where five are possible: with five, dQ is added up over programs, by atomics, whose order is not
+fixed, or in a float32 copy of Q per block of keys, T / 64 times Q, which at 8192 tokens is 128 times its memory.
+
+A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the arguments.
+`python scripts/bench_launch.py` prints the host's time of a launch and of an op with it and without, on a machine without a GPU.
 
 ## Measured
 

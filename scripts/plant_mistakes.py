@@ -63,7 +63,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("carry", "cross_entropy", "cross_entropy.py", "b_sum * tl.exp2(b_shift - b_new)", "b_sum", 0),
         ("carry", "attention", "attention.py", "b_acc * b_shrink[:, None]", "b_acc", 0),
         ("carry", "sum_of_squares", "sum_of_squares.py", "start += num_programs.to(tl.int64) * BLOCK", "start += BLOCK", 0),
-        ("carry", "grouped_matmul", "grouped_gemm.py", "p_w += BLOCK_K * stride_d", "p_w += BLOCK_K", 0),
+        ("carry", "grouped_matmul", "grouped_gemm.py", "tl.cast(i_k, tl.int64) * stride_d", "tl.cast(i_k, tl.int64)", 1),
         ("reduction width", "rms_norm", "_rows.py", "range(0, P, ROWS)", "range(0, ROWS, ROWS)", 0),
         ("reduction width", "layer_norm", "layer_norm.py", "range(0, num_partials, BLOCK_P)", "range(0, BLOCK_P, BLOCK_P)", 0),
         ("reduction width", "sum_of_squares", "sum_of_squares.py", "mask=o_p < P", "mask=o_p < P // 2 + 1", 0),

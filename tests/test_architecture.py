@@ -36,6 +36,7 @@ POSITIONAL_FILES = {"_cross_entropy_cpu.py"}
 # Signatures of Python's, transformers' or ztk's own protocols, and of DeepSpeed's and torch's classes outside of these packages.
 PROTOCOL_SIGNATURES = {
     "attention_forward",
+    "cdiv",  # Triton's
     "find_class",
     "find_spec",
     "forward",

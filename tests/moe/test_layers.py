@@ -1,8 +1,11 @@
 """Both layers on one rank: against plain loops and the dense computation; arguments that are refused."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.moe.runs import CONFIG, Expert
 from ztk.kernels import moe_route
@@ -10,7 +13,7 @@ from ztk.moe import MoE, expert_metrics
 from ztk.moe.rows import gather_rows
 from ztk.nn import DecoderConfig
 from ztk.nn.mlp import SwiGLU
-from ztk.nn.moe import SparseMLP
+from ztk.nn.moe import Router, SparseMLP
 from ztk.runtime import Comm
 from ztk.runtime.comm.transport import SingleRankTransport
 
@@ -154,3 +157,37 @@ def test_parameters_and_operations_are_counted():
     multiplied = sum(size for name, size in used.items() if "norm" not in name and "embedding" not in name)
     assert CONFIG.flops_per_token(8) == 6 * multiplied + 12 * CONFIG.layers * CONFIG.dim * 8
     assert [CONFIG.has_experts(block) for block in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_routers_product_has_the_bits_of_fp32_and_saves_no_copy(dtype):
+    router = Router(CONFIG).to(dtype)
+    tokens = torch.randn(70, CONFIG.dim).to(dtype).requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        logits = router(tokens)
+    d_logits = torch.randn_like(logits)
+    found = torch.autograd.grad(logits, (tokens, router.weight), d_logits)
+    plain = tokens.float() @ router.weight.float().t()
+    wanted = torch.autograd.grad(plain, (tokens, router.weight), d_logits)
+    assert logits.dtype == torch.float32 and torch.equal(logits, plain)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert {x.dtype for x in saved} == {dtype}
+
+
+def test_on_a_gpu_a_router_multiplies_in_its_own_dtype_and_adds_up_in_fp32():
+    class Products(TorchDispatchMode):
+        seen: ClassVar[list[tuple]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.mm:
+                self.seen.append((func._overloadname, args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"):
+        router, tokens = Router(CONFIG).to(torch.bfloat16), torch.empty(70, CONFIG.dim, dtype=torch.bfloat16)
+    with Products():
+        logits = router(tokens)
+        logits.sum().backward()
+    assert Products.seen == [("dtype", torch.bfloat16), ("default", torch.float32)]  # of tokens that need no gradient
+    assert logits.dtype == torch.float32 and router.weight.grad.dtype == torch.bfloat16

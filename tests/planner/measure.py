@@ -255,6 +255,7 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
         attention, linear = sys.modules["ztk.nn.attention"], sys.modules["ztk.nn.linear"]
         stack.enter_context(mock.patch.object(attention, "causal_attention", _attention_of_a_gpu))
         stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
+        stack.enter_context(mock.patch.object(linear, "_computes_elsewhere", lambda x: True))
         update = sys.modules[
             "ztk.sharded_optim.piece_update"
         ]  # a table of the groups per piece, where states are on the device

@@ -95,7 +95,8 @@ class _Memory:
 class StreamModel(TorchDispatchMode):
     """The streams of a plan, and its `ztk.runtime.streams.StreamApi`. races: what was used without an order, a line each.
 
-    checked: how many uses of memory were looked at.
+    checked: how many uses of memory were looked at. waits: how often a thread of the host has waited. captures: what is given to streams
+    becomes a graph.
     """
 
     sees_everything = True  # also what ZeRO hides from modes, see `ztk.runtime.dispatch_modes`
@@ -103,7 +104,8 @@ class StreamModel(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.races: list[str] = []
-        self.checked = 0
+        self.checked = self.waits = 0
+        self.captures = False
         self._memories: dict[int, _Memory] = {}
         self._names: dict[str, int] = {}
         self._streams: list[ModelStream] = []
@@ -136,8 +138,12 @@ class StreamModel(TorchDispatchMode):
     def keep_for(self, tensor: Tensor, *, stream: ModelStream) -> None:
         self._memory(tensor).kept_for.add(stream.name)
 
+    def is_capturing(self) -> bool:
+        return self.captures
+
     def join_host(self, clock: Clock) -> None:
         """The thread of the host that runs now knows what `clock` knows."""
+        self.waits += 1
         _join(self._hosts[-1].clock, clock)
 
     # Operations #

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.buckets.layout import BucketLayout
+from ztk.runtime.planned import place_of
 
 # What autograd has left in a parameter; a subclass may show scripts something else.
 # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
@@ -30,30 +31,56 @@ class BucketGradient:
         self._written = [False] * len(parameters)  # whose gradient is in `full`
         self.used: set[int] = set()
         self._arrived: set[int] = set()  # whose gradient came in this backward
+        self._placed: set[int] = (
+            set()
+        )  # whose place was given away in this backward, to be written by autograd's operation
 
-    def accept(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
-        """Moves the fresh gradient of parameter `index` into the flat buffer: copies the first one, adds later ones.
+    def place(self, index: int, *, acquire: Callable[[], Tensor]) -> Tensor | None:
+        """Where an operation may write the first gradient of parameter `index` in this step, in its shape; None: there is one already, or the
+        place was given away. What autograd adds to it before `accept` may be added in place.
 
         acquire: returns the buffer [layout.size] if there is none yet.
         """
-        parameter, placement = self.parameters[index], self._layout.placements[index]
+        if self.full is None:
+            self._begin(acquire())
+        if self._written[index] or index in self._placed:
+            return None
+        self._placed.add(index)
+        return self._view(index)
+
+    def accept(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
+        """Moves the fresh gradient of parameter `index` into the flat buffer: copies the first one unless it is there, adds later ones.
+
+        acquire: returns the buffer [layout.size] if there is none yet.
+        """
+        parameter = self.parameters[index]
         autograds = gradient_of(parameter)
         if autograds.layout is not torch.strided:  # of Embedding(sparse=True)
             autograds = autograds.to_dense()
         if self.full is None:
-            self.full = acquire()
-            self.restart()
-            for gap in self._layout.gaps():
-                self.full[gap.start : gap.stop].zero_()
-        place = self.full[placement.offset : placement.stop].view(placement.shape)
+            self._begin(acquire())
+        place = self._view(index)
         if self._written[index]:
             place.add_(autograds)
-        else:
+        elif index not in self._placed or place_of(autograds) != place_of(place):
             place.copy_(autograds)
-            self._written[index] = True
+        self._written[index] = True
         set_gradient(parameter, None)
         self._arrived.add(index)
         self.used.add(index)
+
+    def _begin(self, buffer: Tensor) -> None:
+        """`buffer` [layout.size] is the local gradient from now on."""
+        self.full = buffer
+        self.restart()
+        for gap in self._layout.gaps():
+            self.full[gap.start : gap.stop].zero_()
+
+    def _view(self, index: int) -> Tensor:
+        """The place of parameter `index` in the buffer, in its shape."""
+        assert self.full is not None
+        placement = self._layout.placements[index]
+        return self.full[placement.offset : placement.stop].view(placement.shape)
 
     @property
     def has_local(self) -> bool:
@@ -72,6 +99,7 @@ class BucketGradient:
     def begin_backward(self) -> None:
         """A backward starts: no gradient has arrived in it."""
         self._arrived.clear()
+        self._placed.clear()
 
     def reopen(self, *, own: range, prescale: float) -> None:
         """Gradients of a further backward may be added to reduced ones: each rank keeps the sums of its own shard, so that the next
@@ -104,6 +132,7 @@ class BucketGradient:
     def restart(self) -> None:
         """Keeps the buffer and forgets its content."""
         self._written = [False] * len(self.parameters)
+        self._placed.clear()
 
     def finish_step(self) -> None:
         """The step is over: the next gradient starts anew."""

@@ -10,6 +10,7 @@ from ztk.buckets.exchange import Exchange
 from ztk.buckets.layout import BucketLayout
 from ztk.buckets.piece import Piece
 from ztk.buckets.units import BucketTraits
+from ztk.parameters.awaited import arrived, await_value
 from ztk.parameters.partitioned import same_bits
 from ztk.parameters.released import is_released, placeholder, release, restore
 from ztk.runtime import Tier
@@ -17,6 +18,7 @@ from ztk.runtime.buffers import BufferPool
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import place_of
 from ztk.runtime.store import Store
+from ztk.runtime.streams import Stream, order_behind_current, stream_of
 
 
 class ParameterState(Enum):
@@ -30,7 +32,7 @@ class ParameterState(Enum):
 class Residency:
     """The parameter half of a bucket: the full buffer while there is one, and what keeps it.
 
-    full: [layout.size], the parameters; None while they are sharded.
+    full: [layout.size], the parameters; None while they are sharded. Reading it waits for what `expect` was told of.
     updated: done when an optimizer that runs behind the forward has finished with the bucket; None: no such optimizer runs.
     open_units: running forwards of units that use the bucket. pins: contexts that keep it gathered across passes.
     is_used: it was used since it was gathered, or since it was kept for reuse. stays: once gathered, it stays until the end of a batch.
@@ -50,7 +52,9 @@ class Residency:
         pool: BufferPool,
     ) -> None:
         self.state = ParameterState.sharded
-        self.full: Tensor | None = None
+        self._full: Tensor | None = None
+        self._expected: Pending | None = None  # the gather of updated parameters that nobody has waited for
+        self._computing: Stream | None = None  # the stream that computed when it began
         self.updated: Future | None = None
         self.open_units = self.pins = 0
         self.is_used = self.stays = self.has_returned_view = False
@@ -61,6 +65,39 @@ class Residency:
         self._work: Pending | None = None  # the gather that is under way
         self._placeholder: Tensor | None = None
         self._versions: list[int] = []  # of the parameters when they were shown
+
+    @property
+    def full(self) -> Tensor | None:
+        """See the class."""
+        if self._expected is not None:
+            self.wait_for_values()
+        return self._full
+
+    @full.setter
+    def full(self, value: Tensor | None) -> None:
+        self._full = value
+
+    # Values on their way
+
+    def expect(self, gather: Pending) -> None:
+        """The full buffer of a bucket that is never sharded is complete when `gather` is: whoever uses it, or a parameter, waits."""
+        assert self._full is not None
+        self._expected, self._computing = gather, stream_of(self._full)
+        for parameter in self._parameters:
+            await_value(parameter, wait=self.wait_for_values)
+
+    def wait_for_values(self) -> None:
+        """Returns when what `expect` was told of is there: on a GPU for the current stream, and for the one that computed then. Raises what
+        went wrong in it."""
+        expected, self._expected = self._expected, None
+        if expected is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                arrived(parameter)
+            expected.wait()
+            if self._computing is not None and self._full is not None:
+                order_behind_current(self._computing, tensor=self._full)
 
     # sharded -> gathering -> gathered -> sharded
 
@@ -122,7 +159,7 @@ class Residency:
     @property
     def is_shown(self) -> bool:
         """The parameters are views of `full`, unless a script gave them other memory."""
-        return self.full is not None and not is_released(self._parameters[0])
+        return self._full is not None and not is_released(self._parameters[0])
 
     def _note_lost_writes(self) -> None:
         """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""

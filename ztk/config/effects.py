@@ -123,6 +123,12 @@ EFFECTS = (
         only="zero=stage3",
     ),
     Effect(
+        keys=("zero.overlap_gather",),
+        when=lambda c, m: c.zero.stage in (1, 2),
+        only="zero=stage1 or zero=stage2",
+        required=False,
+    ),
+    Effect(
         keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
     ),
     Effect(

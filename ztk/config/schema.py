@@ -138,6 +138,10 @@ class ZeroConfig:
     max_reuse_distance: int | None = key(
         "a unit stays gathered if it is used again within this many elements", default=None
     )
+    overlap_gather: bool | None = key(
+        "the next forward begins while updated parameters are gathered; between steps no extension in C++ may get parameters",
+        default=None,
+    )
     param_persistence_threshold: int | None = key(
         "parameters with at most this many elements are never sharded", default=None
     )

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ztk.engine.control import StepControl
 from ztk.parameters.released import was_read
-from ztk.runtime.streams import Copy, start_copy
+from ztk.runtime.planned import host_bytes, is_planned, note_read
+from ztk.runtime.streams import Copy, is_capturing, start_copy
 from ztk.zero import Zero
 
 
@@ -13,14 +14,13 @@ class OverflowGuard:
     """Looks at each step's overflow status: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
 
     The unrecoverable step changed no parameter, so a late look loses only the name of the parameter, if the next batch is fine. The
-    error names the step in any case.
+    error names the step in any case. A step that is recorded into a CUDA graph is not looked at: its control kernel decides for itself to
+    skip, and `read_metrics` shows it.
     """
 
     def __init__(self, control: StepControl, *, zero: Zero, device: torch.device) -> None:
         self._control, self._zero = control, zero
-        self._seen: Tensor | None = (
-            torch.zeros(2, pin_memory=True) if device.type == "cuda" else None
-        )  # None: look at once
+        self._seen = _host_memory(device)
         self._pending: Copy | None = None  # of the last status
 
     def check(self, *, step: int) -> None:
@@ -28,7 +28,10 @@ class OverflowGuard:
         if self._seen is None:
             self._judge(self._control.overflow_status(), step=step)
             return
+        if is_capturing(self._control.control):
+            return
         pending, self._pending = self._pending, None  # first: after an error the next step begins anew
+        note_read("overflow status of the step before")
         if pending is not None:
             pending.synchronize()
             self._judge(self._seen, step=step - 1)
@@ -39,7 +42,8 @@ class OverflowGuard:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.synchronize()
-            if self._control.is_unrecoverable(self._seen):
+            assert self._seen is not None
+            if not self._seen.is_meta and self._control.is_unrecoverable(self._seen):
                 raise FloatingPointError(
                     f"step {step - 1}, the last one: its gradient is not finite and changed nothing"
                 )
@@ -58,3 +62,10 @@ class OverflowGuard:
         if was_read():
             fix += "; the script has read parameters while they were released (zero stage 3), which are NaN: see the warning"
         raise FloatingPointError(f"step {step}: the gradient of {name} is not finite {reason}; {fix}")
+
+
+def _host_memory(device: torch.device) -> Tensor | None:
+    """float32 [2]: where a status of `device` arrives late; None: it is looked at at once."""
+    if is_planned(device):
+        return host_bytes(2 * torch.float32.itemsize).view(torch.float32)
+    return torch.zeros(2, pin_memory=True) if device.type == "cuda" else None

@@ -9,12 +9,12 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ztk.kernels._control import CONTROL_COLUMNS, Control
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec
 
 ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
@@ -40,7 +40,7 @@ def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected 
     if n % ALIGNMENT:
         raise ValueError(f"{op}: {first} has {n} elements; pad the flat partition to a multiple of {ALIGNMENT}")
     sized = [(name, *entry, n) for name, entry in tensors.items()]
-    sized += [(name, *entry, triton.cdiv(n, group)) for name, entry in (groups or {}).items()]
+    sized += [(name, *entry, cdiv(n, group)) for name, entry in (groups or {}).items()]
     for name, tensor, dtypes, size in sized:
         if tensor is None:
             continue
@@ -63,9 +63,7 @@ def launch_flat(
     """Launch `kernel` over the elements of the tensor `of`, in tiles of BLOCK elements."""
     if numel := of.numel():
         block = per_thread * machine(of.device).warp_size * NUM_WARPS
-        kernel[(triton.cdiv(numel, block),)](
-            *args, **constexprs, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
-        )
+        kernel[(cdiv(numel, block),)](*args, **constexprs, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
 
 
 def tiles_of(segments: Sequence[tuple[int, int, int]], *, device: torch.device) -> Tensor:

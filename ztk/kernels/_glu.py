@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from ztk.kernels._cpu import pieces
 from ztk.kernels._library import register
 from ztk.kernels._machine import machine
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase
 
 NUM_WARPS = 4
@@ -39,14 +39,14 @@ def differentiable(
         out = torch.empty_like(gate)
         if N := gate.numel():
             block = _block(gate)
-            forward[(triton.cdiv(N, block),)](gate, up, out, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+            forward[(cdiv(N, block),)](gate, up, out, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
         return out
 
     def launch_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         if N := gate.numel():
             block = _block(gate)
-            backward[(triton.cdiv(N, block),)](
+            backward[(cdiv(N, block),)](
                 d_out, gate, up, d_gate, d_up, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
             )
         return d_gate, d_up

@@ -1,7 +1,7 @@
 """What an op launches, found by running it without a GPU: the kernels, their arguments, options and grids.
 
 `launches(case, spec=, target=)` runs the op forward and backward on tensors of the meta device. A dispatch mode hands every
-ztk op to its Triton launcher, and Triton's `run` is replaced by one that notes the call. `ztk.kernels.aot` compiles the notes.
+ztk op to its Triton launcher, and the launch of a kernel is replaced by one that notes the call. `ztk.kernels.aot` compiles the notes.
 """
 
 import math
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from ztk.kernels._jit import LaunchedKernel
 from ztk.kernels._library import LAUNCHERS, NAMESPACE
 from ztk.kernels._machine import MACHINES, assume
 from ztk.kernels._spec import AotCase, OpSpec
@@ -56,10 +57,10 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
     """Everything that the op launches for the case's shape on the target's machine, forward then backward."""
     found: list[Launch] = []
 
-    def run(kernel, *args, grid, warmup, **kwargs):
+    def launch(kernel, grid, *args, **kwargs):
         found.append(_specialised(kernel, args, kwargs, grid=grid))
 
-    with assume(MACHINES[target]), mock.patch.object(JITFunction, "run", run):
+    with assume(MACHINES[target]), mock.patch.object(LaunchedKernel, "launch", launch):
         inputs = spec.make_inputs(case.shape, dtype=case.dtype, device="meta", **case.inputs)
         for name in spec.differentiable:
             if inputs[name] is not None:

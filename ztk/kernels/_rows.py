@@ -1,14 +1,16 @@
 """What kernels over rows share: how many rows a program takes, and the second stage of a sum over rows."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._machine import Architecture, machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 
 TILE = 4096  # elements in flight per program before a row alone is larger
 ELEMENTS_PER_THREAD = 16  # two 16-byte loads of a 16-bit type
@@ -29,8 +31,12 @@ class RowLaunch:
 
 def row_launch(N: int, *, device: torch.device, max_threads: int = MAX_THREADS) -> RowLaunch:
     """Several short rows per program, one long row; threads follow the elements held."""
-    warp_size = machine(device).warp_size
-    block_n = triton.next_power_of_2(N)
+    return _row_launch(N, warp_size=machine(device).warp_size, max_threads=max_threads)
+
+
+@functools.cache
+def _row_launch(N: int, *, warp_size: int, max_threads: int) -> RowLaunch:
+    block_n = next_power_of_2(N)
     block_m = max(1, min(16, TILE // block_n))
     threads = min(max_threads, block_m * block_n // ELEMENTS_PER_THREAD)
     num_warps = max(1, threads // warp_size)
@@ -61,7 +67,7 @@ def _fitting(registers: int, *, num_warps: int, device: torch.device) -> int:
     return max(1, REGISTERS // (registers * num_warps * machine(device).warp_size))
 
 
-@triton.jit
+@jit
 def _column_sums(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """out[n] = sum over p of partial[p, n], in a fixed order"""
     i_n = tl.program_id(0).to(tl.int64)
@@ -79,7 +85,7 @@ def column_sums(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The sums of float32 [P, N] over its rows, as [N] in `dtype`: the second stage of a weight's gradient."""
     P, N = partial.shape
     out = torch.empty(N, dtype=dtype, device=partial.device)
-    _column_sums[(triton.cdiv(N, COLUMNS),)](
+    _column_sums[(cdiv(N, COLUMNS),)](
         partial, out, P, N, ROWS=ROWS_AT_ONCE, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=True
     )
     return out

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._rows import column_sums, programs_for_rows
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase
 
 WIDE = 16384  # elements of a row up to which the kernels that hold full rows are used
@@ -43,7 +45,7 @@ def _load_sum(x_ptr, residual_ptr, o_n, m_n, dtype: tl.constexpr):
     return b_s
 
 
-@triton.jit
+@jit
 def _wide_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, summed_ptr, mean_ptr, rstd_ptr, N, eps,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,7 +85,7 @@ def _wide_norm_fwd(
         tl.store(out_ptr + i_m * N + o_n, cast(b_out, dtype), mask=m_n)
 
 
-@triton.jit
+@jit
 def _wide_norm_sums(
     d_out_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, mean_gh_ptr, N,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -109,7 +111,7 @@ def _wide_norm_sums(
     tl.store(mean_gh_ptr + i_m, tl.sum(b_sum_gh, axis=0) / N)
 
 
-@triton.jit
+@jit
 def _wide_norm_bwd(
     d_out_ptr, d_summed_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, mean_gh_ptr, d_s_ptr, d_weight_ptr,
     d_bias_ptr, M, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -176,7 +178,7 @@ def wide_backward(
         num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     stripe = _stripe(s)
-    stripes = triton.cdiv(N, stripe)
+    stripes = cdiv(N, stripe)
     programs = max(1, programs_for_rows(M * stripes, device=s.device, num_warps=STRIPE_WARPS) // stripes)
     d_s = torch.empty_like(s)
     partials = torch.empty(2 if centred else 1, programs, N, dtype=torch.float32, device=s.device)

@@ -15,7 +15,6 @@ Kingma and Ba, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter, https://a
 import itertools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -36,13 +35,14 @@ from ztk.kernels._flat import (
     tiles_of,
     write_unless_skipped,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
 
 _COLUMNS = tl.constexpr(CONTROL_COLUMNS)
 
 
-@triton.jit
+@jit
 def _adamw(
     master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, tiles_ptr, N,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,

@@ -38,7 +38,9 @@ from ztk.kernels._flat import (
     launch_flat,
     register_update,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._rounding import random_bits, random_bits_cpu, random_bits_like
+from ztk.kernels._sizes import cdiv
 
 GROUP = 32
 SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64, and make the kernel compute in it
@@ -71,7 +73,7 @@ def _inverse(b_scale):
     return tl.where(b_scale > 0.0, 1.0 / tl.maximum(b_scale, _SMALLEST_NORMAL), 0.0)
 
 
-@triton.jit(do_not_specialize=["seed", "start"])
+@jit(do_not_specialize=["seed", "start"])
 def _adamw_8bit(
     param_ptr, low_ptr, grad_ptr, code_m_ptr, code_v_ptr, scale_m_ptr, scale_v_ptr, control_ptr, N, seed, start,
     BLOCK: tl.constexpr,
@@ -277,7 +279,7 @@ def _decoded(
 
 def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False) -> dict[str, object]:
     (n,) = shape
-    g = triton.cdiv(n, GROUP)
+    g = cdiv(n, GROUP)
     master = torch.randn(n)
     random = random_bits_cpu(start=0, count=n, step=0, seed=1)
     state = {

@@ -9,7 +9,6 @@ and the 16-bit parameter. Random bits: `_rounding`.
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -29,12 +28,13 @@ from ztk.kernels._flat import (
     register_update,
     write_unless_skipped,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
 from ztk.kernels._spec import compute_dtype
 
 
-@triton.jit(do_not_specialize=["seed", "start"])
+@jit(do_not_specialize=["seed", "start"])
 def _adamw_bf16(
     master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, N, seed, start,
     BLOCK: tl.constexpr,

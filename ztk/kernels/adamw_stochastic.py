@@ -11,7 +11,6 @@ gradient takes four.
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -30,12 +29,13 @@ from ztk.kernels._flat import (
     register_update,
     write_unless_skipped,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
 from ztk.kernels._spec import compute_dtype
 
 
-@triton.jit(do_not_specialize=["seed", "start"])
+@jit(do_not_specialize=["seed", "start"])
 def _adamw_stochastic(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, N, seed, start,
     BLOCK: tl.constexpr,

@@ -17,7 +17,6 @@ import itertools
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -32,9 +31,11 @@ from ztk.kernels._attention_tiles import (
     visible,
 )
 from ztk.kernels._dot import dot
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, Reach, compute_dtype
 from ztk.kernels.attention_backward import AOT as BACKWARD_AOT
 from ztk.kernels.attention_backward import VARLEN_AOT, backward
@@ -45,7 +46,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
 
 
-@triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
+@jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
 def _attention_fwd(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_ptr, q_stride, k_stride, v_stride, num_tokens, T, window, scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -116,9 +117,9 @@ def _launch_fwd(
         tiles = tiles_for(
             Part.forward, head_dim=D, itemsize=q.element_size(), architecture=machine(q.device).architecture
         )
-        _attention_fwd[(triton.cdiv(T, tiles.held) * num_sequences * H,)](
+        _attention_fwd[(cdiv(T, tiles.held) * num_sequences * H,)](
             q, k, v, out, lse, cu_seqlens, q.stride(0), k.stride(0), v.stride(0), tokens, T, window, scale,
-            H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
+            H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, next_power_of_2(D)),
             BLOCK_M=tiles.held, BLOCK_N=tiles.step, CAUSAL=causal, HAS_WINDOW=window > 0,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         )  # fmt: skip

@@ -11,7 +11,6 @@ for which programs wait for each other.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,16 +25,18 @@ from ztk.kernels._attention_tiles import (
     visible,
 )
 from ztk.kernels._dot import dot
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase
 
 DELTA_ROWS = 32
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@jit
 def _attention_delta(
     out_ptr, d_out_ptr, delta_ptr, num_tokens,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -51,7 +52,7 @@ def _attention_delta(
     tl.store(delta_ptr + i_h * num_tokens + o_m, tl.sum(b_out * b_d_out, axis=1), mask=o_m < num_tokens)
 
 
-@triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
+@jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
 def _attention_bwd_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_k_ptr, d_v_ptr, cu_seqlens_ptr, q_stride, k_stride, v_stride,
     num_tokens, T, window, scale,
@@ -117,7 +118,7 @@ def _attention_bwd_keys(
         tl.store(d_v_ptr + o_nd, cast(b_d_v, d_v_ptr.dtype.element_ty), mask=m_nd)
 
 
-@triton.jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
+@jit(do_not_specialize=["T", "window"])  # one token, or a window of one, is no other kernel
 def _attention_bwd_queries(
     q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_q_ptr, cu_seqlens_ptr, q_stride, k_stride, v_stride,
     num_tokens, T, window, scale,
@@ -176,21 +177,21 @@ def _launch_bwd(
     if not tokens:
         return d_q, d_k, d_v
     num_sequences = tokens // T if cu_seqlens is None else cu_seqlens.numel() - 1
-    sizes = {"H": H, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D))}
+    sizes = {"H": H, "D": D, "BLOCK_D": max(16, next_power_of_2(D))}
     options = sizes | {"GROUP": H // H_kv, "CAUSAL": causal, "HAS_WINDOW": window > 0, "enable_fp_fusion": True}
     strides = (q.stride(0), k.stride(0), v.stride(0))
     delta = torch.empty_like(lse)
-    _attention_delta[(triton.cdiv(tokens, DELTA_ROWS), H)](
+    _attention_delta[(cdiv(tokens, DELTA_ROWS), H)](
         out, d_out, delta, tokens, **sizes, BLOCK_M=DELTA_ROWS, num_warps=4, enable_fp_fusion=True
     )
     chosen = {"head_dim": D, "itemsize": q.element_size(), "architecture": machine(q.device).architecture}
     tiles = tiles_for(Part.keys, **chosen)
-    _attention_bwd_keys[(triton.cdiv(T, tiles.held) * num_sequences * H_kv,)](
+    _attention_bwd_keys[(cdiv(T, tiles.held) * num_sequences * H_kv,)](
         q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens, *strides, tokens, T, window, scale, **options,
         BLOCK_N=tiles.held, BLOCK_M=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     tiles = tiles_for(Part.queries, **chosen)
-    _attention_bwd_queries[(triton.cdiv(T, tiles.held) * num_sequences * H,)](
+    _attention_bwd_queries[(cdiv(T, tiles.held) * num_sequences * H,)](
         q, k, v, d_out, lse, delta, d_q, cu_seqlens, *strides, tokens, T, window, scale, **options,
         BLOCK_M=tiles.held, BLOCK_N=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -7,20 +7,21 @@ place is negative is not kept. In a cache of bytes they are fp8 (e4m3).
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._fp8 import encode_fp8, to_fp8
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 from ztk.kernels.paged_attention import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@triton.jit
+@jit
 def _cache_rows(
     rows_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, positions_ptr, places_ptr, query_ptr, keys_ptr, values_ptr,
     stride_block, half, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -71,7 +72,7 @@ def _launch(
     H = width // D - 2 * K
     query = torch.empty(M, H, D, dtype=rows.dtype, device=rows.device)
     if M:
-        block_d = triton.next_power_of_2(D)
+        block_d = next_power_of_2(D)
         _cache_rows[(M, H + 2 * K)](
             rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, keys.stride(0),
             0 if cos is None else cos.shape[1], eps, H=H, K=K, D=D, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=True,

@@ -4,14 +4,15 @@ Reads and writes every byte once.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, scaled_float32
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
@@ -22,7 +23,7 @@ def _block(*tensors: Tensor) -> int:
     return 16 // max(t.element_size() for t in tensors) * machine(tensors[0].device).warp_size * NUM_WARPS
 
 
-@triton.jit
+@jit
 def _cast_copy(src_ptr, out_ptr, scale_ptr, N, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """out = src * scale"""
     i_n = tl.program_id(0).to(tl.int64)
@@ -38,7 +39,7 @@ def _launch_cast_copy(src: Tensor, out: Tensor, scale: Tensor | None) -> None:
     N = src.numel()
     if N:
         block = _block(src, out)
-        _cast_copy[(triton.cdiv(N, block),)](
+        _cast_copy[(cdiv(N, block),)](
             src, out, src if scale is None else scale, N,
             HAS_SCALE=scale is not None, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip

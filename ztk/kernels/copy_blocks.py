@@ -4,19 +4,20 @@ A block is contiguous for all layers, so a copy is a row. No target is another p
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec
 
 NUM_WARPS = 4
 PER_THREAD = 16  # bytes: one access
 
 
-@triton.jit
+@jit
 def _copy_blocks(store_ptr, pairs_ptr, N, BLOCK: tl.constexpr):
     """store[pairs[p, 1], n] = store[pairs[p, 0], n]"""
     i_n = tl.program_id(0).to(tl.int64)
@@ -32,7 +33,7 @@ def _launch(store: Tensor, pairs: Tensor) -> None:
     if pairs.numel() and store.numel():
         N = store.shape[1]
         block = PER_THREAD // store.element_size() * machine(store.device).warp_size * NUM_WARPS
-        _copy_blocks[(triton.cdiv(N, block), len(pairs))](
+        _copy_blocks[(cdiv(N, block), len(pairs))](
             store, pairs, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
         )
 

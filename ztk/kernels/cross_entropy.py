@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels import _cross_entropy_cpu
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 VECTOR_BYTES, CHUNKS = 16, 4  # four 16-byte loads in flight per thread
@@ -80,7 +82,7 @@ def log2_sum_of_row(
     return shift + tl.log2(tl.sum(b_sum * tl.exp2(b_shift - shift), axis=0)), tl.sum(b_total, axis=0)
 
 
-@triton.jit
+@jit
 def _cross_entropy_fwd(
     logits_ptr, target_ptr, weight_ptr, grad_ptr, loss_ptr, lse_ptr, V, ignore_index, z_loss, smoothing,
     HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
@@ -133,7 +135,7 @@ def _cross_entropy_fwd(
                 tl.store(p_grad + o_n, tl.zeros([CHUNKS, LANES, VECTOR], dtype=dtype), mask=m_n)
 
 
-@triton.jit
+@jit
 def _cross_entropy_bwd(
     logits_ptr, target_ptr, lse_ptr, d_loss_ptr, grad_ptr, V, stride_d, ignore_index, z_loss, smoothing,
     BLOCK: tl.constexpr,
@@ -165,7 +167,7 @@ def _cross_entropy_bwd(
         tl.store(p_grad + o_n, tl.zeros([BLOCK], dtype=dtype), mask=m_n)
 
 
-@triton.jit
+@jit
 def _scale_rows(x_ptr, scale_ptr, V, stride_s, BLOCK: tl.constexpr):
     """x = x * scale, in place; a scale of one costs no memory traffic"""
     i_m = tl.program_id(0).to(tl.int64)
@@ -195,8 +197,8 @@ class LaunchConfig:
         V, warp_size = x.shape[1], machine(x.device).warp_size
         vector = VECTOR_BYTES // x.element_size()
         threads = 1024 if V >= LONG_ROW else 512 if V >= LONG_ROW // 4 else 256
-        lanes = max(warp_size, min(threads, triton.next_power_of_2(V) // vector))
-        chunks = max(1, min(CHUNKS // 2 if smoothing else CHUNKS, triton.next_power_of_2(V) // (vector * lanes)))
+        lanes = max(warp_size, min(threads, next_power_of_2(V) // vector))
+        chunks = max(1, min(CHUNKS // 2 if smoothing else CHUNKS, next_power_of_2(V) // (vector * lanes)))
         return LaunchConfig(chunks=chunks, lanes=lanes, vector=vector, num_warps=lanes // warp_size)
 
     @property
@@ -245,7 +247,7 @@ def _launch_bwd(
     grad = torch.empty_like(logits)
     if M:
         config = LaunchConfig.for_row(logits)
-        _cross_entropy_bwd[(M, triton.cdiv(V, config.block))](
+        _cross_entropy_bwd[(M, cdiv(V, config.block))](
             logits, target, lse, d_loss, grad, V, int(d_loss.numel() > 1), ignore_index, z_loss, smoothing,
             BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
@@ -256,7 +258,7 @@ def _launch_scale(x: Tensor, scale: Tensor) -> None:
     M, V = x.shape
     if M:
         config = LaunchConfig.for_row(x)
-        _scale_rows[(M, triton.cdiv(V, config.block))](
+        _scale_rows[(M, cdiv(V, config.block))](
             x, scale, V, int(scale.numel() > 1), BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True
         )
 

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._product_tiles import product_tile, times_rows
 from ztk.kernels._rounding import mix, mix_cpu
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._weight_formats import format_of, quantise_weight, widen
 from ztk.kernels.linear_rows import ROWS, LaunchConfig
@@ -43,7 +45,7 @@ def exponential(o_n, b_key):
     return tl.where(b_u < _BELOW, b_series, -tl.log(1.0 - b_u))
 
 
-@triton.jit
+@jit
 def _draw_tiles(
     x_ptr, weight_ptr, scales_ptr, temperature_ptr, keys_ptr, parts_ptr, M, N, K, softcap, FORMAT: tl.constexpr,
     HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -79,7 +81,7 @@ def _draw_tiles(
     tl.store(p_parts + 5, tl.sum(tl.exp((b_logit - b_safe[:, None]) / b_warm[:, None]), axis=1), mask=m_m)
 
 
-@triton.jit
+@jit
 def _merge_draws(
     parts_ptr, temperature_ptr, tokens_ptr, logprobs_ptr, processed_ptr, tiles, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -129,14 +131,14 @@ def _launch(
     if not M:
         return outputs
     config = LaunchConfig.for_weight(N, itemsize=x.element_size(), device=x.device)
-    tiles = triton.cdiv(N, config.block_n)
+    tiles = cdiv(N, config.block_n)
     parts = torch.empty(M, tiles, 6, dtype=torch.float32, device=x.device)
-    _draw_tiles[(tiles, triton.cdiv(M, ROWS))](
+    _draw_tiles[(tiles, cdiv(M, ROWS))](
         x, weight, scales, temperature, keys, parts, M, N, K, softcap, FORMAT=format_of(weight, scales), HAS_CAP=softcap > 0,
         BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=NUM_WARPS, num_stages=config.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
-    block = min(MERGED, triton.next_power_of_2(tiles))
+    block = min(MERGED, next_power_of_2(tiles))
     _merge_draws[(M,)](parts, temperature, *outputs, tiles, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
     return outputs
 

@@ -14,11 +14,11 @@ import functools
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._glu import aot_case, check_inputs, differentiable, make_inputs
+from ztk.kernels._jit import jit
 from ztk.kernels._library import composite, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import OpSpec, compute_dtype
@@ -27,7 +27,7 @@ _SQRT_2_OVER_PI = tl.constexpr((2 / math.pi) ** 0.5)
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / math.pi) ** 0.5)
 
 
-@triton.jit
+@jit
 def _geglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
     """out = gelu(gate) * up"""
     i_n = tl.program_id(0).to(tl.int64)
@@ -40,7 +40,7 @@ def _geglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
     tl.store(out_ptr + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
 
 
-@triton.jit
+@jit
 def _geglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.constexpr):
     """d_up = d_out * gelu(gate); d_gate = d_out * up * (s + 2 g s (1 - s) u')"""
     i_n = tl.program_id(0).to(tl.int64)

@@ -2,9 +2,9 @@
 
     out[s] = x[order[s] // k] @ weight[e(s)]       slots s are sorted by expert (see `moe_routing`)
 
-The gather happens in the load of the product, so no padded or permuted copy of the tokens exists. A program finds its expert
-from the offsets on the device; the grid is the worst case, ceil(S / BLOCK_M) + E tiles, and surplus programs write zeros
-behind the last slot, where there is room: no synchronisation with the host.
+The gather happens in the load of the product, so no padded or permuted copy of the tokens exists. The grid is as many programs as
+stay on the machine: each makes the map from tiles to experts from the offsets on the device, once, and takes every n-th tile; then
+they write zeros behind the last slot. No synchronisation with the host.
 
 Backward, without atomics:
     d_slots  = d_out @ weight^T (the same kernel, strides exchanged),  d_x[t] = sum over choices of d_slots[position[t, j]]
@@ -28,31 +28,40 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ztk.kernels._dot import dot
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import MACHINES, Architecture, machine
 from ztk.kernels._math import cast
+from ztk.kernels._rows import register_limit
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels.moe_combine import combine, random_routing
+
+REGISTERS = 256  # per thread, of a program of eight warps that is alone on a processor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Tile, reduction step, warps and pipeline stages."""
+    """Tile, reduction step, warps and pipeline stages. programs: that stay on a processor: of two, one computes while the other one stores its
+    tile and loads the first steps of its next."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    programs: int = 2
 
     @staticmethod
     def for_product(*, itemsize: int, architecture: Architecture) -> "LaunchConfig":
-        """16-bit: 64 accumulators per thread, and as many stages as shared memory holds (64 KiB on CDNA)."""
+        """16-bit: 64 accumulators per thread, and as many stages as shared memory holds (64 KiB on CDNA). On Ampere operands of the products
+        are in registers too, so that one program fits."""
         if itemsize == 4:
             return LaunchConfig(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=1)
         if architecture is Architecture.cdna:
             return LaunchConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2)
-        return LaunchConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
+        programs = 1 if architecture is Architecture.ampere else 2
+        return LaunchConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3, programs=programs)
 
 
 @triton.jit
@@ -75,47 +84,40 @@ def _sum_of_products(x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n,
             b_w = tl.load(p_w + o_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
             b_acc = dot(b_x, b_w, b_acc)
     else:
-        p_x = x_ptr + o_x
-        p_w = weight_ptr + o_w
         for i_k in range(0, D, BLOCK_K):
+            p_x = x_ptr + i_k
+            p_w = weight_ptr + tl.cast(i_k, tl.int64) * stride_d
             m_k = i_k + o_k < D
-            b_x = tl.load(p_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
-            b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_x = tl.load(p_x + o_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w + o_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
             b_acc = dot(b_x, b_w, b_acc)
-            p_x += BLOCK_K
-            p_w += BLOCK_K * stride_d
     return b_acc
 
 
-@triton.jit
+@jit
 def _grouped_fwd(
     x_ptr, weight_ptr, x2_ptr, weight2_ptr, out_ptr, order_ptr, offsets_ptr, S, N, D,
     stride_x, stride_e, stride_d, stride_n,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = x[order[s] // TOP_K] @ weight[e] for one tile of slots of one expert; plus x2 @ weight2, of the same layout"""
-    i_p = tl.program_id(0).to(tl.int64)
-    num_n = tl.cdiv(N, BLOCK_N)
-    i_tile = i_p // num_n  # neighbours share their rows of x, and with them the second-level cache
+    """out[s] = x[order[s] // TOP_K] @ weight[e], tile after tile of slots of one expert; plus x2 @ weight2, of the same layout"""
     o_e = tl.arange(0, BLOCK_E)
     b_first = tl.load(offsets_ptr + o_e, mask=o_e < E, other=0)
     b_size = tl.load(offsets_ptr + o_e + 1, mask=o_e < E, other=0) - b_first
     b_tiles = tl.where(o_e < E, tl.cdiv(b_size, BLOCK_M), 0)
-    i_e = tl.sum(tl.where(tl.cumsum(b_tiles, axis=0) <= i_tile, 1, 0), axis=0)  # experts that end before this tile
-    if i_e >= E:  # surplus programs write zeros behind the last slot: there are enough of them for any offsets
-        last = tl.load(offsets_ptr + E)
-        o_s = last + ((i_tile - tl.sum(b_tiles, axis=0)) * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)
-        o_n = (i_p % num_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
-        p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
-        b_zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_ptr.dtype.element_ty)
-        tl.store(p_out, b_zero, mask=(o_s < S)[:, None] & (o_n < N)[None, :])
-    else:
-        i_skip = tl.sum(tl.where(o_e < i_e, b_tiles, 0), axis=0)
-        o_s = tl.load(offsets_ptr + i_e) + ((i_tile - i_skip) * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)
+    b_end = tl.cumsum(b_tiles, axis=0)  # the map from tiles to experts: e has those from b_end[e - 1] to b_end[e]
+    num_n = tl.cdiv(N, BLOCK_N)
+    o_m = tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    i_program = tl.program_id(0).to(tl.int64)
+    for i_p in range(i_program, tl.sum(b_tiles, axis=0) * num_n, tl.num_programs(0)):
+        i_tile = (i_p // num_n).to(tl.int32)  # neighbours share their rows of x, and with them the second-level cache
+        i_e = tl.sum(tl.where(b_end <= i_tile, 1, 0), axis=0)  # experts that end before this tile
+        i_skip = tl.max(tl.where(b_end <= i_tile, b_end, 0), axis=0)
+        o_s = tl.load(offsets_ptr + i_e) + (i_tile - i_skip) * BLOCK_M + o_m
         m_s = o_s < tl.load(offsets_ptr + i_e + 1)
         o_n = (i_p % num_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
-        o_k = tl.arange(0, BLOCK_K)
         m_n = o_n < N
         b_row = o_s
         if order_ptr is not None:
@@ -127,9 +129,16 @@ def _grouped_fwd(
         )
         p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_out, cast(b_acc, out_ptr.dtype.element_ty), mask=m_s[:, None] & m_n[None, :])
+    last = tl.load(offsets_ptr + E)  # behind the last slot is nothing to compute
+    b_zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_ptr.dtype.element_ty)
+    for i_p in range(i_program, tl.cdiv(S - last, BLOCK_M) * num_n, tl.num_programs(0)):
+        o_s = last + (i_p // num_n).to(tl.int32) * BLOCK_M + o_m
+        o_n = (i_p % num_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
+        p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
+        tl.store(p_out, b_zero, mask=(o_s < S)[:, None] & (o_n < N)[None, :])
 
 
-@triton.jit
+@jit
 def _grouped_bwd_weight(
     x_ptr, d_out_ptr, d_weight_ptr, order_ptr, offsets_ptr, N, D, stride_x,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -172,12 +181,17 @@ def _launch_fwd(
     stride_e, *rest = weight.stride()
     stride_d, stride_n = rest[::-1] if transposed else rest
     if out.numel():
-        config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=machine(x.device).architecture)
-        tiles = triton.cdiv(S, config.block_m) + E
-        _grouped_fwd[(tiles * triton.cdiv(N, config.block_n),)](
+        chip = machine(x.device)
+        config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=chip.architecture)
+        tiles = (cdiv(S, config.block_m) + E) * cdiv(N, config.block_n)  # at most
+        limit = {}
+        if chip.architecture is Architecture.hopper and config.programs == 2:
+            limit = register_limit(REGISTERS // 2, num_warps=config.num_warps, device=x.device)
+        _grouped_fwd[(min(tiles, config.programs * chip.processors),)](
             x, weight, x2, weight2, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
-            E=E, BLOCK_E=triton.next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            E=E, BLOCK_E=next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+            **limit,
         )  # fmt: skip
     return out
 
@@ -189,7 +203,7 @@ def _launch_bwd_weight(
     d_weight = torch.empty(E, D, N, dtype=dtype, device=x.device)
     if d_weight.numel():
         config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=machine(x.device).architecture)
-        tiles = triton.cdiv(D, config.block_m) * triton.cdiv(N, config.block_n)
+        tiles = cdiv(D, config.block_m) * cdiv(N, config.block_n)
         _grouped_bwd_weight[(tiles, E)](
             x, d_out, d_weight, order, offsets, N, D, x.stride(0), TOP_K=top_k, BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -398,7 +412,7 @@ def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
             "min_shared_bytes": _PIPELINE_BYTES, "vector_store_bytes": 8 if cdna else 16,
             "vector_reason": "mfma leaves four neighbours to a lane" if cdna else "",
         }  # fmt: skip
-        forward = options | {"kernel": _grouped_fwd}
+        forward = options | {"kernel": _grouped_fwd, "resident": True}
         if pair:
             both = {"variant": "d_out @ w^T, twice", "where": {"order_ptr": None}, "min_programs": 2}
             cases.append(AotCase(**forward, **both))
@@ -425,7 +439,7 @@ SPEC = OpSpec(
     eager=_eager_product,
     make_inputs=_make_inputs,
     differentiable=("x", "weight"),
-    small_shapes=((1, 1, 16, 8), (21, 3, 17, 33), (70, 5, 40, 24)),
+    small_shapes=((1, 1, 16, 8), (21, 3, 17, 33), (70, 5, 40, 24), (70, 4, 17, 70)),
     reach=(  # past tiles of 128 x 128 x 64 in slots, columns, and steps of either sum
         Reach(shape=(200, 3, 150, 200), dtype=torch.float16),
         Reach(shape=(200, 3, 150, 200), dtype=torch.float16, target="gfx942", inputs={"gather": False}),

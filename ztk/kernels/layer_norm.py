@@ -20,14 +20,15 @@ Ba et al., Layer normalization, https://arxiv.org/abs/1607.06450
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._rows import programs_for_rows, register_limit
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
 from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
@@ -47,14 +48,14 @@ class LaunchConfig:
     @staticmethod
     def for_features(N: int, *, warp_size: int) -> "LaunchConfig":
         """Eight elements per thread or more (16 bytes an access); short rows share a program, long ones get warps."""
-        block_n = triton.next_power_of_2(N)
+        block_n = next_power_of_2(N)
         threads = next(t for limit, t in ((1024, 128), (2048, 256), (8192, 512), (WIDE, 1024)) if block_n <= limit)
         num_warps = max(4, threads // warp_size)
         block_m = max(1, 8 * num_warps * warp_size // block_n)
         return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, prefetch=block_n <= 4096)
 
 
-@triton.jit
+@jit
 def _layer_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, summed_ptr, mean_ptr, rstd_ptr, M, N, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -84,7 +85,7 @@ def _layer_norm_fwd(
     tl.store(rstd_ptr + i_m, b_rstd, mask=m_m)
 
 
-@triton.jit
+@jit
 def _layer_norm_bwd(
     d_out_ptr, d_summed_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, d_s_ptr, d_weight_ptr, d_bias_ptr, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr,
@@ -143,7 +144,7 @@ def _layer_norm_bwd(
     tl.store(d_bias_ptr + i_p * N + o_n, tl.sum(b_d_bias, axis=0), mask=o_n < N)
 
 
-@triton.jit
+@jit
 def _reduce_partials(
     d_weight_ptr, d_bias_ptr, weight_out_ptr, bias_out_ptr, num_partials, N,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -174,7 +175,7 @@ def _launch_fwd(
     summed = torch.empty_like(x if residual is not None else x[:0])
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     if M:
-        _layer_norm_fwd[(triton.cdiv(M, config.block_m),)](
+        _layer_norm_fwd[(cdiv(M, config.block_m),)](
             x, residual, weight, bias, out, summed, mean, rstd, M, N, eps,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
@@ -194,7 +195,7 @@ def _launch_bwd(
             d_out, d_summed=d_summed, s=s, weight=weight, mean=mean, rstd=rstd, bias_dtype=d_bias.dtype
         )
     config = LaunchConfig.for_features(N, warp_size=machine(s.device).warp_size)
-    tiles = triton.cdiv(M, config.block_m)
+    tiles = cdiv(M, config.block_m)
     registers = 64 if config.prefetch or config.block_n > 8192 else 80
     placed = {"num_warps": config.num_warps, "device": s.device}
     programs = programs_for_rows(tiles, registers=registers, **placed)
@@ -204,7 +205,7 @@ def _launch_bwd(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PREFETCH=config.prefetch, num_warps=config.num_warps,
         enable_fp_fusion=True, **register_limit(registers, **placed),
     )  # fmt: skip
-    _reduce_partials[(triton.cdiv(N, REDUCE_COLUMNS),)](
+    _reduce_partials[(cdiv(N, REDUCE_COLUMNS),)](
         partials[0], partials[1], d_weight, d_bias, programs, N,
         BLOCK_P=REDUCE_ROWS, BLOCK_N=REDUCE_COLUMNS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

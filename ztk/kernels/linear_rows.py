@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._activation import ACTIVATIONS, activate, activate_cpu
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Architecture, machine
 from ztk.kernels._math import cast
 from ztk.kernels._product_tiles import few_product, product_tile, times_rows
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._weight_formats import GROUP, format_of, quantise_weight, widen
 from ztk.kernels.moe_combine import random_routing
@@ -46,7 +48,7 @@ class LaunchConfig:
         """itemsize: bytes of an element of x. As many outputs per program as leave programs for three of four processors."""
         chip = machine(device)
         block_n = 128
-        while block_n > 16 and triton.cdiv(N, block_n) < chip.processors * 3 // 4:
+        while block_n > 16 and cdiv(N, block_n) < chip.processors * 3 // 4:
             block_n //= 2
         if itemsize == 4:
             return LaunchConfig(block_n=min(block_n, 32), block_k=32, num_warps=4, num_stages=1)
@@ -62,7 +64,7 @@ def _with_bias(b_acc, bias_ptr, o_n, m_n):
     return b_acc
 
 
-@triton.jit
+@jit
 def _linear_rows(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, weight2_ptr, scales2_ptr, bias2_ptr, residual_ptr, out_ptr, order_ptr, offsets_ptr,
     M, N, K, stride_e, stride_s, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -106,7 +108,7 @@ def _linear_rows(
         tl.store(out_ptr + o_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_out)
 
 
-@triton.jit
+@jit
 def _linear_few(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, weight2_ptr, scales2_ptr, bias2_ptr, residual_ptr, out_ptr, M, N, K,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -145,17 +147,17 @@ def _launch(
         return out
     sizes = {"FORMAT": kind, "ACTIVATION": activation, "enable_fp_fusion": True}
     if not exact and M <= FEW and offsets is None:
-        block_m = triton.next_power_of_2(M)
+        block_m = next_power_of_2(M)
         block_n = 32 // block_m
-        _linear_few[(triton.cdiv(N, block_n),)](
+        _linear_few[(cdiv(N, block_n),)](
             x, weight, scale, bias, weight2, scale2, bias2, residual, out, M, N, x.shape[1], **sizes, BLOCK_M=block_m,
             BLOCK_N=block_n, BLOCK_K=GROUP // 2 if kind == "int4" else FEW_COLUMNS, num_warps=4,
         )  # fmt: skip
         return out
     config = LaunchConfig.for_weight(N, itemsize=x.element_size(), device=x.device)
-    groups = triton.cdiv(M, ROWS) if offsets is None else offsets.numel() - 1
+    groups = cdiv(M, ROWS) if offsets is None else offsets.numel() - 1
     stride_e, stride_s = (0, 0) if offsets is None else (weight.stride(0), 0 if scale is None else scale.stride(0))
-    _linear_rows[(triton.cdiv(N, config.block_n), groups)](
+    _linear_rows[(cdiv(N, config.block_n), groups)](
         x, weight, scale, bias, weight2, scale2, bias2, residual, out, order, offsets, M, N, x.shape[1], stride_e, stride_s,
         **sizes, TOP_K=top_k, BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
         num_stages=config.num_stages,

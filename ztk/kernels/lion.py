@@ -13,7 +13,6 @@ Chen et al., https://arxiv.org/abs/2302.06675
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -31,11 +30,12 @@ from ztk.kernels._flat import (
     register_update,
     write_unless_skipped,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
 
 
-@triton.jit
+@jit
 def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, BLOCK: tl.constexpr):
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:

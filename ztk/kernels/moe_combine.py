@@ -9,13 +9,14 @@ is the plain sum that turns a gradient by slot into a gradient by token (see `gr
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 from ztk.kernels.moe_routing import moe_route_reference
 
@@ -25,7 +26,7 @@ MAX_THREADS = 512
 MAX_COMBINE_COLUMNS = 16384
 
 
-@triton.jit
+@jit
 def _combine_fwd(
     y_ptr, weights_ptr, position_ptr, out_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -43,7 +44,7 @@ def _combine_fwd(
     tl.store(out_ptr + i_t * N + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
 
 
-@triton.jit
+@jit
 def _combine_bwd(
     d_out_ptr, y_ptr, weights_ptr, position_ptr, d_y_ptr, d_weights_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tens
     out = torch.empty(T, N, dtype=y.dtype, device=y.device)
     if out.numel():
         block = PER_THREAD * machine(y.device).warp_size * COMBINE_WARPS
-        _combine_fwd[(T, triton.cdiv(N, block))](
+        _combine_fwd[(T, cdiv(N, block))](
             y,
             weights,
             position,
@@ -86,7 +87,7 @@ def _launch_combine_bwd(
     (T, top_k), N = position.shape, y.shape[1]
     d_y, d_weights = torch.zeros_like(y) if dropped else torch.empty_like(y), torch.empty_like(weights)
     if T:
-        block, warp_size = triton.next_power_of_2(N), machine(y.device).warp_size
+        block, warp_size = next_power_of_2(N), machine(y.device).warp_size
         _combine_bwd[(T,)](
             d_out, y, weights, position, d_y, d_weights, N, TOP_K=top_k, BLOCK_N=block,
             num_warps=min(MAX_THREADS, max(warp_size, block // PER_THREAD)) // warp_size, enable_fp_fusion=True,

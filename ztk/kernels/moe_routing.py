@@ -16,12 +16,13 @@ Shazeer et al., https://arxiv.org/abs/1701.06538
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 MAX_EXPERTS = 1024
@@ -47,7 +48,7 @@ class Routing(Slots):
     experts: Tensor  # int32 [T, k], best first
 
 
-@triton.jit
+@jit
 def _moe_choose(
     logits_ptr, weights_ptr, experts_ptr, partial_ptr, T, E,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NORMALISE: tl.constexpr,
@@ -90,7 +91,7 @@ def _moe_choose(
     tl.store(partial_ptr + i_b * E + o_e, b_count, mask=o_e < E)
 
 
-@triton.jit
+@jit
 def _moe_scan(
     partial_ptr, before_ptr, counts_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
@@ -108,7 +109,7 @@ def _moe_scan(
     tl.store(counts_ptr + o_e, b_count, mask=m_e)
 
 
-@triton.jit
+@jit
 def _moe_place(
     experts_ptr, before_ptr, counts_ptr, offsets_ptr, order_ptr, position_ptr, T, E,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -137,7 +138,7 @@ def _moe_place(
         tl.store(order_ptr + b_position, (o_t * K + k).to(tl.int32), mask=m_t)
 
 
-@triton.jit
+@jit
 def _moe_route_bwd(
     d_weights_ptr, weights_ptr, experts_ptr, logits_ptr, d_logits_ptr, T, E,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NORMALISE: tl.constexpr,
@@ -169,7 +170,7 @@ def _moe_route_bwd(
 
 def _blocks(E: int) -> tuple[int, int]:
     """(tokens, padded experts) per program."""
-    block_e = max(16, triton.next_power_of_2(E))
+    block_e = max(16, next_power_of_2(E))
     return min(128, max(4, TILE // block_e)), block_e
 
 
@@ -191,7 +192,7 @@ def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ..
     (T, E), outputs = logits.shape, _empty(logits, top_k)
     weights, experts, counts, offsets, order, position = outputs
     block_t, block_e = _blocks(E)
-    num_blocks = triton.cdiv(T, block_t)
+    num_blocks = cdiv(T, block_t)
     partial, before = torch.empty(2, num_blocks, E, dtype=torch.int32, device=logits.device)
     sizes = {"K": top_k, "BLOCK_T": block_t, "BLOCK_E": block_e}
     if not num_blocks:
@@ -199,10 +200,10 @@ def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ..
         offsets.zero_()
         return outputs
     _moe_choose[(num_blocks,)](
-        logits, weights, experts, partial, T, E, **sizes, BLOCK_K=triton.next_power_of_2(top_k), NORMALISE=normalise,
+        logits, weights, experts, partial, T, E, **sizes, BLOCK_K=next_power_of_2(top_k), NORMALISE=normalise,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    _moe_scan[(triton.cdiv(E, SCAN_EXPERTS),)](
+    _moe_scan[(cdiv(E, SCAN_EXPERTS),)](
         partial, before, counts, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=SCAN_EXPERTS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     _moe_place[(num_blocks,)](
@@ -215,7 +216,7 @@ def _launch_bwd(d_weights: Tensor, weights: Tensor, experts: Tensor, logits: Ten
     (T, E), d_logits = logits.shape, torch.empty_like(logits)
     block_t, block_e = _blocks(E)
     if T:
-        _moe_route_bwd[(triton.cdiv(T, block_t),)](
+        _moe_route_bwd[(cdiv(T, block_t),)](
             d_weights, weights, experts, logits, d_logits, T, E, K=weights.shape[1], BLOCK_T=block_t, BLOCK_E=block_e,
             NORMALISE=normalise, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

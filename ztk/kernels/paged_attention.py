@@ -18,9 +18,11 @@ from torch import Tensor
 
 from ztk.kernels._dot import dot
 from ztk.kernels._fp8 import decode_fp8, from_fp8, to_fp8
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Architecture, machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 BLOCK = 64  # positions of a block of the cache
@@ -39,7 +41,7 @@ def positions_per_tile(group: int) -> int:
     """
     if group > ROWS:
         raise ValueError(f"paged_attention: {group} query heads per key head; at most {ROWS}")
-    return ROWS // triton.next_power_of_2(group)
+    return ROWS // next_power_of_2(group)
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def _store_rows(
     tl.store(p_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit
+@jit
 def _paged_attention(
     query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, width, scale,
     window, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -176,7 +178,7 @@ def _paged_attention(
         _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 
-@triton.jit
+@jit
 def _merge_segments(
     acc_ptr, stats_ptr, tiles_ptr, out_ptr, segments, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, FACTOR: tl.constexpr,
@@ -211,13 +213,13 @@ def _launch(
     out = torch.empty_like(query)
     if not out.numel() or not len(tiles):
         return out
-    segments = triton.cdiv(tables.shape[1] * BLOCK, SEGMENT) if split else 1
-    block_d = max(16, triton.next_power_of_2(D))
+    segments = cdiv(tables.shape[1] * BLOCK, SEGMENT) if split else 1
+    block_d = max(16, next_power_of_2(D))
     acc = stats = None
     if segments > 1:
         acc = torch.empty(len(tiles), K, segments, ROWS, block_d, dtype=torch.float32, device=query.device)
         stats = torch.empty(len(tiles), K, segments, ROWS, 2, dtype=torch.float32, device=query.device)
-    sizes = {"H": H, "G": H // K, "D": D, "GROUP": triton.next_power_of_2(H // K), "BLOCK_D": block_d}
+    sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": block_d}
     # The same warps in both forms, whose sums follow the layout; a fused multiply-add would round parts and all of them differently.
     options = {"num_warps": 8, "enable_fp_fusion": False}
     stages = 1 if query.element_size() == 4 or machine(query.device).architecture is Architecture.cdna else 2

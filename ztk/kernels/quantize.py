@@ -21,9 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
@@ -60,7 +62,7 @@ def _value(b_word, i_part, BITS: tl.constexpr):
     return ((b_word << (32 - BITS * (i_part + 1))) >> (32 - BITS)).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _quantize_fwd(
     x_ptr, words_ptr, scales_ptr, N, num_groups, stride_bytes, code_bytes,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -90,7 +92,7 @@ def _quantize_fwd(
     tl.store(scales_ptr + (i_w * stride_bytes + code_bytes) // 4 + o_g, b_max / Q, mask=m_g)
 
 
-@triton.jit
+@jit
 def _dequantize_fwd(
     words_ptr, scales_ptr, out_ptr, N, num_groups, stride_bytes, code_bytes,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -117,7 +119,7 @@ def _store_sum(out_ptr, o_j, N, b_sum, factor, i_part, PART: tl.constexpr):
     tl.store(out_ptr + o_x, cast(b_sum * factor, out_ptr.dtype.element_ty), mask=o_x < N)
 
 
-@triton.jit
+@jit
 def _dequantize_reduce_fwd(
     words_ptr, scales_ptr, out_ptr, N, num_groups, stride_bytes, code_bytes, W, factor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -149,20 +151,20 @@ def _dequantize_reduce_fwd(
 
 
 def _code_bytes(numel: int, *, bits: int, group: int) -> int:
-    return triton.cdiv(numel, group) * group * bits // 8
+    return cdiv(numel, group) * group * bits // 8
 
 
 def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
     """Bytes of one quantised row of `numel` elements: codes of full groups, float32 scales, padded to 16."""
-    size = _code_bytes(numel, bits=bits, group=group) + 4 * triton.cdiv(numel, group)
-    return triton.cdiv(size, ALIGN) * ALIGN
+    size = _code_bytes(numel, bits=bits, group=group) + 4 * cdiv(numel, group)
+    return cdiv(size, ALIGN) * ALIGN
 
 
 def _grid(values: Tensor, *, bits: int, group: int) -> tuple[int, int]:
     """(programs, groups per program): of each part a thread holds 16 bytes of words or of `values`, whichever are fewer"""
     per_thread = 16 // max(values.element_size(), WORD_BITS // 8)
     block_g = max(1, per_thread * machine(values.device).warp_size * NUM_WARPS * WORD_BITS // (group * bits))
-    return triton.cdiv(triton.cdiv(values.shape[-1], group), block_g), block_g
+    return cdiv(cdiv(values.shape[-1], group), block_g), block_g
 
 
 def _launch_quantize(x: Tensor, bits: int, group: int) -> Tensor:
@@ -171,7 +173,7 @@ def _launch_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     if x.numel():
         programs, block_g = _grid(x, bits=bits, group=group)
         _quantize_fwd[(programs, W)](
-            x, packed.view(torch.int16), packed.view(torch.float32), N, triton.cdiv(N, group), packed.shape[1],
+            x, packed.view(torch.int16), packed.view(torch.float32), N, cdiv(N, group), packed.shape[1],
             _code_bytes(N, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -184,7 +186,7 @@ def _launch_dequantize(packed: Tensor, numel: int, bits: int, group: int, dtype:
     if out.numel():
         programs, block_g = _grid(out, bits=bits, group=group)
         _dequantize_fwd[(programs, W)](
-            packed.view(torch.int16), packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
+            packed.view(torch.int16), packed.view(torch.float32), out, numel, cdiv(numel, group), packed.shape[1],
             _code_bytes(numel, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -198,7 +200,7 @@ def _launch_dequantize_reduce(
     if out.numel():
         programs, block_g = _grid(out, bits=bits, group=group)
         _dequantize_reduce_fwd[(programs,)](
-            packed.view(torch.int16), packed.view(torch.float32), out, numel, triton.cdiv(numel, group), packed.shape[1],
+            packed.view(torch.int16), packed.view(torch.float32), out, numel, cdiv(numel, group), packed.shape[1],
             _code_bytes(numel, bits=bits, group=group), packed.shape[0], factor,
             BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
@@ -207,7 +209,7 @@ def _launch_dequantize_reduce(
 
 def _cpu_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     W, N = x.shape
-    num_groups = triton.cdiv(N, group)
+    num_groups = cdiv(N, group)
     packed = torch.zeros(W, quantized_bytes(N, bits=bits, group=group), dtype=torch.int8)
     if not x.numel():
         return packed
@@ -227,7 +229,7 @@ def _cpu_quantize(x: Tensor, bits: int, group: int) -> Tensor:
 
 def _unpacked(packed: Tensor, *, numel: int, bits: int, group: int) -> Tensor:
     """float32 [W, numel] from the bytes of W rows."""
-    W, num_groups = packed.shape[0], triton.cdiv(numel, group)
+    W, num_groups = packed.shape[0], cdiv(numel, group)
     code_bytes = _code_bytes(numel, bits=bits, group=group)
     words = packed[:, :code_bytes].reshape(W, num_groups, -1).view(torch.int16)
     parts = [(words << WORD_BITS - bits * (i + 1)) >> WORD_BITS - bits for i in range(WORD_BITS // bits)]
@@ -357,7 +359,7 @@ def _round_trip(x: Tensor, *, bits: int, group: int) -> Tensor:
 def _round_trip_reference(x: Tensor, *, bits: int, group: int) -> Tensor:
     """floor(x / scale + 0.5) * scale with scale = max|group| / Q."""
     x_c, Q = x.to(compute_dtype(x)), QUANTISED_MAX[bits]
-    num_groups = triton.cdiv(x.shape[-1], group)
+    num_groups = cdiv(x.shape[-1], group)
     groups = torch.nn.functional.pad(x_c, (0, num_groups * group - x.shape[-1])).view(*x.shape[:-1], num_groups, group)
     largest = groups.abs().amax(dim=-1, keepdim=True)
     codes = torch.floor(groups * torch.where(largest > 0, torch.full_like(largest, Q) / largest, 0.0) + 0.5)

@@ -14,14 +14,15 @@ Zhang and Sennrich, https://arxiv.org/abs/1910.07467
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._rows import column_sums, programs_for_rows, register_limit, row_launch
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
 from ztk.kernels._wide_norm import aot_cases as wide_aot_cases
@@ -30,7 +31,7 @@ LONG_ROW = 8192  # without a mask per row and without d_sum, backward takes 64 r
 BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with 32, the sums of d_weight spill
 
 
-@triton.jit
+@jit
 def _rms_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, M, N, eps,
     HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -55,7 +56,7 @@ def _rms_norm_fwd(
     tl.store(rstd_ptr + o_m, b_rstd, mask=m_m)
 
 
-@triton.jit
+@jit
 def _rms_norm_bwd(
     d_y_ptr, d_sum_ptr, x_ptr, weight_ptr, rstd_ptr, d_x_ptr, partial_ptr, M, N, num_tiles,
     HAS_D_SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -106,7 +107,7 @@ def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if M:
         launch = row_launch(N, device=x.device)
-        _rms_norm_fwd[(triton.cdiv(M, launch.block_m),)](
+        _rms_norm_fwd[(cdiv(M, launch.block_m),)](
             x, x if residual is None else residual, weight, total, y, rstd, M, N, eps,
             HAS_RESIDUAL=residual is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
             num_warps=launch.num_warps, enable_fp_fusion=True,
@@ -122,7 +123,7 @@ def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rs
     if N > WIDE:
         return wide_backward(d_y, d_summed=d_sum, s=x, weight=weight, mean=None, rstd=rstd)[:2]
     launch = row_launch(N, device=x.device, max_threads=BACKWARD_THREADS)
-    num_tiles = triton.cdiv(M, launch.block_m)
+    num_tiles = cdiv(M, launch.block_m)
     registers = 64 if launch.block_n >= LONG_ROW and d_sum is None else 80
     placed = {"num_warps": launch.num_warps, "device": x.device}
     programs = programs_for_rows(num_tiles, registers=registers, **placed)

@@ -12,20 +12,21 @@ Su et al., https://arxiv.org/abs/2104.09864
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 NUM_WARPS = 4
 PER_THREAD = 16  # elements of x: a 16-byte access of either half
 
 
-@triton.jit
+@jit
 def _rope(
     x_ptr, cos_ptr, sin_ptr, out_ptr, stride_b, stride_t, stride_h, M, T, H, D, HALF, table_rows,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -71,14 +72,14 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: boo
     B, T, H, D = x.shape
     half = cos.shape[-1]
     out = torch.empty((B, T, H, D), dtype=x.dtype, device=x.device)
-    M, block_half = B * T * H, triton.next_power_of_2(half)
+    M, block_half = B * T * H, next_power_of_2(half)
     if M:
         tile = PER_THREAD * machine(x.device).warp_size * NUM_WARPS
         block_m = max(1, tile // (2 * block_half))
-        _rope[(triton.cdiv(M, block_m),)](
+        _rope[(cdiv(M, block_m),)](
             x, cos, sin, out, x.stride(0), x.stride(1), x.stride(2), M, T, H, D, half, cos.numel() // half,
             INTERLEAVED=interleaved, INVERSE=inverse, HAS_TAIL=2 * half < D, BLOCK_M=block_m, BLOCK_HALF=block_half,
-            BLOCK_TAIL=triton.next_power_of_2(max(1, D - 2 * half)), num_warps=NUM_WARPS, enable_fp_fusion=True,
+            BLOCK_TAIL=next_power_of_2(max(1, D - 2 * half)), num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

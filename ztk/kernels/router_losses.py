@@ -13,12 +13,13 @@ Fedus et al., https://arxiv.org/abs/2101.03961; Zoph et al., https://arxiv.org/a
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
 TILE = 4096  # logits of a program: 32 in each of its threads
@@ -26,7 +27,7 @@ NUM_WARPS = 4
 SUMMED = 1024  # tokens that the adding program reads at once
 
 
-@triton.jit
+@jit
 def _router_statistics(
     logits_ptr, counts_ptr, statistics_ptr, T, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
@@ -46,7 +47,7 @@ def _router_statistics(
     tl.store(statistics_ptr + T + o_t, b_max + tl.log(b_sum), mask=m_t)
 
 
-@triton.jit
+@jit
 def _router_means(statistics_ptr, out_ptr, T, E, BLOCK: tl.constexpr):
     """balance and z; one program, so that the sums have one order"""
     b_s = tl.zeros([BLOCK], dtype=tl.float32)
@@ -61,7 +62,7 @@ def _router_means(statistics_ptr, out_ptr, T, E, BLOCK: tl.constexpr):
     tl.store(out_ptr + 1, tl.sum(b_z, axis=0) / T)
 
 
-@triton.jit
+@jit
 def _router_losses_bwd(
     d_ptr, logits_ptr, counts_ptr, statistics_ptr, d_logits_ptr, T, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
@@ -85,7 +86,7 @@ def _router_losses_bwd(
 
 def _tile(E: int) -> tuple[int, int]:
     """Tokens and experts of a program."""
-    block_e = triton.next_power_of_2(E)
+    block_e = next_power_of_2(E)
     return max(1, TILE // block_e), block_e
 
 
@@ -94,7 +95,7 @@ def _launch_fwd(logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     statistics = torch.empty((2, T), dtype=torch.float32, device=logits.device)
     losses = torch.empty(2, dtype=torch.float32, device=logits.device)
     block_t, block_e = _tile(E)
-    _router_statistics[(triton.cdiv(T, block_t),)](
+    _router_statistics[(cdiv(T, block_t),)](
         logits, counts, statistics, T, E, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS, enable_fp_fusion=True
     )
     _router_means[(1,)](statistics, losses, T, E, BLOCK=SUMMED, num_warps=8, enable_fp_fusion=True)
@@ -105,7 +106,7 @@ def _launch_bwd(d_losses: Tensor, logits: Tensor, counts: Tensor, statistics: Te
     T, E = logits.shape
     d_logits = torch.empty_like(logits)
     block_t, block_e = _tile(E)
-    _router_losses_bwd[(triton.cdiv(T, block_t),)](
+    _router_losses_bwd[(cdiv(T, block_t),)](
         d_losses, logits, counts, statistics, d_logits, T, E, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip

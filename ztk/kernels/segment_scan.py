@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._spec import AotCase, OpSpec, Reach
 
@@ -27,7 +28,7 @@ def _joined(factor_after, sum_after, factor, sum):
     return factor * factor_after, sum + factor * sum_after
 
 
-@triton.jit
+@jit
 def _segment_scan(reward_ptr, value_ptr, start_ptr, out_ptr, gamma, decay, BLOCK: tl.constexpr):
     """The advantages of one segment"""
     i_s = tl.program_id(0).to(tl.int64)

@@ -10,7 +10,6 @@ momentum buffer starts at zero, so the first step needs no case of its own.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,11 +27,12 @@ from ztk.kernels._flat import (
     register_update,
     write_unless_skipped,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
 
 
-@triton.jit
+@jit
 def _sgd(
     master_ptr, grad_ptr, momentum_ptr, control_ptr, out_ptr, N, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

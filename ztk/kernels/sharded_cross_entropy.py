@@ -15,13 +15,14 @@ Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053; z-loss: https://a
 from collections.abc import Callable
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._math import cast
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels.cross_entropy import LaunchConfig, log2_sum_of_row
 
@@ -34,7 +35,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@jit
 def _sharded_statistics(
     logits_ptr, target_ptr, statistics_ptr, M, V, first, ignore_index,
     CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
@@ -51,7 +52,7 @@ def _sharded_statistics(
     tl.store(statistics_ptr + M + i_m, x_target)
 
 
-@triton.jit
+@jit
 def _sharded_join(
     statistics_ptr, target_ptr, lse_ptr, mean_ptr, M, ranks, ignore_index, z_loss, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -83,7 +84,7 @@ def _sharded_join(
     tl.store(mean_ptr + 1, 1.0 / count)
 
 
-@triton.jit
+@jit
 def _sharded_backward(
     logits_ptr, target_ptr, lse_ptr, d_loss_ptr, mean_ptr, V, first, ignore_index, z_loss, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -145,7 +146,7 @@ def _launch_backward(
     M, V = logits.shape
     if M and V:
         config = LaunchConfig.for_row(logits)
-        _sharded_backward[(M, triton.cdiv(V, config.block))](
+        _sharded_backward[(M, cdiv(V, config.block))](
             logits, target, lse, d_loss, mean, V, first, ignore_index, z_loss, BLOCK=config.block,
             num_warps=config.num_warps, enable_fp_fusion=True,
         )  # fmt: skip

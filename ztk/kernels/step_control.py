@@ -30,7 +30,9 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._sizes import next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec
 
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -69,7 +71,7 @@ def _one_minus_power(b_beta, step):
     return 1.0 - b_power
 
 
-@triton.jit(do_not_specialize=["G", "table_size"])
+@jit(do_not_specialize=["G", "table_size"])
 def _step_control(
     state_ptr, sumsq_ptr, hyper_ptr, lr_table_ptr, control_ptr, settings_ptr, G, table_size, BLOCK_G: tl.constexpr
 ):
@@ -146,7 +148,7 @@ def _launch(state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, contr
     G = hyper.shape[0]
     _step_control[(1,)](
         state, sumsq, hyper, lr_table, control, settings, G, lr_table.numel(),
-        BLOCK_G=triton.next_power_of_2(G), num_warps=1, enable_fp_fusion=True,
+        BLOCK_G=next_power_of_2(G), num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, UPDATE_PIECE, scaled_float32
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach
 
 MAX_PROGRAMS = (
@@ -46,7 +48,7 @@ def _strided_sum(grad_ptr, N, num_tiles, scale, BLOCK: tl.constexpr):
     return tl.sum(b_sum, axis=0)
 
 
-@triton.jit
+@jit
 def _partial_sums(grad_ptr, partial_ptr, N, num_tiles, BLOCK: tl.constexpr):
     """partial[i] = sum of squares over tiles i, i + programs, i + 2 programs, ..."""
     total = _strided_sum(grad_ptr, N, num_tiles, 1.0, BLOCK)
@@ -56,7 +58,7 @@ def _partial_sums(grad_ptr, partial_ptr, N, num_tiles, BLOCK: tl.constexpr):
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64), wide)
 
 
-@triton.jit
+@jit
 def _total(partial_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
     """out = sum of the partial sums"""
     o_p = tl.arange(0, BLOCK_P)
@@ -66,7 +68,7 @@ def _total(partial_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
 
 def _launch(grad: Tensor) -> Tensor:
     N = grad.numel()
-    num_tiles = triton.cdiv(N, BLOCK)
+    num_tiles = cdiv(N, BLOCK)
     programs = min(MAX_PROGRAMS, num_tiles)
     out = torch.empty(1, dtype=torch.float64, device=grad.device)
     if programs == 0:

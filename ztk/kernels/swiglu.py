@@ -10,17 +10,17 @@ Shazeer, GLU variants improve transformer, https://arxiv.org/abs/2002.05202
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._glu import aot_case, check_inputs, differentiable, make_inputs
+from ztk.kernels._jit import jit
 from ztk.kernels._library import composite, use_reference
 from ztk.kernels._math import cast
 from ztk.kernels._spec import OpSpec, compute_dtype
 
 
-@triton.jit
+@jit
 def _swiglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
     """out = gate * sigmoid(gate) * up"""
     i_n = tl.program_id(0).to(tl.int64)
@@ -32,7 +32,7 @@ def _swiglu_fwd(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
     tl.store(out_ptr + o_n, cast(b_out, out_ptr.dtype.element_ty), mask=m_n)
 
 
-@triton.jit
+@jit
 def _swiglu_bwd(d_out_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N, BLOCK: tl.constexpr):
     """d_up = d_out * silu(gate); d_gate = d_out * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))"""
     i_n = tl.program_id(0).to(tl.int64)

@@ -16,7 +16,7 @@ from ztk.kernels import Routing, Slots, moe_slots
 from ztk.moe.all_to_all import AsyncAllToAll
 from ztk.moe.rows import gather_rows
 from ztk.runtime import Comm, Mesh
-from ztk.runtime.planned import is_planned
+from ztk.runtime.planned import is_planned, note_read
 from ztk.runtime.streams import Reading
 
 
@@ -65,6 +65,7 @@ class ExpertExchange:
             rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
             return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
         planned = is_planned(tokens.device)
+        note_read("rows per rank of the experts")
         reading = None if planned else DispatchPlan.start(shared, experts=self._experts, data=self._data)
         outgoing = gather_rows(tokens, order=routing.order, position=routing.position)  # while the host reads
         if reading is None:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
+from ztk.runtime.gradient_places import place_offered
+
 
 class Linear(nn.Linear):
     """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. It has a bias only if it was made from torch's layer."""
@@ -64,6 +66,8 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if _is_for_onednn(x, weight):
         return _LinearByOneDNN.apply(x, weight, bias)
+    if _has_place(x, weight):
+        return _LinearIntoPlace.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -95,6 +99,25 @@ def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def _has_place(x: Tensor, weight: Tensor) -> bool:
+    """The backward may write the weight's gradient where it belongs. On the CPU the products are oneDNN's, which makes its own tensors."""
+    return (
+        _computes_elsewhere(x)
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and place_offered(weight) is not None
+        and x.dtype is weight.dtype
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+        and not _is_intercepted(x, weight)
+    )
+
+
+def _computes_elsewhere(x: Tensor) -> bool:
+    """`x` is not on the CPU."""
+    return x.device.type != "cpu"
+
+
 def _is_intercepted(*tensors: Tensor) -> bool:
     """Whether a layout, a tensor subclass, a mode over torch's functions, or `torch.func` replaces the product."""
     return (
@@ -124,6 +147,31 @@ class _LinearByOneDNN(torch.autograd.Function):
             d_weight = _rows(d_out).t() @ _rows(x) if again else weight_gradient(d_out, x=x)
         if ctx.needs_input_grad[2]:
             d_bias = _rows(d_out).sum(0)
+        return d_x, d_weight, d_bias
+
+
+class _LinearIntoPlace(torch.autograd.Function):
+    """The products of `F.linear`, the gradient of the weight into its place in a bucket if there is one (`ztk.runtime.gradient_places`)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.place = place_offered(weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = _rows(d_out)
+        d_x = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_x = (rows @ weight).view(*d_out.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            again = torch.is_grad_enabled()  # this backward will be differentiated
+            place = None if again else ctx.place()
+            d_weight = rows.t() @ _rows(x) if place is None else torch.mm(rows.t(), _rows(x), out=place)
+        if ctx.needs_input_grad[2]:
+            d_bias = rows.sum(0)
         return d_x, d_weight, d_bias
 
 

@@ -40,7 +40,11 @@ class Exchanged(Protocol):
 
 
 class Router(nn.Module):
-    """tokens [T, C] -> logits fp32 [T, E], computed in fp32 for any dtype of the model: a rounded logit changes the chosen experts."""
+    """tokens [T, C] -> logits fp32 [T, E], never rounded to the model's dtype: a rounded logit changes the chosen experts.
+
+    The product of two 16-bit numbers is exact in fp32, so on a GPU they are multiplied as they are and added up in fp32. Gradients of logits
+    are fp32, and so are their products.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -49,7 +53,35 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         with without_autocast(tokens.device):
-            return tokens.float() @ self.weight.float().t()
+            return _LogitProduct.apply(tokens, self.weight)
+
+
+class _LogitProduct(torch.autograd.Function):
+    """tokens [T, C] times weight [E, C] transposed, in fp32. Saves no fp32 copy of what has another dtype."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.dtypes = tokens.dtype, weight.dtype
+        is_narrow = tokens.dtype is weight.dtype and tokens.dtype in (torch.bfloat16, torch.float16)
+        if is_narrow and _adds_wide_sums(tokens):
+            return torch.mm(tokens, weight.t(), out_dtype=torch.float32)
+        return tokens.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        tokens, weight = ctx.saved_tensors
+        d_tokens = d_weight = None
+        if weight is not None:
+            d_tokens = (d_logits @ weight.float()).to(ctx.dtypes[0])
+        if tokens is not None:
+            d_weight = (d_logits.t() @ tokens.float()).to(ctx.dtypes[1])
+        return d_tokens, d_weight
+
+
+def _adds_wide_sums(tokens: Tensor) -> bool:
+    """Torch has products of 16-bit numbers with a result in fp32 where `tokens` are: on NVIDIA's GPUs."""
+    return tokens.device.type != "cpu" and not torch.version.hip
 
 
 class StackedExperts(nn.Module):

@@ -36,6 +36,9 @@ class ZeroPolicy:
     max_live_parameters: stage 3: prefetching stops when this many elements are gathered.
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
+    overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
+        Whatever asks torch for a parameter waits, too. Off unless chosen: a function that torch does not see (an extension in C++) and that
+        gets a parameter between steps does not wait.
 
     ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
     quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay exact.
@@ -57,6 +60,7 @@ class ZeroPolicy:
     quantized_nontrainable_weights: bool = False
     quantized_gradients: bool = False
     hpz_partition_size: int = 1
+    overlap_gather: bool = False
 
     def __post_init__(self) -> None:
         refuse(self._faults())
@@ -68,6 +72,8 @@ class ZeroPolicy:
                 yield f"zero.{name}=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
         if self.quantized_gradients and self.stage < 2:
             yield f"zero.quantized_gradients=true: stage {self.stage} does not shard gradients; use zero=stage2 or zero=stage3"
+        if self.overlap_gather and self.stage not in (1, 2):
+            yield f"zero.overlap_gather=true: stage {self.stage} gathers no updated parameters; use zero=stage1 or zero=stage2"
         if self.hpz_partition_size > 1 and self.stage < 3:
             yield (
                 f"zero.hpz_partition_size={self.hpz_partition_size}: stage {self.stage} does not shard parameters; use "

@@ -5,13 +5,15 @@ address is 0 on the meta device.
 """
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 PLANNED = torch.device("meta")
+_watching: list[Callable[[str], None]] = []
 _host: set[int] = set()  # storages of planned tensors that stand for host memory
 
 
@@ -30,8 +32,25 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return nullcontext() if is_planned(device) else torch.autocast(device.type, enabled=False)
 
 
-def on_host(values: Tensor) -> Tensor:
-    """`values`, of any shape, in host memory."""
+def note_read(what: str) -> None:
+    """The host reads `what` from the device now, or a run on a GPU would. Says so to whoever watches."""
+    for seen in _watching:
+        seen(what)
+
+
+@contextmanager
+def watch_reads(seen: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `seen` is called with the name of everything that the host reads of values that the device has computed."""
+    _watching.append(seen)
+    try:
+        yield
+    finally:
+        _watching.remove(seen)
+
+
+def on_host(values: Tensor, *, what: str) -> Tensor:
+    """`values`, of any shape, in host memory. Waits for the device. what: they are, see `watch_reads`."""
+    note_read(what)
     if not values.is_meta:
         return values.cpu()
     return host_bytes(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
@@ -44,8 +63,9 @@ def in_one_memory(first: Tensor, *, second: Tensor) -> bool:
     return not first.is_meta or is_host_memory(first.untyped_storage()) == is_host_memory(second.untyped_storage())
 
 
-def is_set(flag: Tensor) -> bool:
-    """A device scalar [] as a bool. Waits for the device. A planned flag is not set: a plan skips no step."""
+def is_set(flag: Tensor, *, what: str) -> bool:
+    """A device scalar [] as a bool. Waits for the device. A planned flag is not set: a plan skips no step. what: see `watch_reads`."""
+    note_read(what)
     return not flag.is_meta and bool(flag)
 
 

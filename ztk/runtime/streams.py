@@ -59,6 +59,8 @@ class StreamApi(Protocol):
 
     def keep_for(self, tensor: Tensor, *, stream: Stream) -> None: ...  # freed memory is not handed out before
 
+    def is_capturing(self) -> bool: ...  # what the current stream is given becomes a graph, and does not run yet
+
 
 class CudaStreams:
     """The streams of torch.cuda."""
@@ -84,6 +86,10 @@ class CudaStreams:
         """The memory of `tensor`, of any shape, is handed out again only behind what `stream` has been given so far."""
         # pyrefly: ignore[bad-argument-type]  # made by `new` or `current`
         tensor.record_stream(stream)
+
+    def is_capturing(self) -> bool:
+        """`torch.cuda.graph` records what this thread's current stream is given."""
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _Active:
@@ -115,6 +121,23 @@ def has_streams(tensor: Tensor) -> bool:
 def current_event(device: torch.device) -> Event:
     """The end of what the current stream of `device` has been given so far."""
     return _active.api.current(device).record_event()
+
+
+def stream_of(tensor: Tensor) -> Stream | None:
+    """The stream that computes where `tensor`, of any shape, is; None: it is in memory without streams."""
+    return _active.api.current(tensor.device) if has_streams(tensor) else None
+
+
+def order_behind_current(stream: Stream, *, tensor: Tensor) -> None:
+    """What `stream` is given from now on starts behind what the current stream of the device of `tensor`, of any shape, was given so far."""
+    current = _active.api.current(tensor.device)
+    if stream != current:
+        stream.wait_event(current.record_event())
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """What is done with `tensor`, of any shape, becomes part of a graph: the host may neither read it nor wait for it now."""
+    return has_streams(tensor) and _active.api.is_capturing()
 
 
 class Copy:

@@ -17,6 +17,7 @@ has time for the rest of them. A store reads before it writes, and its memory li
 """
 
 import functools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -105,6 +106,7 @@ class ShardUpdate:
         self._first = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
         if self._matrices is not None:
             self._first = [piece.momentum for _, piece in self._matrices.pieces]
+        self._overlaps_gather = context.policy.overlap_gather
         self._is_fetching = False  # the update behind the forward has not fetched everything yet
 
     def fetch_ahead(self) -> None:
@@ -123,10 +125,10 @@ class ShardUpdate:
         self._join()
         self._skipped, self._averages = skipped, averages
         if self._fetcher.on_host:
-            control = on_host(control)
+            control = on_host(control, what="decision to step: states are updated on the host")
         # What parameters miss is counted here, too.
         must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
-        if must_know and is_set(control[0, Control.skip]):
+        if must_know and is_set(control[0, Control.skip], what="decision to step: the optimizer does not read it"):
             self._fetcher.drop_ahead()  # and nothing is read from the medium or written to it
             return
         if isinstance(self._optimizer, TorchStep):
@@ -206,6 +208,7 @@ class ShardUpdate:
 
     def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
         gathers, writes = [], deque()
+        overlaps = self._overlaps_gather and not _something_is_compiled()
         for current in self._fetcher.fetch(self._pieces_of(buckets)):
             writes.append(self._update(current, control=control, clock=clock))
             if len(writes) > MAX_WRITES:
@@ -215,15 +218,19 @@ class ShardUpdate:
                 if _needs_gather(bucket):
                     copy = writes[-1].copy  # the bucket's last; the others are before it on its stream
                     after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
-                    gathers.append(bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after))
+                    gather = bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after)
+                    gathers.append((bucket, gather))
                 if bucket.residency.updated is not None:
                     bucket.residency.updated.set_result(None)
         self._is_fetching = False
         for write in writes:
             self._finish_write(write, clock=clock)
         with clock.phase("communication"):
-            for gather in gathers:
-                gather.wait()
+            for bucket, gather in gathers:
+                if overlaps:
+                    bucket.residency.expect(gather)
+                else:
+                    gather.wait()
 
     # Phases of one piece
 
@@ -287,6 +294,12 @@ class ShardUpdate:
                 write.copy.synchronize()  # before the host writes into its buffer again
         if write.parameter is not None:
             self.pool.release(write.parameter)
+
+
+def _something_is_compiled() -> bool:
+    """torch.compile was called in this process. What it made reads parameters without asking, and looks at their classes before it does."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
 
 
 def _new_thread(device: torch.device) -> SerialThread | InlineCalls:

@@ -11,7 +11,7 @@ pair that was active outside, which keeps activation checkpointing around a unit
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -51,9 +51,7 @@ class ModelHooks:
             self._wrap(unit.module, unit=unit, is_root=unit is self._units[-1])
         for module in self._entries():
             self._wrap(module, unit=self._units[-1], is_root=True)
-        for module in self._modules():
-            if any(parameter in self._bucket_of for parameter in module._parameters.values()):
-                module._parameters = _GatherOnAccess(module._parameters, on_access=self._on_access)
+        act_on_access(self._modules(), parameters=self._bucket_of, on_access=self._on_access)
 
     def compile(self, compiler: Callable[[Callable], Callable]) -> None:
         """Compiles the forward of every unit, inside its gathering.
@@ -69,9 +67,7 @@ class ModelHooks:
             del module.forward
             if module.forward != forward:  # the module had a forward of its own before
                 module.forward = forward
-        for module in self._modules():
-            if isinstance(module._parameters, _GatherOnAccess):
-                module._parameters = dict(module._parameters)
+        forget_access(self._modules())
 
     def _modules(self) -> list[nn.Module]:
         """The model's modules; none where nothing is sharded."""
@@ -195,6 +191,22 @@ class ModelHooks:
             assert saved.bucket.full is not None
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.restore() if isinstance(saved, PackedOutside) else saved
+
+
+def act_on_access(
+    modules: Iterable[nn.Module], *, parameters: Collection[nn.Parameter], on_access: Callable[[nn.Parameter], None]
+) -> None:
+    """Reading one of `parameters`, which are a set or a dict's keys, as an attribute of one of `modules` calls `on_access` first."""
+    for module in modules:
+        if any(parameter in parameters for parameter in module._parameters.values()):
+            module._parameters = _GatherOnAccess(module._parameters, on_access=on_access)
+
+
+def forget_access(modules: Iterable[nn.Module]) -> None:
+    """Undoes `act_on_access`."""
+    for module in modules:
+        if isinstance(module._parameters, _GatherOnAccess):
+            module._parameters = dict(module._parameters)
 
 
 class _GatherOnAccess(dict):

@@ -20,6 +20,7 @@ from ztk.kernels import sum_of_squares
 from ztk.parameters.watched import TAKES_GRADIENT
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.buffers import BufferPool
+from ztk.runtime.gradient_places import offer_place, withdraw_place
 from ztk.runtime.pending import Pending
 from ztk.zero.gathering import Gathering
 from ztk.zero.shards import ReducedShards
@@ -85,6 +86,7 @@ class GradientReduction:
         self.needs_scaled_loss = False  # a loss scale other than 1 is in effect
         self.loss_is_scaled = False  # the coming backward's: `Engine.scale` says so
         self._current: Backward | None = None  # the backward that runs
+        self._task: int | None = None  # autograd's number of it, once a gradient has come
         self._plan: list[Bucket] = []  # what it completes
         self._num_launched = 0  # of the plan
         self._in_flight: deque[_Reduction] = deque()
@@ -94,6 +96,12 @@ class GradientReduction:
             for number, bucket in enumerate(buckets)
             for index, parameter in enumerate(bucket.parameters)
         ]
+        for number, bucket in enumerate(buckets):
+            if bucket.traits.gradient_dtype is bucket.traits.dtype:
+                for index, parameter in enumerate(bucket.parameters):
+                    offer_place(
+                        parameter, place=functools.partial(_place, weakref.ref(self), bucket=number, index=index)
+                    )
 
     def _allocate_resident(self, ledger: MemoryLedger) -> dict[Bucket, Tensor]:
         """The gradient buffers that stay, at stages 0 and 1. A collective call, so it cannot wait until gradients come."""
@@ -109,6 +117,9 @@ class GradientReduction:
         """Takes the hooks off the parameters. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                withdraw_place(parameter)
 
     # Backward
 
@@ -132,7 +143,7 @@ class GradientReduction:
         for bucket in self._plan:
             if bucket.gradient.is_final:
                 self._reopen(bucket)
-        self._current, self._num_launched = backward, 0
+        self._current, self._num_launched, self._task = backward, 0, None
         for bucket in self._plan:
             bucket.gradient.begin_backward()
 
@@ -166,6 +177,7 @@ class GradientReduction:
                 f"{bucket.layout.placements[index].name}: a second gradient arrived after its bucket was reduced. Re-entrant "
                 "activation checkpointing over tied parameters does this; use checkpoint(..., use_reentrant=False)"
             )
+        self._task = self._task or torch._C._current_graph_task_id()
         bucket.gradient.accept(index, acquire=functools.partial(self._acquire, bucket))
         if bucket.gradient.is_complete:
             if self._completed is not None:
@@ -175,6 +187,17 @@ class GradientReduction:
                 while self._num_launched < len(self._plan) and self._plan[self._num_launched].gradient.is_complete:
                     self._launch_next()
             self._gathering.reshard(bucket)
+
+    def place(self, bucket: Bucket, *, index: int) -> Tensor | None:
+        """Where an operation of the backward that runs may write the gradient of parameter `index`, in its shape; None: it makes its own.
+
+        Its own where somebody else may keep the gradient: `torch.autograd.grad` inside a backward (another number of autograd's, which is
+        known once a gradient has come), and hooks of a script; and where autograd adds to a gradient that is there.
+        """
+        is_ours = self._current is not None and self._task == torch._C._current_graph_task_id()
+        if not is_ours or bucket.gradient.is_launched or _is_seen(bucket.parameters[index]):
+            return None
+        return bucket.gradient.place(index, acquire=functools.partial(self._acquire, bucket))
 
     def finish(self) -> None:
         """The backward is over: reduces what was not used and releases what is still gathered. Idempotent."""
@@ -327,6 +350,18 @@ def _hook(reduction: "weakref.ref[GradientReduction]", *, bucket: int, index: in
     hook = functools.partial(_on_gradient, reduction=reduction, bucket=bucket, index=index)
     setattr(hook, TAKES_GRADIENT, True)
     return hook
+
+
+def _place(reduction: "weakref.ref[GradientReduction]", *, bucket: int, index: int) -> Tensor | None:
+    """What a parameter offers, see `GradientReduction.place`."""
+    alive = reduction()
+    return None if alive is None else alive.place(alive._buckets[bucket], index=index)
+
+
+def _is_seen(parameter: Tensor) -> bool:
+    """A script has hooks on `parameter`, of any shape, that get its gradient, or has given it one."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(parameter._backward_hooks) or len(hooks) > 1 or gradient_of(parameter) is not None
 
 
 def _on_gradient(parameter: Tensor, *, reduction: "weakref.ref[GradientReduction]", bucket: int, index: int) -> None:

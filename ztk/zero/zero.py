@@ -13,6 +13,7 @@ from ztk.buckets.context import ZeroContext
 from ztk.buckets.residency import ParameterState
 from ztk.buckets.units import ROOT
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.parameters.awaited import wait_for
 from ztk.parameters.partitioned import PartitionedParameter, ZeroInitContext, give_back
 from ztk.parameters.released import check_saved
 from ztk.policies.ema import EmaPolicy
@@ -28,13 +29,18 @@ from ztk.sharded_optim.update import ShardUpdate
 from ztk.zero.build import Builder
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
-from ztk.zero.hooks import ModelHooks
+from ztk.zero.hooks import ModelHooks, act_on_access, forget_access
 from ztk.zero.reduction import GradientReduction
 from ztk.zero.state.average import AveragedWeights
 from ztk.zero.state.named import NamedState
 from ztk.zero.state.offload import StateOffloader
 from ztk.zero.state.shards import ModelState
 from ztk.zero.writes import ParameterWrites
+
+_NOT_SEEN = (
+    "zero.overlap_gather=true: {what} would read parameters before they are gathered, because ztk cannot see when it reads them; leave "
+    "overlap_gather out"
+)
 
 
 class Zero:
@@ -108,6 +114,11 @@ class Zero:
             built.buckets, model=model, context=context, finish_update=self._update.finish_running
         )
         self._update.take_over = weakref.WeakMethod(self._writes.take_over)
+        self._model = model
+        if policy.overlap_gather:
+            _check_seen(model)
+            watched = {parameter for bucket in self._trained for parameter in bucket.parameters}
+            act_on_access(model.modules(), parameters=watched, on_access=wait_for)
         self._copies = SharedGradients(self._trained, context=context)
         self._piece_states = PieceStates(context)
         self.state = ModelState(built.buckets, context=context, update=self._update, gathering=self.gathering)
@@ -163,7 +174,8 @@ class Zero:
             skipped |= self.reduction.unused_names()
         averages = self._ema is not None and step % self._ema.every == 0
         self._update.run(control, skipped=skipped, averages=averages)
-        self._writes.mark_updated()
+        with torch._C.DisableTorchFunctionSubclass():  # versions may be read before values are there
+            self._writes.mark_updated()
         self.gathering.parameters_change()
         self.reduction.forget()
 
@@ -234,7 +246,12 @@ class Zero:
         return bucket.residency.is_changed(range(placement.offset, placement.stop))
 
     def compile(self, model: nn.Module, **options: object) -> None:
-        """torch.compile with `options`: of the model, or, where parameters are sharded, of every unit inside its gathering."""
+        """torch.compile with `options`: of the model, or, where parameters are sharded, of every unit inside its gathering.
+
+        Raises ValueError with `overlap_gather`.
+        """
+        if self.policy.overlap_gather:
+            raise ValueError(_NOT_SEEN.format(what="compiled code"))
         if self._is_sharded:
             self.hooks.compile(functools.partial(torch.compile, **options))
         else:
@@ -262,9 +279,20 @@ class Zero:
     def close(self) -> None:
         """Ends the last update and closes all stores; raises what went wrong in them. At stage 3 the model is unusable after it."""
         self.reduction.detach()
+        if self.policy.overlap_gather:
+            forget_access(self._model.modules())
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 give_back(parameter)
         with ExitStack() as stack:  # everything is closed, whatever raises
             stack.callback(self._stores.close)
             stack.callback(self._update.close)
+            for bucket in self.buckets:
+                stack.callback(bucket.residency.wait_for_values)
+
+
+def _check_seen(model: nn.Module) -> None:
+    """Raises ValueError if modules read parameters where nobody sees it."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(_NOT_SEEN.format(what=f"the scripted module {name or 'itself'}"))

@@ -20,6 +20,7 @@ from ztk.runtime.comm.counters import CommCounters
 from ztk.runtime.comm.transport import Transport
 from ztk.runtime.comm.watchdog import Watchdog
 from ztk.runtime.pending import Handle
+from ztk.runtime.planned import note_read
 from ztk.runtime.ranges import named
 from ztk.runtime.serial import SerialThread
 
@@ -230,11 +231,13 @@ class Comm:
         self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
     ) -> list[list[float]]:
         """A few numbers of every rank, in rank order, on all ranks and on the host, rounded to `dtype`. Waits."""
+        note_read(f"numbers of ranks: {label}")
         values = torch.tensor(numbers, dtype=dtype, device=self.device)
         return self.gather_scalars(values, label=label).tolist()
 
     def gather_objects(self, obj: object) -> list:
         """Every rank's `obj` (small, picklable) in rank order, on all ranks. Waits."""
+        note_read("objects of ranks")
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], device=self.device)
         sizes = self.gather_scalars(size, label="object sizes").flatten().tolist()
@@ -251,6 +254,7 @@ class Comm:
 
     def recv_object(self, *, source: int, label: str) -> Any:
         """What rank `source` sends by `send_object`. Waits."""
+        note_read("an object of another rank")
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.recv(size, source=source, label=label).wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=self.device)

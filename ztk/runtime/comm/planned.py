@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ztk.runtime.comm.comm import Comm, Work
 from ztk.runtime.comm.transport import SeparateMemory, SingleRankTransport
-from ztk.runtime.planned import PLANNED
+from ztk.runtime.planned import PLANNED, note_read
 
 Moved = Callable[[str, int], object]  # kind and bytes of the buffer -> what `Work.wait` waits for, or None
 
@@ -99,6 +99,7 @@ class PlannedComm(Comm):
 
     def gather_objects(self, obj: object) -> list:
         """This rank's `obj` for every rank; counted as `Comm.gather_objects` counts it."""
+        note_read("objects of ranks")
         self.counters.count("scalars", numel=self.size, itemsize=8)
         self.counters.count("scalars", numel=self.size * len(pickle.dumps(obj)), itemsize=1)
         return [obj] * self.size
@@ -110,11 +111,13 @@ class PlannedComm(Comm):
 
     def recv_object(self, *, source: int, label: str) -> object:
         """What the sender's plan has sent."""
+        note_read("an object of another rank")
         return self._letters.read(label)
 
     def gather_numbers(
         self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
     ) -> list[list[float]]:
         """This rank's numbers for every rank; counted as `Comm.gather_numbers` counts them."""
+        note_read(f"numbers of ranks: {label}")
         self.counters.count("scalars", numel=self.size * len(numbers), itemsize=dtype.itemsize)
         return [list(numbers)] * self.size

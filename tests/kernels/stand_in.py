@@ -1,0 +1,53 @@
+"""A driver of Triton without a GPU: launches reach it as they would reach one. Tensors are on the CPU; their addresses are real."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+class Driver:
+    """One device, 0, unless a test changes `device`, with one stream."""
+
+    device = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 77 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Program:
+    """In the place of a compiled kernel. key: what Triton compiles it for."""
+
+    packed_metadata, function = "metadata", "function"
+
+    def __init__(self, key: str, *, start: Callable[..., None]) -> None:
+        self.key, self._start = key, start
+
+    def run(self, *args: Any) -> None:
+        self._start(self, *args)
+
+    def launch_metadata(self, grid: tuple, stream: int, *args: Any) -> None: ...
+
+
+@contextmanager
+def launching(start: Callable[..., None]) -> Iterator[Driver]:
+    """Inside, kernels are not compiled and launch on a `Driver`. start: called with the `Program` and what Triton's launcher gets."""
+
+    def compiled(kernel: JITFunction, key: str, *args: Any) -> Program:
+        program = Program(key, start=start)
+        kernel.device_caches[driver.active.get_current_device()][0][key] = program
+        return program
+
+    stand_in = Driver()
+    with mock.patch.object(JITFunction, "_do_compile", compiled), mock.patch.object(driver, "_active", stand_in):
+        yield stand_in

@@ -1,0 +1,94 @@
+"""The short way to a compiled kernel starts what Triton's own launch would start, with the same arguments."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import triton.language as tl
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.stand_in import launching
+from ztk.kernels._jit import LaunchedKernel, jit
+
+
+def _body(x_ptr, y_ptr, N, M, eps, FLAG: tl.constexpr, BLOCK: tl.constexpr = 64):
+    tl.store(y_ptr, tl.load(x_ptr) + N * M * eps + FLAG * BLOCK)
+
+
+def _kernel(**options) -> LaunchedKernel:
+    return LaunchedKernel(_body, **options)
+
+
+_BYTES = torch.zeros(4096, dtype=torch.uint8)
+_POINTERS = [
+    *(_BYTES[offset : offset + 512].view(dtype) for offset in (0, 4, 16) for dtype in (torch.float32, torch.int32)),
+    torch.nn.Parameter(torch.zeros(8)),
+    torch.zeros(8, dtype=torch.bfloat16),
+    None,
+]
+_INTEGERS = [0, 1, 2, 15, 16, 17, 32, -16, 2**31 - 16, 2**31, 2**31 + 1, 2**40, True, False, 0.5, 0.0]
+_FLOATS = [0.0, -0.0, 1.0, 1e-5, 1, 16]
+_NAMED = [
+    {"FLAG": flag, **block, "num_warps": warps}
+    for flag in (True, False, 1, 0, None, tl.float32, tl.bfloat16, "name")
+    for block in ({"BLOCK": 64}, {"BLOCK": 128}, {})
+    for warps in (4, 8)
+] + [{"num_warps": 4, "BLOCK": 64, "FLAG": 1}, {"FLAG": 0.0, "num_warps": 4}, {"FLAG": -0.0, "num_warps": 4}]
+
+
+@pytest.mark.parametrize("options", [{}, {"do_not_specialize": ["N"]}, {"do_not_specialize_on_alignment": ["x_ptr"]}])
+def test_every_call_starts_what_triton_would_start(options):
+    kernel, draw, started = _kernel(**options), random.Random(0), []
+    with launching(lambda program, *args: started.append((program, args))) as driver:
+        for _ in range(3000):
+            driver.device = draw.randrange(2)
+            args = tuple(map(draw.choice, (_POINTERS, _POINTERS, _INTEGERS, _INTEGERS, _FLOATS)))
+            grid, named = draw.choice([(3,), (3, 2), (3, 2, 5)]), draw.choice(_NAMED)
+            kernel[grid](*args, **named)
+            JITFunction.run(kernel, *args, grid=grid, warmup=False, **named)
+            (short, given), (usual, wanted) = started[-2:]
+            assert short is usual
+            assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])  # between them: hooks and what they are told
+            assert all(x is y for x, y in zip(given[9:], wanted[9:], strict=True))
+    assert len(kernel._programs) > 500 and len(started) == 6000
+
+
+def test_a_known_call_does_not_bind_again():
+    kernel, started = _kernel(), []
+    x = torch.zeros(8)
+    with launching(lambda program, *args: started.append(program)), pytest.MonkeyPatch.context() as patch:
+        kernel[(1,)](x, x, 4, 4, 0.5, FLAG=True, num_warps=4)
+        patch.setattr(JITFunction, "run", lambda *args, **named: pytest.fail("the ordinary launch"))
+        for step in itertools.islice(itertools.count(), 3):
+            kernel[(1,)](x, x, 5 + step, 4, 0.5 * step, FLAG=True, num_warps=4)
+    assert len(started) == 4 and len(set(started)) == 1
+
+
+@pytest.mark.parametrize("what", ["hook", "position", "keyword", "float", "pre-run hook", "debug"])
+def test_what_the_key_does_not_see_takes_tritons_way(what):
+    kernel, x, ordinary = _kernel(), torch.zeros(8), []
+    args, named = (x, x, 4, 4, 0.5), {"FLAG": True, "num_warps": 4}
+    with launching(lambda *_: None), pytest.MonkeyPatch.context() as patch:
+        if what == "position":
+            args, named = (*args, True), {"num_warps": 4}
+        elif what == "keyword":
+            args, named = args[:-1], {**named, "eps": 0.5}
+        elif what == "float":
+            named["FLAG"] = 0.0
+        kernel[(1,)](*args, **named)
+        if what == "hook":
+            patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        elif what == "debug":
+            patch.setattr(knobs.runtime, "debug", True)
+        elif what == "pre-run hook":
+            kernel.add_pre_run_hook(lambda *args, **named: None)
+        patch.setattr(JITFunction, "run", lambda *args, **named: ordinary.append(1))
+        kernel[(1,)](*args, **named)
+    assert ordinary == [1]
+
+
+def test_the_interpreter_has_tritons_own_function():
+    assert not isinstance(jit(_body), JITFunction)
+    assert not isinstance(jit(do_not_specialize=["N"])(_body), JITFunction)

@@ -1,0 +1,116 @@
+"""`overlap_gather`: the forward of stages 1 and 2 begins while updated parameters are gathered, and whoever wants one waits for it."""
+
+import copy
+import io
+import time
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.planner.measure import Case, planned
+from tests.streams.model import modelled
+from tests.zero.models import Layout, batches, make_engine, train
+from ztk.parameters import awaited
+from ztk.zero import ZeroPolicy
+
+OVERLAP = {"overlap_gather": True}
+DELAY = 0.05  # of a gather; only a read that does not wait depends on it
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_same_bits(ranks, stage, offload):
+    layouts = [Layout(stage=stage, offload=offload, zero=zero) for zero in ({}, OVERLAP)]
+    usual, overlapping = (ranks(2).run(train, layout=layout, steps=4, dtype="bf16") for layout in layouts)
+    assert [run.digest for run in usual] == [run.digest for run in overlapping]
+    assert [run.elements for run in usual] == [run.elements for run in overlapping]
+
+
+READS = {
+    "a sum": lambda p, m: p.sum(),
+    "data": lambda p, m: p.data.clone(),
+    "a list": lambda p, m: torch.tensor(p.tolist()),
+    "in a list": lambda p, m: torch.stack([p, p]),
+    "foreach": lambda p, m: torch._foreach_norm([p])[0],
+    "a state dict": lambda p, m: m.state_dict()["norm.weight"].clone(),
+    "a copy": lambda p, m: copy.deepcopy(p).detach(),
+    "a copy of the module": lambda p, m: copy.deepcopy(m).norm.weight.detach(),
+    "a file": lambda p, m: torch.save(p, file := io.BytesIO()) or file.seek(0) or torch.load(file, weights_only=False).detach(),
+    "an attribute": lambda p, m: _not_seen(m.norm.weight),
+    "a view": lambda p, m: p.view(-1)[:3].clone(),
+    "numpy": lambda p, m: torch.from_numpy(p.detach().numpy().copy()),
+}  # fmt: skip
+
+
+def _not_seen(parameter: nn.Parameter) -> torch.Tensor:
+    """As a function of an extension reads it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach().clone()
+
+
+def reads(process, *, stage: int) -> dict[str, tuple[bool, bool, bool]]:
+    """Of each read: the value was on its way before, is not after, and what was read is what is there in the end."""
+    engine, found = make_engine(process, layout=Layout(stage=stage, zero=OVERLAP)), {}
+    stream = batches(len(READS), rank=process.rank, world=process.world_size)
+    module = engine.module.blocks[1]
+    kept = module.norm.weight
+    engine.zero.buckets[0].comm.before = lambda label: (
+        time.sleep(DELAY) if "all_gather" in label and "blocks.1" in label else None
+    )
+    for (name, read), tokens in zip(READS.items(), stream, strict=True):
+        engine.backward(engine(tokens, outside=False))
+        engine.step()
+        is_awaited = isinstance(kept, awaited._Awaited)
+        _ = kept.shape, kept.grad, kept.requires_grad, kept._version
+        still = isinstance(kept, awaited._Awaited)
+        value = read(kept, module)
+        is_there = not isinstance(kept, awaited._Awaited)
+        engine.zero.finish_update()
+        for bucket in engine.zero.buckets:
+            bucket.residency.wait_for_values()
+        found[name] = is_awaited and still, is_there, bool(torch.equal(value, read(kept, module)))
+    engine.close()
+    assert type(kept).__name__ == "WatchedParameter"
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whoever_reads_a_parameter_waits(ranks, stage):
+    for found in ranks(2).run(reads, stage=stage):
+        assert found == dict.fromkeys(READS, (True, True, True))
+
+
+CASE = Case(ranks=2, stage=1, dtype="bf16", zero=OVERLAP)
+
+
+@pytest.mark.parametrize("case", [CASE, Case(ranks=2, stage=2, dtype="bf16", offload="cpu", zero=OVERLAP)], ids=str)
+def test_no_race(case, tmp_path):
+    with modelled() as model:
+        planned(case, folder=str(tmp_path))
+    assert not model.races and model.checked > 1000
+
+
+def test_an_early_read_is_a_race(tmp_path):
+    with modelled() as model, mock.patch.object(awaited, "_arrive", lambda value: None):
+        planned(CASE, folder=str(tmp_path))
+    assert any("all_gather" in race for race in model.races)
+
+
+def test_it_is_refused_where_it_has_no_effect_or_nobody_sees_reads(ranks):
+    for stage in (0, 3):
+        with pytest.raises(ValueError, match="overlap_gather"):
+            ZeroPolicy(stage=stage, overlap_gather=True)
+    assert all(ranks(2).run(refusals))
+
+
+def refusals(process) -> bool:
+    engine = make_engine(process, layout=Layout(stage=1, zero=OVERLAP))
+    with pytest.raises(ValueError, match="compiled code"):
+        engine.zero.compile(engine.module)
+    engine.close()
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match="scripted module 0"):
+        make_engine(process, layout=Layout(stage=1, zero=OVERLAP), model=scripted)
+    return True
