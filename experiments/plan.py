@@ -77,6 +77,7 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
         tensor=policies.tensor_policy(config),
         recompute=policies.recompute_policy(config),
         pipeline=policies.pipeline_policy(config),
+        ema=policies.ema_policy(config),
         accumulation_steps=config.train.accumulation_steps,
         hardware=hardware or policies.hardware(config),
     )

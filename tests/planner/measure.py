@@ -23,6 +23,7 @@ from ztk.pipeline import PipelinePolicy
 from ztk.planner import Plan, plan
 from ztk.planner.trace import STEPS, wire_by_axis
 from ztk.planner.tracker import StepTracker
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.hardware import Hardware
 from ztk.precision import PrecisionPolicy
 from ztk.recompute import RecomputePolicy
@@ -31,7 +32,7 @@ from ztk.runtime.part import InitialValues
 from ztk.tensor import TensorPolicy
 from ztk.zero import ZeroPolicy
 
-STATE = ("parameters", "gradients", "optimizer")
+STATE = ("parameters", "gradients", "optimizer", "average")
 SHAPE = {"vocab_size": 256, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden_dim": 384, "max_seq_len": 128}
 BATCH = (4, 128)
 _SIZES_OF_TRANSFORMERS = {
@@ -67,6 +68,7 @@ class Case:
     experts: int = 0  # of every second block
     expert: int = 1  # ranks over which they are spread
     accumulation: int = 1
+    ema: str | None = None  # the tier of an average of the weights
     family: str | None = None  # of transformers: its model in place of the native decoder
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ class Case:
             "recompute": RecomputePolicy(
                 mode=self.recompute, inputs_on_cpu=self.inputs_on_cpu, contiguous=self.contiguous
             ),
+            "ema": None if self.ema is None else EmaPolicy(offload=self.ema),
             "pipeline": PipelinePolicy(schedule=self.schedule, virtual_stages=self.virtual_stages),
             "accumulation_steps": self.accumulation,
         }
@@ -221,8 +224,10 @@ def take_step(engine: Any, *, case: Case, tokens: torch.Tensor) -> None:
 def settle(engine: Any) -> None:
     """Returns when the last update has ended and its writes are on the disk."""
     engine.zero._update.await_last()
-    for store in (engine.zero._stores.optimizer, engine.zero._stores.parameters, engine.zero._stores.gradients):
-        store.flush()
+    stores = engine.zero._stores
+    for store in (stores.optimizer, stores.parameters, stores.gradients, stores.average):
+        if store is not None:
+            store.flush()
 
 
 @contextmanager
@@ -271,7 +276,8 @@ def _attention_of_a_gpu(query: torch.Tensor, *, key: torch.Tensor, value: torch.
 def host_memory(engine: Any) -> Iterator[torch.Tensor]:
     """What the host tier's stores hold: main memory, as the device's is here."""
     stores = engine.zero._stores
-    for store in {id(store): store for store in (stores.optimizer, stores.gradients, stores.parameters)}.values():
+    every = (stores.optimizer, stores.gradients, stores.parameters, stores.average)
+    for store in {id(store): store for store in every}.values():
         if isinstance(store, HostStore):
             yield from (slot.tensor for slot in store._slots)
         if isinstance(store, NvmeStore):

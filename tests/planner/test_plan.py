@@ -30,6 +30,8 @@ CASES = (
     Case(ranks=2, stage=1, pipeline=2, accumulation=2, schedule="zero_bubble"),
     Case(ranks=2, stage=3, experts=4, expert=2),
     Case(ranks=2, stage=1, experts=4, offload="cpu", dtype="bf16"),
+    Case(ranks=2, stage=2, dtype="bf16", ema="nvme"),
+    Case(ranks=2, stage=3, offload="cpu", ema="none"),
     Case(ranks=2, stage=3, tensor=2, family="gpt2"),
     Case(ranks=2, stage=1, pipeline=2, accumulation=2, family="llama"),
     Case(ranks=2, stage=2, dtype="bf16", family="qwen2_moe"),

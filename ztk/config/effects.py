@@ -244,8 +244,8 @@ EFFECTS = (
     ),
     Effect(
         keys=("ema.decay",),
-        when=lambda c, m: c.task.name == "pretrain" and c.zero.engine is ZeroEngine.ztk,
-        only="task=pretrain and zero=stage0 to stage3",
+        when=lambda c, m: c.task.name in ("pretrain", "plan") and c.zero.engine is ZeroEngine.ztk,
+        only="task=pretrain or task=plan, and zero=stage0 to stage3",
         required=False,
     ),
     Effect(keys=("ema.every",), when=lambda c, m: bool(c.ema.decay), only="ema.decay above 0"),

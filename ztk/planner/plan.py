@@ -13,6 +13,7 @@ from ztk.pipeline import PipelineModule, PipelinePolicy
 from ztk.planner.pipeline import joined
 from ztk.planner.result import Plan
 from ztk.planner.trace import RankTrace, planned, trace_rank
+from ztk.policies.ema import EmaPolicy
 from ztk.policies.hardware import Hardware
 from ztk.policies.plan import untraced
 from ztk.policies.ranges import refuse
@@ -40,6 +41,7 @@ def plan(
     recompute: RecomputePolicy | None = None,
     topology: Topology | None = None,
     pipeline: PipelinePolicy | None = None,
+    ema: EmaPolicy | None = None,
     experts: str | None = None,
     accumulation_steps: int = 1,
     hardware: Hardware | None = None,
@@ -59,16 +61,18 @@ def plan(
     not trace, and for a model that reads its tensors' values.
     """
     topology, recompute, pipeline = topology or Topology(), recompute or RecomputePolicy(), pipeline or PipelinePolicy()
+    offload = offload or OffloadPolicy()
     partition = pipeline.partition if topology.pipeline > 1 else None
     refuse(untraced(partition=partition))
     policies = {
         "optimizer": optimizer or OptimizerPolicy(),
         "precision": precision,
         "zero": zero,
-        "offload": offload and replace(offload, nvme_path=offload.nvme_path or "."),
+        "offload": replace(offload, nvme_path=offload.nvme_path or "."),
         "tensor": tensor,
         "recompute": recompute,
         "pipeline": pipeline,
+        "ema": ema,
         "experts": experts,
     }
     with torch.device(PLANNED):

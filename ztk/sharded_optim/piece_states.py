@@ -13,6 +13,7 @@ from ztk.buckets.piece import Piece
 from ztk.optim import eight_bit
 from ztk.optim.states import MASTER
 from ztk.runtime import Tier
+from ztk.runtime.planned import host_bytes, is_planned
 from ztk.runtime.store import Slot
 
 FROZEN, GRADIENT = "parameter", "gradient"  # kinds of state, beside MASTER and the names of the optimizer's states
@@ -26,7 +27,7 @@ class PieceStates:
 
     def __init__(self, context: ZeroContext) -> None:
         self._stores, self._format, self.names = context.stores, context.states, context.state_names
-        self.num_rounded = 0
+        self.num_rounded, self._is_planned = 0, is_planned(context.device)
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
@@ -91,8 +92,10 @@ class PieceStates:
             yield {}
             return
         if aside or store.tier is Tier.nvme:  # past the pool, whose buffers the states may take
-            memory = torch.empty(piece.numel, dtype=torch.float32)
-            values = store.fetch_into(piece.average, out=memory).wait()
+            memory = (
+                host_bytes(4 * piece.numel) if self._is_planned else torch.empty(4 * piece.numel, dtype=torch.uint8)
+            )
+            values = store.fetch_into(piece.average, out=memory.view(torch.float32)).wait()
         else:
             values = store.fetch(piece.average).wait()
         yield {AVERAGE: values}
