@@ -9,11 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from experiments import policies
+from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.pretrain import build_reporter
 from experiments.prompts import Prompts
 from experiments.ranks import started
-from experiments.rollouts import Run, Scored, Update, draw, drawing, evaluate, measure, open_run, score_samples
+from experiments.rollouts import (
+    Evaluated,
+    Run,
+    Scored,
+    Update,
+    draw,
+    drawing,
+    evaluate,
+    measure,
+    open_run,
+    score_samples,
+)
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine
@@ -53,13 +65,38 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
         if config.rollout.weights is not None:
             reporter.say(f"rollout.weights={run.weights.weights}: {run.weights.reason}")
         if run.reward_before is None:
-            run.reward_before = evaluate(run)
+            run.reward_before = evaluate(run).reward
         train(run, reporter=reporter, fill=fill, update=update)
         after = evaluate(run)
-        summary = reporter.finish(**run.metrics, reward_before=run.reward_before, reward_after=after)
-        reporter.say(f"mean reward of sampled answers: {run.reward_before:.3f} before, {after:.3f} after")
+        divergence = divergence_of(run, reached=after)
+        ends = {"reward_before": run.reward_before, "reward_after": after.reward}
+        summary = reporter.finish(**run.metrics, **ends, **divergence)
+        reporter.say(described(ends, divergence=divergence))
     run.close()  # not after an error: ranks that have lost a member may wait for each other
     return summary
+
+
+def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:
+    """`kl_after`, in nats per answer; `kl_least`, the least that any policy needs for this reward, where right answers are known. A collective
+    call."""
+    if reached.kl is None or run.reference is None:
+        return {}
+    found, config = {"kl_after": reached.kl}, run.config
+    if config.rollout.task is not None and config.reward.function is None and config.reward.path is None:
+        found["kl_least"] = frontier_of(run.reference, config=config).least(reached.reward)
+    return found
+
+
+def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
+    """What was reached and at what divergence, for the screen."""
+    text = f"mean reward of sampled answers: {ends['reward_before']:.3f} before, {ends['reward_after']:.3f} after"
+    if "kl_after" not in divergence:
+        return text
+    text += f"; divergence from the reference {divergence['kl_after']:.2f} nats per answer"
+    least = divergence.get("kl_least", 0.0)
+    return (
+        f"{text}, {divergence['kl_after'] / least:.2f} times the least for this reward ({least:.2f})" if least else text
+    )
 
 
 def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> None:

@@ -233,15 +233,28 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     run.function_rewards = rewards if run.prompts.has_function else None
 
 
-def evaluate(run: Run) -> float:
-    """The mean reward of sampled answers to `EVALUATED` rollouts with draws of their own, over all ranks."""
-    rewards = []
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The mean reward of sampled answers, and their mean divergence from the reference in nats; None without a reference."""
+
+    reward: float
+    kl: float | None
+
+
+def evaluate(run: Run) -> Evaluated:
+    """Of `EVALUATED` rollouts with draws of their own, over all ranks."""
+    rewards, kl = [], []
     with drawing(run):
         for number in range(EVALUATED):
             samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
-            table = table_of(run, samples=samples)
-            rewards.append(table["reward"][table["included"].bool()])
-    return torch.cat(rewards).mean().item() if any(len(part) for part in rewards) else 0.0
+            scored = score_samples(run, samples=samples)
+            rewards.append(scored.table["reward"][scored.included])
+            kl.append(scored.table["kl"])
+    found = torch.cat(rewards)
+    return Evaluated(
+        reward=found.mean().item() if len(found) else 0.0,
+        kl=None if run.reference is None else torch.cat(kl).mean().item(),
+    )
 
 
 def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples) -> Tensor | None:

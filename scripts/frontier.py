@@ -3,14 +3,13 @@
     python scripts/frontier.py --work FOLDER                       all methods: about ten minutes on two cores
     python scripts/frontier.py --work FOLDER --methods grpo dpo --steps 150 --jobs 1
 
-Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.csv
-(method, step, kl in nats per answer, reward, and the most reward of that divergence) and FOLDER/frontier.png; a run's folder is
-FOLDER/METHOD. GRPO and its kin are measured by the answers that they train on, of WINDOW steps each; DPO by answers to prompts of its own.
+Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.png and
+FOLDER/frontier.csv (method, step, kl in nats per answer, reward, the most reward of that divergence, the least divergence of that reward); a
+run's folder is FOLDER/METHOD. GRPO and its kin are measured by the answers that they train on, of WINDOW steps each; DPO by answers to prompts
+of its own.
 
-The most reward: among all policies with a divergence, the best ones are the first policy tilted by exp(reward / beta) (Korbak et al. 2022,
-arXiv 2205.11275). One answer to a prompt has reward 1 and all others 0, so with p, the first policy's probability of that answer, the
-tilted one has q = p e / (p e + 1 - p), e = exp(1 / beta), and the divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)); both are means
-over prompts.
+The most reward is the closed form of `ztk.align.Frontier`, over prompts that training does not see; `least` is the least divergence of the
+reward that was reached.
 """
 
 import argparse
@@ -24,23 +23,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.examples import HELD_OUT
+from experiments.least_divergence import frontier_of
 from experiments.models import build, warm_start
-from experiments.prompts import PAD, STOP
 from experiments.ranks import started
-from experiments.tasks import TASKS
+from ztk.align import Frontier
 from ztk.config import Config, Machine, compose
 from ztk.report.folder import read_rows
 from ztk.report.status import read_summary
-from ztk.rollout import token_logprobs
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS = 256  # that the closed form is a mean over
 WINDOW = 10  # steps whose answers are one point: 1,280 answers, so that a reward's standard error is at most 0.014
 COMMON = ("launch.ranks=1", "launch.device=cpu", "logger=disabled", "scheduler.warmup_steps=0")
 METHODS = {  # name -> its choices
@@ -60,39 +53,14 @@ METHODS = {  # name -> its choices
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """kl: nats per answer. most: the most reward of this divergence."""
+    """kl: nats per answer. most: the most reward of this divergence; least: the least divergence of this reward."""
 
     method: str
     step: int
     kl: float
     reward: float
     most: float
-
-
-class Frontier:
-    """The most mean reward for a mean divergence. right: the first policy's probability of the right answer to each prompt, [P]."""
-
-    def __init__(self, right: Tensor) -> None:
-        """Raises ValueError for a probability that is not inside (0, 1): no divergence changes it, or none is needed."""
-        if not bool(((right > 0) & (right < 1)).all()):
-            raise ValueError("the probability of a right answer is 0 or 1: give the first policy warm_start steps")
-        inverse = torch.linspace(0, 40, 4001, dtype=torch.float64)  # of beta
-        logits = torch.logit(right.double()).unsqueeze(1) + inverse
-        tilted, p = torch.sigmoid(logits), right.double().unsqueeze(1)
-        others = torch.nn.functional.logsigmoid(-logits) - torch.log1p(
-            -p
-        )  # log((1 - q) / (1 - p)), without cancellation
-        kl = tilted * (torch.nn.functional.logsigmoid(logits) - p.log()) + (1 - tilted) * others
-        self.kl, self.reward = kl.mean(0), tilted.mean(0)
-
-    def most(self, kl: float) -> float:
-        """The most reward, by lines between points; a noisy estimate below 0 counts as 0."""
-        index = int(
-            torch.searchsorted(self.kl, torch.tensor(max(kl, 0.0), dtype=torch.float64)).clamp(1, len(self.kl) - 1)
-        )
-        first, second = float(self.kl[index - 1]), float(self.kl[index])
-        share = min(1.0, (max(kl, 0.0) - first) / max(second - first, 1e-300))
-        return float(self.reward[index - 1] + share * (self.reward[index] - self.reward[index - 1]))
+    least: float
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Point]:
@@ -109,15 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Point]:
     parser.add_argument("overrides", nargs="*", help="for every run, such as model.dim=64")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
-    frontier = Frontier(
-        probabilities(
-            compose(*common(given), "task=grpo", output_dir=str(given.work), machine=Machine(gpus=0, cores=1))
-        )
-    )
+    machine = Machine(gpus=0, cores=1)
+    frontier = first_frontier(compose(*common(given), "task=grpo", output_dir=str(given.work), machine=machine))
     with ThreadPoolExecutor(given.jobs) as pool:
         found = list(pool.map(lambda method: run(method, given=given), given.methods))
     points = [
-        Point(method=method, step=step, kl=kl, reward=reward, most=frontier.most(kl))
+        Point(method=method, step=step, kl=kl, reward=reward, most=frontier.most(kl), least=frontier.least(reward))
         for method, measured in zip(given.methods, found, strict=True)
         for step, kl, reward in measured
     ]
@@ -125,7 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Point]:
     draw(points, frontier=frontier, to=given.work / "frontier.png")
     for method in given.methods:
         last = [point for point in points if point.method == method][-1]
-        print(f"{method:>16}: reward {last.reward:.3f} at {last.kl:.2f} nats; the most there is {last.most:.3f}")
+        ratio = f", spent {last.kl / last.least:.2f} times" if last.least > 0 else ""
+        print(
+            f"{method:>16}: reward {last.reward:.3f} at {last.kl:.2f} nats; the most there is {last.most:.3f}; the least for this reward "
+            f"{last.least:.2f}{ratio}"
+        )
     print(f"{given.work / 'frontier.csv'}, {given.work / 'frontier.png'}")
     return points
 
@@ -135,24 +104,13 @@ def common(given: argparse.Namespace) -> tuple[str, ...]:
     return (*COMMON, f"train.steps={given.steps}", *given.overrides)
 
 
-def probabilities(config: Config) -> Tensor:
-    """The first policy's probability of the right answer, its end included, to each of `PROMPTS` prompts that training does not see: [P]."""
+def first_frontier(config: Config) -> Frontier:
+    """Of the policy that every method starts from. Raises ValueError if it knows all answers, or none."""
     with started(config) as process:
         engine = build(config, process=process, values=warm_start(config, process=process), is_trained=False)
-        prompts = [
-            TASKS["sorting"].prompt(seed=config.train.seed, number=HELD_OUT + number) for number in range(PROMPTS)
-        ]
-        rows = torch.full((PROMPTS, config.data.seq_len), PAD)
-        answers = torch.zeros_like(rows, dtype=torch.bool)
-        for row, mask, prompt in zip(rows, answers, prompts, strict=True):
-            text = f"{prompt.text}{prompt.answer}{chr(STOP)}".encode()
-            row[: len(text)] = torch.tensor(list(text))
-            mask[len(prompt.text) : len(text)] = True
-        with engine.evaluating():
-            found = token_logprobs(engine(rows), tokens=rows, temperature=1.0)
-        right = (found.double() * answers).sum(1).exp()
+        found = frontier_of(engine, config=config)
         engine.close()
-    return right
+    return found
 
 
 def run(method: str, *, given: argparse.Namespace) -> list[tuple[int, float, float]]:

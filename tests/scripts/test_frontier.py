@@ -1,4 +1,4 @@
-"""The most reward of a divergence: `scripts/frontier.py`'s closed form against a search, and the table of a run's points."""
+"""The most reward of a divergence: the closed form against a search, and the table of a run's points."""
 
 import json
 import math
@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from scripts.frontier import WINDOW, Frontier, is_done, measured
+from scripts.frontier import WINDOW, is_done, measured
+from ztk.align import Frontier
 
 
 def divergence(q: torch.Tensor, p: float) -> torch.Tensor:
@@ -24,12 +25,14 @@ def test_no_policy_earns_more_for_its_divergence():
         best = float(earned[spent <= budget].max())
         assert best <= frontier.most(budget) + 1e-6
         assert best == pytest.approx(frontier.most(budget), abs=1e-3)
+        assert frontier.least(frontier.most(budget)) == pytest.approx(budget, abs=1e-6)
 
 
 def test_its_ends():
     frontier = Frontier(torch.tensor([0.3, 0.1]))
     assert frontier.most(0.0) == pytest.approx(0.2) == frontier.most(-0.01)
     assert frontier.most(-(math.log(0.3) + math.log(0.1)) / 2) == pytest.approx(1.0)
+    assert frontier.least(0.1) == 0.0  # the first policy has more
     with pytest.raises(ValueError, match="give the first policy warm_start steps"):
         Frontier(torch.tensor([0.0, 0.5]))
 

@@ -13,6 +13,7 @@ from ztk.align.prompt_records import PromptRecord, Truncation, answer_end, fitte
 from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples
 from ztk.align.sequences import Packing, Sequences, segment_sums
 from ztk.align.templates import ChatTemplate, ChatTemplateError
+from ztk.align.tilt import Frontier
 from ztk.align.value import value_loss
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DpoLosses",
     "DpoPolicy",
     "Example",
+    "Frontier",
     "Packing",
     "PairLogprobs",
     "PairwiseLosses",

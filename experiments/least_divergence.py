@@ -1,0 +1,48 @@
+"""How much divergence from its reference a policy needs at least for its reward, on a task whose right answers are known."""
+
+import torch
+from torch import Tensor
+
+from experiments.examples import HELD_OUT
+from experiments.prompts import PAD, STOP
+from experiments.reference import BaseModel
+from experiments.tasks import TASKS, name_of
+from ztk.align import Frontier
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.rollout import token_logprobs
+
+PROMPTS = 256  # that the closed form is a mean over
+
+
+def frontier_of(engine: Engine | BaseModel, *, config: Config) -> Frontier:
+    """Of the run's task, with `engine` as the first policy. A collective call."""
+    return Frontier(right_probabilities(engine, config=config).clamp(1e-300, 1 - 1e-12))
+
+
+def right_probabilities(engine: Engine | BaseModel, *, config: Config) -> Tensor:
+    """The probability of the right answer, its end included, to each of `PROMPTS` prompts that training does not see: float64 [P].
+
+    A collective call.
+    """
+    tokens, answers = _right_answers(config)
+    parts, size = [], config.train.micro_batch_size
+    with engine.evaluating():
+        for part, mask in zip(tokens.split(size), answers.split(size), strict=True):
+            rows = part.to(engine.process.device)
+            found = token_logprobs(engine(rows), tokens=rows, temperature=1.0).cpu()
+            parts.append((found.double() * mask).sum(1).exp())
+    return torch.cat(parts)
+
+
+def _right_answers(config: Config) -> tuple[Tensor, Tensor]:
+    """Rows of prompt and right answer, int64 [P, T], and which tokens are the answer's, bool [P, T]."""
+    task, seed = TASKS[name_of(config)], config.train.seed
+    tokens = torch.full((PROMPTS, config.data.seq_len), PAD)
+    answers = torch.zeros_like(tokens, dtype=torch.bool)
+    for number, (row, mask) in enumerate(zip(tokens, answers, strict=True)):
+        prompt = task.prompt(seed=seed, number=HELD_OUT + number)
+        text = f"{prompt.text}{prompt.answer}{chr(STOP)}".encode()
+        row[: len(text)] = torch.tensor(list(text))
+        mask[len(prompt.text) : len(text)] = True
+    return tokens, answers

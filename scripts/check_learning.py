@@ -1,0 +1,113 @@
+"""Each alignment task learns with its defaults in under three minutes on two CPU cores.
+
+    python scripts/check_learning.py [sft] [reward] [dpo] [grpo] [ppo] [learned] [--work FOLDER]
+
+Runs the commands a user types, one after another, and prints a line per task: seconds, and what was reached against what is asked. `learned` is
+PPO on the reward model that `reward` trains, whose values rise while the true reward is measured beside them. The exit code is 1 if a task
+learnt less or took longer. Nothing else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_SECONDS = 180.0
+COMMON = ("launch.device=cpu", "launch.ranks=2", "logger=disabled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """words: on the command line. holds: from summary.json. shown: its keys, for the line."""
+
+    words: tuple[str, ...]
+    holds: Callable[[Mapping], bool]
+    shown: tuple[str, ...]
+
+
+def _spent(summary: Mapping) -> float:
+    """Divergence over the least that any policy needs for the reward."""
+    return summary["kl_after"] / summary["kl_least"]
+
+
+def claims(work: Path) -> dict[str, Claim]:
+    """Task -> what it must reach. work: the folder of the runs."""
+    rewards = ("reward_before", "reward_after", "kl_after", "kl_least")
+    learned = ("task=ppo", f"reward.path={work / 'reward'}")
+    return {
+        "sft": Claim(
+            words=("task=sft",), holds=lambda found: found["validation_loss"] <= 0.01, shown=("validation_loss",)
+        ),
+        "reward": Claim(
+            words=("task=reward", "checkpoint=periodic"),
+            holds=lambda found: found["validation_accuracy"] >= 0.95,
+            shown=("validation_accuracy",),
+        ),
+        "dpo": Claim(
+            words=("task=dpo",),
+            holds=lambda found: found["reward"] >= 0.95 and found["greedy_reward"] >= 0.95 and found["kl"] <= 3,
+            shown=("reward", "greedy_reward", "kl"),
+        ),
+        "grpo": Claim(
+            words=("task=grpo",),
+            holds=lambda found: (
+                found["reward_before"] <= 0.4 and found["reward_after"] >= 0.95 and _spent(found) <= 1.5
+            ),
+            shown=rewards,
+        ),
+        "ppo": Claim(
+            words=("task=ppo",),
+            holds=lambda found: found["reward_before"] <= 0.4 and found["reward_after"] >= 0.9,
+            shown=rewards,
+        ),
+        "learned": Claim(
+            words=learned,
+            holds=lambda found: found["reward_after"] > found["reward_before"] and found["true_reward"] > 0.4,
+            shown=("reward_before", "reward_after", "true_reward", "kl_after"),
+        ),
+    }
+
+
+def run(claim: Claim, *, folder: Path) -> tuple[float, Mapping, str]:
+    """Seconds of the command, its summary, and what it printed."""
+    command = [sys.executable, str(ROOT / "run.py"), *claim.words, *COMMON, f"hydra.run.dir={folder}"]
+    began = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
+    seconds, summary = time.monotonic() - began, folder / "summary.json"
+    found = json.loads(summary.read_text()) if summary.is_file() else {"status": "failed"}
+    return seconds, found, done.stdout + done.stderr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", help="sft, reward, dpo, grpo, ppo, learned; all of them without a name")
+    parser.add_argument("--work", type=Path, help="a folder for the runs; without it a temporary one")
+    given, wrong = parser.parse_args(), 0
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (given.work or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        every = claims(work)
+        for name in given.tasks or every:
+            if name == "learned" and not (work / "reward" / "checkpoints").is_dir():
+                run(every["reward"], folder=work / "reward")
+            seconds, found, text = run(every[name], folder=work / name)
+            is_right = found["status"] == "done" and every[name].holds(found) and seconds < MOST_SECONDS
+            values = ", ".join(f"{key} {found[key]:.3f}" for key in every[name].shown if key in found)
+            spent = f", {_spent(found):.2f} times the least" if found.get("kl_least") else ""
+            print(f"{'ok   ' if is_right else 'WRONG'} {name}: {seconds:.0f} s; {values}{spent}", flush=True)
+            if found["status"] != "done":
+                print(text[-2000:])
+            wrong += not is_right
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
