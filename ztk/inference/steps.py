@@ -9,7 +9,8 @@ from torch import Tensor
 from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, tile_of
 from ztk.inference.cache import Cache
 
-QUERIES = 2 * BLOCK  # queries whose scores exist at one time
+QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
+_SCORES = 4 * QUERIES  # places times blocks of keys: of short sequences more are computed at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +36,7 @@ class Step:
         size = max(1, QUERIES // tile)
         single = [span for span in spans if span.length == 1]
         self.groups = [_single(single[first : first + size], tile=tile) for first in range(0, len(single), size)]
-        for span in spans:
-            if span.length > 1:
-                self.groups += _many(span, tile=tile)
+        self.groups += _many([span for span in spans if span.length > 1], tile=tile)
 
     def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The rows of one of the model's rotary tables, (cosine, sine) [M, rotary_dims / 2] each."""
@@ -91,27 +90,60 @@ def _single(spans: list[Span], *, tile: int) -> Tiles:
     return Tiles(rows=at.unsqueeze(1).expand(-1, tile), targets=at, sources=torch.arange(len(spans)), **shared)
 
 
-def _many(span: Span, *, tile: int) -> list[Tiles]:
-    """One sequence's rows, `QUERIES` places at a time."""
-    stop, found = span.start + span.length, []
-    size = max(tile, QUERIES // tile * tile)
-    for first in range(span.start // tile * tile, stop, size):
-        firsts = torch.arange(first, min(first + size, stop), tile)
-        at = (firsts.unsqueeze(1) + torch.arange(tile)).flatten()
-        sources = torch.where((at >= span.start) & (at < stop))[0]
-        found.append(
-            Tiles(
-                tile=tile,
-                rows=(at.clamp(span.start, stop - 1) - span.start + span.row).view(-1, tile),
-                slots=(span.slot,) * len(firsts),
-                blocks=tuple(_blocks(min(place + tile, stop)) for place in firsts.tolist()),
-                firsts=firsts,
-                lines=None,
-                targets=at[sources] - span.start + span.row,
-                sources=sources,
-            )
-        )
-    return found
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Places of one sequence, from `first` on, whose tiles are computed at once. stop: where the sequence's rows end."""
+
+    span: Span
+    first: int
+    tiles: int
+    stop: int
+
+    def blocks(self, *, tile: int) -> int:
+        return _blocks(min(self.first + self.tiles * tile, self.stop))
+
+
+def _many(spans: list[Span], *, tile: int) -> list[Tiles]:
+    """Sequences with several rows each, up to `QUERIES` places of one at a time, and of several as many as `_SCORES` has room for."""
+    size, found = max(tile, QUERIES // tile * tile), []
+    together: list[_Piece] = []
+    for span in spans:
+        stop = span.start + span.length
+        for first in range(span.start // tile * tile, stop, size):
+            tiles = -(-(min(first + size, stop) - first) // tile)
+            piece = _Piece(span=span, first=first, tiles=tiles, stop=stop)
+            most = max(one.blocks(tile=tile) for one in (*together, piece))
+            if together and sum(one.tiles for one in (*together, piece)) * tile * most > _SCORES:
+                found.append(_joined(together, tile=tile))
+                together = []
+            together.append(piece)
+    return [*found, _joined(together, tile=tile)] if together else found
+
+
+def _joined(pieces: list[_Piece], *, tile: int) -> Tiles:
+    """The tiles of all pieces, one piece after the other."""
+    firsts, rows, slots, blocks, targets, sources = [], [], [], [], [], []
+    for piece in pieces:
+        span, row = piece.span, piece.span.row - piece.span.start
+        for first in range(piece.first, piece.first + piece.tiles * tile, tile):
+            places = range(first, first + tile)
+            counted = [at for at in places if span.start <= at < piece.stop]
+            firsts.append(first)
+            slots.append(span.slot)
+            blocks.append(_blocks(min(first + tile, piece.stop)))
+            targets += [row + at for at in counted]
+            sources += [len(rows) * tile + at - first for at in counted]
+            rows.append([row + min(max(at, span.start), piece.stop - 1) for at in places])
+    return Tiles(
+        tile=tile,
+        rows=torch.tensor(rows),
+        slots=tuple(slots),
+        blocks=tuple(blocks),
+        firsts=torch.tensor(firsts),
+        lines=None,
+        targets=torch.tensor(targets),
+        sources=torch.tensor(sources),
+    )
 
 
 def _blocks(positions: int) -> int:

@@ -51,7 +51,8 @@ class CachedRollouts:
             FloatingPointError: logits that are not finite.
         """
         tokens, lengths = first_tokens(policy, requests=requests)
-        generator = self._loaded(policy)
+        ranks = 1 if self._comm is None else self._comm.size
+        generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
         pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
         sampling = [
             SamplingParams(
@@ -86,10 +87,12 @@ class CachedRollouts:
         first = sum(len(prompts) for prompts, _ in asked[: self._comm.rank])
         return answers[first : first + len(prompts)]
 
-    def _loaded(self, policy: RolloutPolicy) -> Generator:
+    def _loaded(self, policy: RolloutPolicy, *, sequences: int) -> Generator:
+        """sequences: of a rollout, over the ranks that share the copy."""
         steps = self._source.engine.global_steps
         if self._generator is None:
-            options = InferencePolicy(max_sequences=_MOST_SEQUENCES, max_model_len=policy.length)
+            count = min(_MOST_SEQUENCES, sequences)
+            options = InferencePolicy(max_sequences=count, max_model_len=policy.length)
             self._generator = Generator(self._source, policy=options, comm=self._comm)
         elif self._step != steps:
             self._generator.load(self._source)
