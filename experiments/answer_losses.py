@@ -8,7 +8,7 @@ from torch import Tensor
 from ztk.align import Packing, PolicyLoss, policy_loss
 from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
-from ztk.rollout import Answers, Samples, large_answers
+from ztk.rollout import Answers, Layout, Samples, large_answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,26 +26,26 @@ def losses_of(
     engine: Engine,
     *,
     batch: Samples,
-    tokens: Tensor,
+    layout: Layout,
     policy: PolicyLoss,
     temperature: float,
     **given: Tensor | None,
 ) -> AnswerLosses:
-    """One forward of the policy over `tokens`, int64 [S, T], those of `batch` on the engine's device. given: as `policy_loss` takes, but rows
-    [S, T]; None: there is none."""
-    packing = Packing.of(batch.answer_mask, device=tokens.device)
+    """One forward of the policy over the texts of `batch` in `layout`. given: as `policy_loss` takes, but rows [S, T]; None: there is none."""
+    device, length = layout.tokens.device, batch.tokens.shape[1]
+    packing, places = Packing.of(batch.answer_mask, device=device), layout.places(batch.answer_mask)
     packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
-    large = large_answers(engine, rows=len(batch), length=tokens.shape[1])
+    large = large_answers(engine, rows=len(batch), length=length)
     if large is not None and policy.ratio == "token":  # a ratio of sequences is no function of one token
-        options = {"packing": packing, "policy": policy, "temperature": temperature}
-        return _in_chunks(large, mask=batch.answer_mask, tokens=tokens, **options, **packed)
-    logits = engine(tokens).flatten(0, 1).index_select(0, packing.places - 1)  # of the positions that predict an answer
-    chosen = packing.pack(tokens).unsqueeze(1)
+        options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature}
+        return _in_chunks(large, layout=layout, places=places, **options, **packed)
+    logits = layout.forward(engine).flatten(0, 1).index_select(0, places - 1)  # of the positions that predict an answer
+    chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
     logprobs = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
     found = policy_loss(logprobs, policy=policy, lengths=packing.lengths, **packed)
     return AnswerLosses(
         loss=found.loss,
-        logprobs=packing.unpack(logprobs.detach(), length=tokens.shape[1]),
+        logprobs=packing.unpack(logprobs.detach(), length=length),
         clipped=found.clipped,
         entropy=_entropies(logits.detach().float()).sum().double(),
     )
@@ -54,16 +54,17 @@ def losses_of(
 def _in_chunks(
     large: Answers,
     *,
-    mask: Tensor,
-    tokens: Tensor,
+    layout: Layout,
+    places: Tensor,
     packing: Packing,
+    length: int,
     policy: PolicyLoss,
     temperature: float,
     **packed: Tensor | None,
 ) -> AnswerLosses:
     """Each token's loss is a function of its own log-probability, so its gradient is known as soon as its chunk's logits are."""
-    logprobs = torch.zeros(len(packing.places), device=tokens.device)
-    clipped, entropy = (torch.zeros((), dtype=torch.float64, device=tokens.device) for _ in range(2))
+    logprobs = torch.zeros(len(places), device=places.device)
+    clipped, entropy = (torch.zeros((), dtype=torch.float64, device=places.device) for _ in range(2))
 
     def loss_of(chunk: Tensor, cut: slice, logits: Tensor) -> Tensor:
         logprobs[cut] = chunk.detach()
@@ -73,8 +74,8 @@ def _in_chunks(
         entropy.add_(_entropies(logits * temperature).sum())
         return found.loss
 
-    loss = large.token_loss(tokens, mask=mask, loss_of=loss_of, temperature=temperature)
-    rows = packing.unpack(logprobs, length=tokens.shape[1])
+    loss = large.token_loss(layout, places=places, loss_of=loss_of, temperature=temperature)
+    rows = packing.unpack(logprobs, length=length)
     return AnswerLosses(loss=loss, logprobs=rows, clipped=clipped, entropy=entropy)
 
 

@@ -7,7 +7,7 @@ from experiments.models import build
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine
-from ztk.rollout import Samples
+from ztk.rollout import Samples, can_pack, lay_out
 from ztk.runtime import Process
 
 
@@ -25,10 +25,11 @@ def open_reward_model(config: Config, *, process: Process) -> Engine | None:
 
 def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Tensor:
     """The value at the last token of every answer, as in Bradley-Terry's loss: float64 [S]. A collective call."""
-    last, parts = samples.prompt_lengths + samples.answer_lengths - 1, []
+    parts, packs = [], can_pack(engine.module)
     with engine.evaluating():
         for first in range(0, len(samples), micro_batch):
-            rows = slice(first, first + micro_batch)
-            values = engine(samples.tokens[rows].to(engine.process.device)).squeeze(-1).cpu()
-            parts.append(values[torch.arange(len(values)), last[rows]])
+            batch = samples[first : first + micro_batch]
+            layout = lay_out(batch.tokens, lengths=batch.lengths, packs=packs, device=engine.process.device)
+            values = layout.forward(engine).flatten()
+            parts.append(values.index_select(0, layout.at(batch.lengths - 1)).cpu())
     return torch.cat(parts).double()

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import policies
@@ -20,6 +19,7 @@ from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear
 from ztk.parallel import parallelize
+from ztk.rollout import Samples, can_pack, lay_out
 from ztk.runtime import Process
 from ztk.runtime.part import InitialValues
 from ztk.runtime.seed import generator
@@ -140,7 +140,9 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
         yield rows[:, :-1].contiguous(), torch.where(counted, rows, -100)[:, 1:].contiguous()
 
 
-def values_of_states(critic: Engine, *, tokens: Tensor) -> Tensor:
-    """The critic's value before each token, from the position before it: tokens [S, T] -> float32 [S, T]; 0 for the first."""
-    values = critic(tokens).squeeze(-1).float()
-    return F.pad(values[:, :-1], (1, 0))
+def values_of_states(critic: Engine, *, samples: Samples) -> Tensor:
+    """The critic's value before each token of the answers, from the position before it: float32 [N], one answer after another."""
+    packs, device = can_pack(critic.module), critic.process.device
+    layout = lay_out(samples.tokens, lengths=samples.lengths, packs=packs, device=device)
+    values = layout.forward(critic).flatten().float()
+    return values.index_select(0, layout.places(samples.answer_mask) - 1)

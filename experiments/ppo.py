@@ -59,10 +59,9 @@ def values_of(run: Run, *, samples: Samples) -> Tensor:
     assert run.critic is not None
     with run.critic.evaluating():
         parts = [
-            values_of_states(run.critic, tokens=samples.tokens[rows].to(run.process.device)).cpu()
-            for rows in micro_batches(run, samples=samples)
+            values_of_states(run.critic, samples=samples[rows]).cpu() for rows in micro_batches(run, samples=samples)
         ]
-    return torch.cat(parts) * samples.answer_mask
+    return Packing.of(samples.answer_mask).unpack(torch.cat(parts), length=samples.tokens.shape[1])
 
 
 def whitened(run: Run, *, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ def update_critic(run: Run) -> float:
         packing = Packing.of(batch.answer_mask, device=device)
         given = {name: packing.pack(extra[name][part].to(device)) for name in ("values", "returns", "weights")}
         loss = value_loss(
-            packing.pack(values_of_states(engine, tokens=batch.tokens.to(device))),
+            values_of_states(engine, samples=batch),
             old=given["values"],
             returns=given["returns"],
             clip=config.critic.value_clip,

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.alignment import start_from
 from experiments.examples import ExampleStream, Step
@@ -16,7 +16,7 @@ from ztk.config import Config
 from ztk.engine import Engine
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
-from ztk.rollout import large_answers
+from ztk.rollout import large_answers, lay_out
 from ztk.runtime import Process
 
 FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
@@ -28,10 +28,15 @@ class BaseModel:
     def __init__(self, engine: Engine) -> None:
         self._engine, self.process = engine, engine.process
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [B, T] -> logits [B, T, V], without gradients. A collective call."""
+    @property
+    def module(self) -> nn.Module:
+        """The engine's, whose adapters are on."""
+        return self._engine.module
+
+    def __call__(self, tokens: Tensor, **given: Any) -> Tensor:
+        """tokens int64 [B, T], with what else a forward takes -> logits [B, T, V], without gradients. A collective call."""
         with adapters_off(self._engine.module):
-            return self._engine(tokens)
+            return self._engine(tokens, **given)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -68,7 +73,11 @@ def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int) -> Pair
     sequences, rows = batch.sequences.to(device), step.rows(batch, device=device)
     large = large_answers(engine, rows=len(rows), length=step.length)
     if large is not None:
-        logprobs = sequences.pack(large.logprobs(rows, mask=batch.sequences.mask(length=step.length)))
+        mask = batch.sequences.mask(length=step.length)
+        layout = lay_out(rows, lengths=batch.sequences.lengths, packs=False, device=device)
+        places = layout.places(mask)
+        found = large.logprobs(layout, places=places)
+        logprobs = sequences.pack(found.new_zeros(rows.numel()).index_copy(0, places, found).view_as(rows))
     else:
         logprobs = token_logprobs(sequences.pack(engine(rows)), sequences=sequences)
     return PairLogprobs.of(logprobs, sequences=sequences)

@@ -113,7 +113,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             saves = bool(config.checkpoint.every) and step % config.checkpoint.every == 0
             reporter.step(
                 loss=updated.loss,
-                tokens=config.train.global_batch_size * config.data.seq_len,
+                tokens=updated.tokens,
                 metrics=engine.read_metrics,
                 row=saves,
                 **run.metrics,

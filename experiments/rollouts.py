@@ -18,25 +18,29 @@ from experiments.reference import BaseModel
 from ztk.align import Packing, PolicyLoss, divergence, equal_groups, importance_weights, token_weights
 from ztk.config import Config
 from ztk.engine import Engine
+from ztk.inference.sample import fp32_logprobs
 from ztk.rollout import (
     Buffer,
     CachedRollouts,
     GuardPolicy,
     Guards,
+    Layout,
     Requests,
     RolloutMismatch,
     RolloutPolicy,
     RolloutWeights,
     Samples,
     SettledWeights,
+    can_pack,
     compare,
     first_layer,
     generate,
     large_answers,
+    lay_out,
+    pack_exactly,
     settle_weights,
     share_of_rank,
     states_away,
-    token_logprobs,
     use_cached_attention,
 )
 from ztk.runtime import Process
@@ -52,9 +56,9 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 class Run:
     """What a run goes on with.
 
-    weights: how a rollout sees parameters. reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made.
-    metrics: of the newest one. reward_before: the mean reward before the first step. function_rewards: what the function gives this rank's
-    newest samples beside a reward model, float64 [S], NaN for None.
+    weights: how a rollout sees parameters. packs: policy and reference take texts without padding. reward_model: of reward.path. cached: draws
+    for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step.
+    function_rewards: what the function gives this rank's newest samples beside a reward model, float64 [S], NaN for None.
     """
 
     config: Config
@@ -66,6 +70,7 @@ class Run:
     buffer: Buffer
     guards: Guards
     weights: SettledWeights
+    packs: bool
     reward_model: Engine | None = None
     cached: CachedRollouts | None = None
     function_rewards: Tensor | None = None
@@ -114,10 +119,6 @@ def open_run(
     if critic is not None:
         start_from(config, engine=critic, body_only=True)
     reference = open_reference(config, actor=actor, first_values=first_values)
-    if config.rollout.engine == "generator" and config.rollout.identity == "exact":
-        for engine in (actor, reference):
-            if isinstance(engine, Engine):
-                use_cached_attention(engine.module)
     return Run(
         config=config,
         process=process,
@@ -129,8 +130,21 @@ def open_run(
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         cached=open_cached(config, actor=actor),
         weights=open_weights(config, actor=actor),
+        packs=open_packs(config, actor=actor, reference=reference),
         guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
     )
+
+
+def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
+    """Whether texts are packed: of models that take it, and with rollout.identity=exact where that changes no bit. Every rank decides alike."""
+    modules = [engine.module for engine in (actor, reference) if isinstance(engine, Engine)]
+    if config.rollout.identity != "exact":
+        return all(map(can_pack, modules))
+    packs = pack_exactly(*modules, device=actor.process.device)
+    if config.rollout.engine == "generator" and not packs:
+        for module in modules:
+            use_cached_attention(module)
+    return packs
 
 
 def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
@@ -209,6 +223,7 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         temperature=rollout.temperature,
         seed=config.train.seed,
         weights=run.weights.weights,
+        packs=run.packs,
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
     samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
@@ -261,17 +276,26 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
     """What `engine` gives the tokens of `samples`, float32 [S, T], without gradients; None without an engine."""
     if engine is None:
         return None
-    parts, device = [], run.process.device
+    parts, length, temperature = [], samples.tokens.shape[1], run.config.rollout.temperature
     with engine.evaluating():
         for rows in micro_batches(run, samples=samples):
-            batch, temperature = samples[rows], run.config.rollout.temperature
-            tokens = batch.tokens.to(device)
-            if (large := large_answers(engine, rows=len(batch), length=tokens.shape[1])) is not None:
-                logprobs = large.logprobs(tokens, mask=batch.answer_mask, temperature=temperature)
+            batch = samples[rows]
+            layout = layout_of(run, samples=batch)
+            places = layout.places(batch.answer_mask)
+            if (large := large_answers(engine, rows=len(batch), length=length)) is not None:
+                found = large.logprobs(layout, places=places, temperature=temperature)
             else:
-                logprobs = token_logprobs(engine(tokens), tokens=tokens, temperature=temperature)
-            parts.append(logprobs.cpu())
-    return torch.cat(parts)
+                logits = layout.forward(engine).flatten(0, 1).index_select(0, places - 1)
+                chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
+                found = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
+            parts.append(found.cpu())
+    return Packing.of(samples.answer_mask).unpack(torch.cat(parts), length=length)
+
+
+def layout_of(run: Run, *, samples: Samples) -> Layout:
+    """A micro-batch for a forward of policy or reference."""
+    module = run.actor.module if run.packs else None
+    return lay_out(samples.tokens, lengths=samples.lengths, packs=run.packs, device=run.process.device, module=module)
 
 
 def micro_batches(run: Run, *, samples: Samples) -> Iterator[slice]:
@@ -413,11 +437,13 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
 class Update:
     """loss: this rank's mean over its micro-batches, of which the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
 
-    metrics: further values of the step's row, such as `clipped`, the fraction of tokens outside of the clipping range.
+    tokens: of prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens outside
+    of the clipping range.
     """
 
     loss: Tensor
     entropy: float
+    tokens: int
     metrics: Mapping[str, float]
 
 
@@ -435,34 +461,34 @@ def update_policy(run: Run) -> Update:
     samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
     policy = loss_of(config)
     scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
-    losses, sums = [], torch.zeros(4, dtype=torch.float64)
+    losses, sums = [], torch.zeros(5, dtype=torch.float64)
     compares = run.buffer.position == 0  # on policy: the weights are those that drew
     for part in micro_batches(run, samples=samples):
         batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
-        tokens = batch.tokens.to(device)
         given = {name: own.get(name) for name in ("old", "advantages", "weights", "correction", "reference")}
-        found = losses_of(
-            engine, batch=batch, tokens=tokens, policy=policy, temperature=config.rollout.temperature, **given
-        )
-        differing = compared(run, samples=batch, tokens=tokens, logprobs=found.logprobs) if compares else 0
+        options = {"layout": layout_of(run, samples=batch), "temperature": config.rollout.temperature}
+        found = losses_of(engine, batch=batch, policy=policy, **options, **given)
+        differing = compared(run, samples=batch, logprobs=found.logprobs) if compares else 0
         loss = found.loss * scale
         engine.backward(loss)
         counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
-        sums += torch.tensor([counts[0], int(batch.answer_lengths.sum()), counts[1], differing], dtype=torch.float64)
+        answered, computed = int(batch.answer_lengths.sum()), int(batch.lengths.sum())
+        sums += torch.tensor([counts[0], answered, counts[1], differing, computed], dtype=torch.float64)
         engine.step()
         losses.append(loss.detach())
     totals = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
-    entropy, tokens, clipped, differing = totals
+    entropy, tokens, clipped, differing, computed = totals
     if compares:
         run.metrics["rollout_differing"] = int(differing)
     return Update(
         loss=torch.stack(losses).mean(),
         entropy=entropy / max(1.0, tokens),
+        tokens=int(computed),
         metrics={"clipped": clipped / max(1.0, tokens)},
     )
 
 
-def compared(run: Run, *, samples: Samples, tokens: Tensor, logprobs: Tensor) -> int:
+def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
     """How many log-probabilities of a micro-batch are not those that were stored. A collective call with rollout.identity=exact, where it
     raises RolloutMismatch on the ranks that have one."""
     difference = compare(samples, logprobs=logprobs)
@@ -470,7 +496,8 @@ def compared(run: Run, *, samples: Samples, tokens: Tensor, logprobs: Tensor) ->
         return difference.count
     own = torch.tensor([float(difference.count)], device=run.process.device)
     if run.process.comm.gather_scalars(own, label="differing").any():
-        layer = first_layer(run.actor, tokens=tokens, row=difference.row, position=difference.position)
+        where = {"row": difference.row, "position": difference.position}
+        layer = first_layer(run.actor, samples=samples, packs=run.packs, **where)
         if difference.count:
             raise RolloutMismatch(
                 f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "

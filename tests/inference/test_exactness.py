@@ -123,3 +123,26 @@ def test_a_step_of_one_row_has_the_bits_of_many():
         .prompt_logprobs
     )
     assert torch.equal(full, pieces)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 17, [9] * 17, [1, 70, 3, 1, 130, 1, 5] * 3])
+def test_many_sequences_attend_as_one_does(lengths):
+    """Over slots with gaps between them, rows of several sequences in one group of tiles."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    slots = [2 * number + (number > 5) for number in range(len(lengths))]
+    keys, values = (draw(slots[-1] + 1, 3, 2, attention.BLOCK, 16) for _ in range(2))
+    query, starts = draw(sum(lengths), 4, 16), [number % 7 for number in range(len(lengths))]
+    rows = [sum(lengths[:number]) for number in range(len(lengths))]
+    spans = [
+        Span(slot=slot, start=start, length=length, row=row)
+        for slot, start, length, row in zip(slots, starts, lengths, rows, strict=True)
+    ]
+    each = torch.zeros_like(query)
+    options = {"keys": keys, "values": values, "scale": 0.25}
+    together = Step(spans, group=2).attend(query, **options)
+    for span in spans:
+        alone = Span(slot=span.slot, start=span.start, length=span.length, row=0)
+        own = slice(span.row, span.row + span.length)
+        each[own] = Step([alone], group=2).attend(query[own], **options)
+    assert torch.equal(together, each) and together.abs().amax(dim=(1, 2)).min() > 0

@@ -15,7 +15,7 @@ class Frontier:
     """
 
     def __init__(self, right: Tensor) -> None:
-        """right: p of each prompt, [P].
+        """right: p of each prompt, float32 or float64 [P].
 
         Raises:
             ValueError: a probability that is not inside (0, 1): no divergence changes it, or none is needed.

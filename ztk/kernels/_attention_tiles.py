@@ -3,6 +3,8 @@
 A mask has the dtype of the scores.
 """
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -67,8 +69,12 @@ def cpu_sequences(tokens: int, *, cu_seqlens: Tensor | None, T: int):
     """
     if cu_seqlens is None:
         return [(0, tokens // max(T, 1), T)]
-    borders = cu_seqlens.tolist()
-    return [(a, 1, b - a) for a, b in zip(borders, borders[1:], strict=False) if b > a]
+    found, first = [], 0
+    for length, run in itertools.groupby(length for length in cu_seqlens.diff().tolist() if length):
+        count = sum(1 for _ in run)
+        found.append((first, count, length))
+        first += count * length
+    return found
 
 
 def cpu_mask(T: int, *, window: int, dtype: torch.dtype) -> Tensor | None:

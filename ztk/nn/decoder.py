@@ -41,18 +41,19 @@ class Decoder(nn.Module):
         """tokens int64 [B, T] -> logits [B, T, V], or, given targets [B, T], their mean cross entropy (float32 scalar).
 
         Targets of -100 do not count. documents: tokens attend to their own document alone, and positions start with it. Raises ValueError
-        for T above `config.max_seq_len`.
+        for T, or the longest document, above `config.max_seq_len`.
         """
-        x = self.embed(tokens)
+        x = self.embed(tokens, documents=documents)
         for block in self.blocks:
             x = self.through(block, x=x, documents=documents)
         return self.finish(x, targets=targets)
 
     # The three parts of the forward, which a pipeline runs on different ranks.
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [B, T] -> the residual stream [B, T, C]. Raises ValueError for T above `config.max_seq_len`."""
-        self.check_length(tokens)
+    def embed(self, tokens: Tensor, *, documents: Documents | None = None) -> Tensor:
+        """tokens int64 [B, T] -> the residual stream [B, T, C]. Raises ValueError as `forward` does."""
+        if documents is None or documents.longest > self.config.max_seq_len:
+            self.check_length(tokens)
         return self.embedding(tokens)
 
     def check_length(self, tokens: Tensor) -> None:

@@ -8,6 +8,7 @@ from ztk.rollout.equality import Difference, RolloutMismatch, compare, first_lay
 from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rollout.head import Answers, large_answers
 from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
+from ztk.rollout.layout import Layout, can_pack, lay_out, pack_exactly
 from ztk.rollout.rewards import RewardError, RewardFunction, load_reward, score
 from ztk.rollout.states import states_away
 from ztk.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
@@ -20,6 +21,7 @@ __all__ = [
     "Difference",
     "GuardPolicy",
     "Guards",
+    "Layout",
     "Requests",
     "RewardError",
     "RewardFunction",
@@ -29,12 +31,15 @@ __all__ = [
     "RolloutWeights",
     "Samples",
     "SettledWeights",
+    "can_pack",
     "choose",
     "compare",
     "first_layer",
     "generate",
     "large_answers",
+    "lay_out",
     "load_reward",
+    "pack_exactly",
     "rollout_weights",
     "sample_keys",
     "score",

@@ -38,6 +38,11 @@ class Samples:
         return Samples(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @property
+    def lengths(self) -> Tensor:
+        """Tokens of prompt and answer, int64 [S]."""
+        return self.prompt_lengths + self.answer_lengths
+
+    @property
     def answer_mask(self) -> Tensor:
         """bool [S, T]: the token belongs to the answer."""
         positions = torch.arange(self.tokens.shape[1]).unsqueeze(0)

@@ -1,9 +1,10 @@
 """The log-probability of a token, by one function for rollout and trainer, and the comparison of the two bit by bit.
 
 [Note: The trainer's bits]
-A rollout runs the trainer's own forward, over rows of the trainer's length and in micro-batches of the trainer's size, so every product and
-every attention has the operands' shapes of the training step. A causal model's result at a position does not depend on what follows it,
-and the same kernel on the same shapes rounds in the same way. What is compared below is whether that held.
+A rollout runs the trainer's own forward. Where texts are packed, nothing that is computed for one depends on the others: see [Note: The bits
+of packed texts] in `layout`. Else rows have the trainer's length and micro-batches the trainer's size, so every product and every attention has
+the operands' shapes of the training step: a causal model's result at a position does not depend on what follows it, and the same kernel on the
+same shapes rounds in the same way. What is compared below is whether that held.
 Experts are the exception: how many rows an expert multiplies depends on later tokens, too.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.buffer import Samples
+from ztk.rollout.layout import lay_out
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
@@ -64,16 +66,25 @@ def compare(samples: Samples, *, logprobs: Tensor) -> Difference:
     )
 
 
-def first_layer(engine: Engine, *, tokens: Tensor, row: int, position: int) -> str:
+def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, position: int) -> str:
     """Which layer computes another value in the trainer's forward than in a rollout's, for what precedes a token: a sentence.
 
-    tokens: int64 [S, T] on the engine's device, those of the micro-batch. Both forwards run again. A collective call; afterwards the engine is
-    in the middle of a step.
+    samples: those of the micro-batch. packs: their texts are packed; a rollout packed this one with others, here it is computed alone. Both
+    forwards run again. A collective call; afterwards the engine is in the middle of a step.
     """
-    with rollout_weights(engine, weights=RolloutWeights.streamed), _recorded(engine.module, row, position) as drawn:
-        engine(tokens)
-    with _recorded(engine.module, row, position) as trained:
-        engine(tokens)
+    device, module = engine.process.device, engine.module if packs else None
+    trainers = lay_out(samples.tokens, lengths=samples.lengths, packs=packs, device=device, module=module)
+    rollouts, own = trainers, row
+    if packs:
+        cut = {"lengths": torch.tensor([position]), "packs": True, "device": device, "module": module}
+        rollouts, own = lay_out(samples.tokens[row : row + 1], **cut), 0
+    with (
+        rollout_weights(engine, weights=RolloutWeights.streamed),
+        _recorded(engine.module, start=int(rollouts.starts[own]), count=position) as drawn,
+    ):
+        rollouts.forward(engine)
+    with _recorded(engine.module, start=int(trainers.starts[row]), count=position) as trained:
+        trainers.forward(engine)
     for (name, kind, first), (other, _, second) in zip(drawn, trained, strict=False):
         if name != other:
             break
@@ -88,15 +99,16 @@ def _first_position(first: Tensor, second: Tensor) -> int:
 
 
 @contextmanager
-def _recorded(module: nn.Module, row: int, position: int) -> Iterator[list[tuple[str, str, Tensor]]]:
-    """Name, class and result [position, ...] of every module inside, in the order in which their forwards end."""
+def _recorded(module: nn.Module, *, start: int, count: int) -> Iterator[list[tuple[str, str, Tensor]]]:
+    """Name, class and result [count, ...] of every module inside, in the order in which their forwards end, for `count` of the flattened tokens
+    from `start` on."""
     found: list[tuple[str, str, Tensor]] = []
 
     def hook(name: str) -> Any:
         def record(part: nn.Module, args: tuple, out: Any) -> None:
             result = out[0] if isinstance(out, tuple) else out
             if isinstance(result, Tensor) and result.dim() > 2:
-                found.append((name, type(part).__name__, result.detach()[row, :position].clone()))
+                found.append((name, type(part).__name__, result.detach().flatten(0, 1)[start : start + count].clone()))
 
         return record
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
@@ -17,6 +16,7 @@ from ztk.kernels.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear
+from ztk.rollout.layout import Layout
 from ztk.runtime.own_forward import has_own_forward
 
 
@@ -61,37 +61,34 @@ class AnswerHead(losses.LanguageLoss):
 
 
 class Answers:
-    """The answers of rows of tokens to an engine whose logits would be large. See `large_answers`.
+    """The answers in a layout to an engine whose logits would be large. See `large_answers`.
 
-    engine: called as a forward, with rows of tokens int64 [S, T] on its device.
+    engine: called as a forward. places: of tokens in the layout's flattened tokens, never a text's first, int64 [N] on the device.
     """
 
     def __init__(self, engine: Any, *, head: AnswerHead) -> None:
         self._engine, self._head = engine, head
 
-    def logits(self, tokens: Tensor, *, positions: Tensor) -> Tensor:
-        """Of one position of every row, int64 [S]: [S, V]."""
-        index = torch.arange(len(tokens)) * tokens.shape[1] + positions
-        with self._head.wanting(_Wanted(index=index.to(tokens.device))):
-            return self._engine(tokens)
+    def logits(self, layout: Layout, *, index: Tensor) -> Tensor:
+        """At some of the flattened tokens, int64 [S] on the device: [S, V]."""
+        pair = index.repeat(2) if len(index) == 1 else index  # a lone row's product may have other bits
+        with self._head.wanting(_Wanted(index=pair)):
+            return layout.forward(self._engine)[: len(index)]
 
     def chosen(self, logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
         """The log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as `logprobs` gives them."""
         scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
         return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
 
-    def logprobs(self, tokens: Tensor, *, mask: Tensor, temperature: float = 1.0) -> Tensor:
-        """Of the tokens of `mask`, bool [S, T] on the CPU, never the first of a row: float32 [S, T], 0 elsewhere."""
-        wanted, places = _of_mask(tokens, mask=mask, temperature=temperature)
-        with self._head.wanting(wanted):
-            found = self._engine(tokens)
-        return found.new_zeros(tokens.numel()).index_copy(0, places, found).view_as(tokens)
+    def logprobs(self, layout: Layout, *, places: Tensor, temperature: float = 1.0) -> Tensor:
+        """Of the tokens at `places`: float32 [N]."""
+        with self._head.wanting(_tokens_at(layout, places=places, temperature=temperature)):
+            return layout.forward(self._engine)
 
-    def token_loss(self, tokens: Tensor, *, mask: Tensor, loss_of: TokenLoss, temperature: float = 1.0) -> Tensor:
-        """The sum of losses of the tokens of `mask` in the order of the flattened rows, a scalar; `loss_of` is called once per chunk."""
-        wanted, _ = _of_mask(tokens, mask=mask, temperature=temperature, loss_of=loss_of)
-        with self._head.wanting(wanted):
-            return self._engine(tokens)
+    def token_loss(self, layout: Layout, *, places: Tensor, loss_of: TokenLoss, temperature: float = 1.0) -> Tensor:
+        """The sum of losses of the tokens at `places` in their order, a scalar; `loss_of` is called once per chunk."""
+        with self._head.wanting(_tokens_at(layout, places=places, temperature=temperature, loss_of=loss_of)):
+            return layout.forward(self._engine)
 
 
 def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
@@ -114,10 +111,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight=weight)
 
 
-def _of_mask(
-    tokens: Tensor, *, mask: Tensor, temperature: float, loss_of: TokenLoss | None = None
-) -> tuple[_Wanted, Tensor]:
-    """What is wanted of the tokens of `mask`, and their places in the flattened rows, int64 [N]."""
-    places = mask.flatten().nonzero().squeeze(1).to(tokens.device)
-    chosen = tokens.flatten().index_select(0, places)
-    return _Wanted(index=places - 1, tokens=chosen, temperature=temperature, loss_of=loss_of), places
+def _tokens_at(layout: Layout, *, places: Tensor, temperature: float, loss_of: TokenLoss | None = None) -> _Wanted:
+    chosen = layout.tokens.flatten().index_select(0, places)
+    return _Wanted(index=places - 1, tokens=chosen, temperature=temperature, loss_of=loss_of)

@@ -11,12 +11,14 @@ from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
 from ztk.rollout.head import large_answers
+from ztk.rollout.layout import lay_out
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPolicy:
-    """length: tokens of a row, prompt, answer and padding; the trainer's rows have the same. micro_batch: rows of a forward, as the trainer's.
+    """length: tokens of a row, prompt, answer and padding; the trainer's rows have the same. micro_batch: texts of a forward, as the trainer's.
+    packs: forwards take texts without padding: see `ztk.rollout.layout`. With the bits of such a pack alone if the engine's module keeps them.
 
     max_tokens: of an answer. stop, pad: token numbers; an answer ends with `stop`. temperature: divides the logits, for drawing and for the
     log-probabilities.
@@ -33,6 +35,7 @@ class RolloutPolicy:
     temperature: float = 1.0
     seed: int = 0
     weights: RolloutWeights = RolloutWeights.whole
+    packs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("length", "micro_batch", "max_tokens"):
@@ -58,7 +61,8 @@ class Requests:
 def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
     """Draws an answer to every prompt; rewards are 0 and all samples included. A collective call: every rank has as many samples.
 
-    The forward is the trainer's over rows of the trainer's shape: see [Note: The trainer's bits] in `equality`.
+    The forward is the trainer's, over rows of the trainer's shape or over packed texts: see [Note: The trainer's bits] in `equality`. Of packed
+    texts those that have ended are left out.
 
     Raises:
         ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
@@ -112,29 +116,39 @@ def _answer(
     engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes answers into `tokens` [S, T]; returns their lengths [S], log-probabilities [S, T] and whether they ended by themselves [S]."""
-    rows, device = torch.arange(len(tokens)), engine.process.device
+    device, pack = engine.process.device, {"packs": policy.packs, "module": engine.module if policy.packs else None}
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
     for index in range(policy.max_tokens):
-        positions = lengths + index  # of the tokens that are drawn now
+        rows = _computed(active) if policy.packs else torch.arange(len(tokens))
+        positions = lengths[rows] + index  # of the tokens that are drawn now
+        layout = lay_out(tokens[rows], lengths=positions, device=device, **pack)
+        last = layout.at(positions - 1)
         if large is None:
-            logits = engine(tokens.to(device))[rows.to(device), (positions - 1).to(device)]
+            logits = layout.forward(engine).flatten(0, 1).index_select(0, last)
         else:
-            logits = large.logits(tokens.to(device), positions=positions - 1)
+            logits = large.logits(layout, index=last)
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
-        drawn = choose(distribution, uniforms=uniforms(keys, positions=positions))
+        drawn = choose(distribution, uniforms=uniforms(keys[rows], positions=positions))
         if large is None:
-            chosen = distribution[rows, drawn]
+            chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
         else:  # by the function that the update reads chunks with
             chosen = large.chosen(logits, tokens=drawn, temperature=policy.temperature)
-        where = rows[active], positions[active]
-        tokens[where], logprobs[where] = drawn[active], chosen[active]
+        goes_on = active[rows]
+        where = rows[goes_on], positions[goes_on]
+        tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
         counts += active
-        active &= drawn != policy.stop
+        active[rows] &= drawn != policy.stop
         if not _any(engine, flag=bool(active.any())):
             break
     return counts, logprobs, ~active
+
+
+def _computed(active: Tensor) -> Tensor:
+    """Which texts a forward takes, int64 [R]: those that go on, and one where none does, because other ranks may run a forward."""
+    rows = active.nonzero().squeeze(1)
+    return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
 
 
 def _any(engine: Engine, *, flag: bool) -> bool:

@@ -1,0 +1,75 @@
+"""Packed texts: each has the bits that it has alone, and the gradient of rows with padding behind."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ztk.nn import Decoder, DecoderConfig
+from ztk.nn.attention import CausalAttention
+from ztk.nn.lora import LoraPolicy, add_adapters
+from ztk.rollout import CachedAttention, lay_out, pack_exactly
+
+CPU = torch.device("cpu")
+SHAPE = DecoderConfig(
+    vocab_size=97, dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, max_seq_len=80, rope_theta=1e4, norm_eps=1e-5
+)
+LENGTHS = torch.tensor([3, 70, 1, 12, 12, 5])
+
+
+def decoder(**changes) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(dataclasses.replace(SHAPE, **changes))
+
+
+def texts() -> torch.Tensor:
+    return torch.randint(97, (len(LENGTHS), 72), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_text_has_the_same_bits_in_any_pack(threads):
+    """Widths at which an activation's last elements take another path of the code; no text with what is drawn after it."""
+    model, tokens, before = decoder(), texts(), torch.get_num_threads()
+    assert pack_exactly(model, device=CPU)
+    options = {"packs": True, "device": CPU, "module": model}
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            layout = lay_out(tokens, lengths=LENGTHS, **options)
+            together = layout.forward(model).flatten(0, 1)
+            for row, length in enumerate(LENGTHS.tolist()):
+                start = int(layout.starts[row])
+                own = tokens[row : row + 1]
+                for count in {1, length // 2 or 1, length}:
+                    alone = lay_out(own, lengths=torch.tensor([count]), **options)
+                    first = int(alone.starts[0])
+                    found = alone.forward(model).flatten(0, 1)[first : first + count]
+                    assert torch.equal(found, together[start : start + count]), (row, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_pack_has_the_gradient_of_rows():
+    """Within float32's rounding: the same sums in another order."""
+    rows, packed = decoder(), decoder()
+    assert pack_exactly(packed, device=CPU)
+    mask = torch.arange(72) < LENGTHS.unsqueeze(1)
+    gradients = []
+    for model, packs in ((rows, False), (packed, True)):
+        layout = lay_out(texts(), lengths=LENGTHS, packs=packs, device=CPU, module=model if packs else None)
+        logits = layout.forward(model).flatten(0, 1).index_select(0, layout.places(mask))
+        assert logits.shape == (int(LENGTHS.sum()), 97)
+        logits.log_softmax(-1).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_pack_exactly_stays_as_it_is():
+    adapted = decoder()
+    add_adapters(adapted, policy=LoraPolicy(rank=2, alpha=2.0, targets=("query",)), base="none")
+    for model in (decoder().bfloat16(), decoder(experts=2, experts_per_token=1), adapted, torch.nn.Linear(2, 2)):
+        assert not pack_exactly(decoder(), model, device=CPU)
+        kinds = {type(part) for part in model.modules() if isinstance(part, CausalAttention)}
+        assert CachedAttention not in kinds
+    assert not pack_exactly(decoder(), device=torch.device("cuda"))

@@ -1,0 +1,123 @@
+"""Texts as a forward computes them: packed one after another without padding, or a row each with padding behind.
+
+[Note: The bits of packed texts]
+A pack's shape follows from its texts, so a rollout's forwards and the trainer's have different shapes. Bits agree where nothing that is
+computed for a text depends on what is beside it. On a CPU in fp32 that holds for the native decoder: rows of oneDNN's products have the same
+bits in any number from 2 on (`_products_agree` tries it for the shapes of the model), norms and rotary embedding are computed per row, and
+`CachedAttention` sums over keys in blocks from position 0 on. An activation's last elements, beyond full vectors, take another path of torch's
+code, and so do those at the end of each thread's part: packs are filled up with tokens that nobody reads until there are none.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.nn import Decoder, Documents
+from ztk.nn.attention import CausalAttention
+from ztk.nn.linear import Linear, linear
+from ztk.nn.moe import SparseMLP
+from ztk.rollout.attention import CachedAttention, use_cached_attention
+
+_ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
+_VECTORS = 32  # elements of fp32 that torch's loops over AVX512 take at once
+_PAD = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The tokens of one forward. tokens: int64 [B, T] on the engine's device. documents: of packed texts; None: each has a row.
+
+    starts: where each text begins in the flattened tokens, int64 [S] on the CPU.
+    """
+
+    tokens: Tensor
+    documents: Documents | None
+    starts: Tensor
+
+    def forward(self, engine: Any) -> Tensor:
+        """What `engine`, or a decoder, computes: [B, T, ...]."""
+        return engine(self.tokens) if self.documents is None else engine(self.tokens, documents=self.documents)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Of one token per text, positions int64 [S] on the CPU, the places in the flattened tokens: int64 [S] on the device."""
+        return (self.starts + positions).to(self.tokens.device)
+
+    def places(self, mask: Tensor) -> Tensor:
+        """Of the tokens of `mask`, bool [S, length] on the CPU, text after text, the places in the flattened tokens: int64 [N] on the
+        device."""
+        text, position = mask.nonzero().unbind(1)
+        return (self.starts[text] + position).to(self.tokens.device)
+
+
+def lay_out(
+    tokens: Tensor, *, lengths: Tensor, packs: bool, device: torch.device, module: nn.Module | None = None
+) -> Layout:
+    """tokens: int64 [S, T], of which the first `lengths`, int64 [S], are texts; on the CPU. packs: without padding, short texts first.
+
+    module: a decoder whose bits a pack must keep; None: any will do.
+    """
+    S, T = tokens.shape
+    if not packs:
+        return Layout(tokens=tokens.to(device), documents=None, starts=torch.arange(S) * T)
+    order = lengths.argsort(stable=True)
+    is_token = torch.arange(T) < lengths[order].unsqueeze(1)
+    flat, positions = tokens[order][is_token], torch.arange(T).expand(S, T)[is_token]
+    if module is not None and (extra := -len(flat) % _multiple_of(module)):
+        flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
+        positions = torch.cat([positions, torch.zeros(extra, dtype=torch.int64)])  # each a text of its own
+    starts = torch.empty_like(lengths)
+    starts[order] = lengths[order].cumsum(0) - lengths[order]
+    documents = Documents.at(positions.unsqueeze(0)).to(device)
+    return Layout(tokens=flat.unsqueeze(0).to(device), documents=documents, starts=starts)
+
+
+def can_pack(module: nn.Module) -> bool:
+    """Whether the module takes packed texts: the native decoder does."""
+    return isinstance(module, Decoder)
+
+
+def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
+    """Makes each a decoder whose bits do not depend on what a text is packed with, if all of them can be, and says whether.
+
+    Collective only in that every rank must find the same: it looks at shapes and types alone.
+    """
+    if not all(_is_plain(module, device=device) and _products_agree(module) for module in modules):
+        return False
+    for module in modules:
+        use_cached_attention(module)
+    return True
+
+
+def _is_plain(module: nn.Module, *, device: torch.device) -> bool:
+    """A native decoder in fp32 on a CPU, without experts and adapters, that attends as it was made to."""
+    if not isinstance(module, Decoder) or device.type != "cpu":
+        return False
+    parts = list(module.modules())
+    if any(isinstance(part, SparseMLP) or hasattr(part, "lora_A") for part in parts):
+        return False
+    attends = (type(part) for part in parts if isinstance(part, CausalAttention))
+    return all(kind in (CausalAttention, CachedAttention) for kind in attends) and all(
+        parameter.dtype == torch.float32 for parameter in module.parameters()
+    )
+
+
+@torch.no_grad()
+def _products_agree(module: nn.Module) -> bool:
+    """Rows of the products with weights of these shapes have the same bits in any number of rows, on this processor."""
+    generator = torch.Generator().manual_seed(0)
+    for of, out in {(part.in_features, part.out_features) for part in module.modules() if isinstance(part, Linear)}:
+        x, weight = (torch.randn(count, of, generator=generator) for count in (max(_ROWS), out))
+        full = linear(x, weight=weight)
+        if not all(torch.equal(linear(x[:count], weight=weight), full[:count]) for count in _ROWS):
+            return False
+    return True
+
+
+def _multiple_of(module: nn.Module) -> int:
+    """Tokens of a pack are a multiple: every thread's part of an activation is full vectors, and no product has a lone row."""
+    assert isinstance(module, Decoder)
+    vectors = _VECTORS * torch.get_num_threads()
+    return max(2, vectors // math.gcd(vectors, module.config.hidden_dim))
