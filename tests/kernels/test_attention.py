@@ -46,6 +46,25 @@ def test_packed_sequences_do_not_see_each_other(backend):
     assert torch.equal(before[10:], after[10:]) and not torch.equal(before[:10], after[:10])
 
 
+def test_sequences_of_one_length_have_the_bits_that_they_have_alone():
+    """On the CPU those that follow each other are one batch; gradients, too."""
+    torch.manual_seed(0)
+    lengths = [5, 5, 0, 5, 3, 3, 7, 5]
+    q, k, v = (torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    d_out, cu_seqlens = torch.randn(sum(lengths), 4, 16), torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    together = attention_varlen(q, k, v, cu_seqlens=cu_seqlens.int(), max_seqlen=7)
+    gradients = torch.autograd.grad(together, (q, k, v), d_out)
+    parts = [x.detach().split(lengths) for x in (q, k, v, d_out, together, *gradients)]
+    for q_1, k_1, v_1, d_1, *expected in zip(*parts, strict=True):
+        if len(q_1):
+            own = [x.clone().requires_grad_() for x in (q_1, k_1, v_1)]
+            alone = attention_varlen(
+                *own, cu_seqlens=torch.tensor([0, len(q_1)], dtype=torch.int32), max_seqlen=len(q_1)
+            )
+            found = (alone, *torch.autograd.grad(alone, own, d_1))
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_future_and_far_past_change_nothing(backend):
     """The mask itself: perturb what must be invisible to token 20 under a window of 8."""

@@ -48,9 +48,12 @@ class Step:
     def write(self, key: Tensor, *, value: Tensor, cache: Cache, layer: int) -> None:
         """Keys and values [M, K, D] of all rows into the cache."""
         for slabs, rows in ((cache.keys, key), (cache.values, value)):
-            slab = slabs[layer]
-            _, blocks, K, _, D = slab.shape
-            slab.view(-1, D).index_copy_(0, self._lines(blocks, kv_heads=K), rows.reshape(-1, D))
+            self.write_into(slabs[layer], part=rows)
+
+    def write_into(self, slab: Tensor, *, part: Tensor) -> None:
+        """Keys or values [M, K, D] of all rows into a layer's slab [slots, blocks, K, BLOCK, D], which is contiguous."""
+        _, blocks, K, _, D = slab.shape
+        slab.view(-1, D).index_copy_(0, self._lines(blocks, kv_heads=K), part.reshape(-1, D))
 
     def attend(self, query: Tensor, *, keys: Tensor, values: Tensor, scale: float, **options: Any) -> Tensor:
         """`ztk.inference.attention.attend` for all rows: query [M, H, D] -> fp32 [M, H, D]. options: its others."""

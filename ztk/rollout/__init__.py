@@ -1,6 +1,6 @@
 """Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
 
-from ztk.rollout.attention import CachedAttention, use_cached_attention
+from ztk.rollout.attention import CachedAttention, TextCache, use_cached_attention
 from ztk.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rollout.cached import CachedRollouts
 from ztk.rollout.draws import choose, sample_keys, uniforms
@@ -31,6 +31,7 @@ __all__ = [
     "RolloutWeights",
     "Samples",
     "SettledWeights",
+    "TextCache",
     "can_pack",
     "choose",
     "compare",

@@ -9,13 +9,15 @@ attention at the same operands: it needs no bits of the engine's.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ztk.inference.attention import BLOCK, attend
+from ztk.inference.attention import BLOCK, Scratch
 from ztk.inference.steps import Span, Step
 from ztk.nn import Documents
 from ztk.nn.attention import CausalAttention, attention_in_documents, causal_attention
@@ -24,11 +26,58 @@ from ztk.nn.attention import CausalAttention, attention_in_documents, causal_att
 class CachedAttention(CausalAttention):
     """softmax(query key^T / sqrt(D)) value over the past, fp32 on the CPU: [B, T, H, D], keys and values [B, T, K, D].
 
-    documents: texts that share a row, each of which has a past of its own; None: every row is one text.
+    documents: texts that share a row, each of which has a past of its own; None: every row is one text. Inside of `TextCache.used` the
+    tokens of a forward continue the cache's texts.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: TextCache | None = None
+
     def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        if self.cache is not None:
+            return self.cache.attend(query, key=key, value=value, layer=self)
         return _Attention.apply(query, key, value, documents)
+
+
+class TextCache:
+    """Keys and values of texts that are drawn token by token, of every layer: each forward computes the new tokens alone.
+
+    texts: how many; one more slot takes what fills a forward up. longest: tokens of a text at most.
+    """
+
+    def __init__(self, *, texts: int, longest: int) -> None:
+        self.texts, self._blocks = texts, -(-longest // BLOCK)
+        self._slabs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [texts + 1, blocks, K, BLOCK, D] each
+        self._spans: list[Span] = []
+        self._step: Step | None = None
+        self._scratch = Scratch()
+
+    @contextmanager
+    def used(self, module: nn.Module, *, spans: list[Span]) -> Iterator[None]:
+        """Inside, one forward of `module`, whose attention is `CachedAttention`, computes the tokens of `spans`; slots are texts."""
+        layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
+        self._spans, self._step = spans, None
+        for layer in layers:
+            layer.cache = self
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.cache = None
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor, layer: nn.Module) -> Tensor:
+        """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
+        (_, _, H, D), K = query.shape, key.shape[2]
+        if self._step is None:
+            self._step = Step(self._spans, group=H // K, scratch=self._scratch)
+        step, shape = self._step, (self.texts + 1, self._blocks, K, BLOCK, D)
+        if layer not in self._slabs:
+            self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        slabs = self._slabs[layer]
+        for slab, part in zip(slabs, (key, value), strict=True):
+            step.write_into(slab, part=part[0])
+        return step.attend(query[0], keys=slabs[0], values=slabs[1], scale=D**-0.5).unsqueeze(0)
 
 
 class _Attention(torch.autograd.Function):
@@ -53,10 +102,10 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Places:
-    """Of N tokens of S texts. step: where their queries are. keys: where each token's key is in S caches of `blocks` blocks, int64 [N]."""
+    """Where the tokens of some texts are, in caches of `blocks` blocks, one per text. scratch: the step's."""
 
     step: Step
-    keys: Tensor
+    scratch: Scratch
     texts: int
     blocks: int
 
@@ -65,7 +114,7 @@ def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
     return tuple(row * T + start for row, starts in enumerate(documents.starts) for start in starts)
 
 
-@functools.lru_cache(maxsize=8)  # the layers of a forward, and of rows all forwards, have the same
+@functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
 def _places(starts: tuple[int, ...], total: int, group: int) -> _Places:
     """starts: of texts that lie one after another; total: tokens of all. group: query heads per key head."""
     lengths = [stop - start for start, stop in zip(starts, (*starts[1:], total), strict=True)]
@@ -73,26 +122,21 @@ def _places(starts: tuple[int, ...], total: int, group: int) -> _Places:
         Span(slot=slot, start=0, length=length, row=row)
         for slot, (row, length) in enumerate(zip(starts, lengths, strict=True))
     ]
-    step, blocks = Step(spans, group=group), -(-max(lengths) // BLOCK)
-    return _Places(step=step, keys=step.slots * (blocks * BLOCK) + step.positions, texts=len(spans), blocks=blocks)
+    scratch = Scratch()
+    step = Step(spans, group=group, scratch=scratch)
+    return _Places(step=step, scratch=scratch, texts=len(spans), blocks=-(-max(lengths) // BLOCK))
 
 
 def _attend(query: Tensor, *, key: Tensor, value: Tensor, places: _Places) -> Tensor:
-    """Every text is a sequence of its own, whose keys lie in a cache of its own."""
-    D = query.shape[3]
-    slabs = [_in_blocks(part.flatten(0, 1), places=places) for part in (key, value)]
-    rows = query.flatten(0, 1)
-    out = torch.empty_like(rows)
-    for tiles in places.step.groups:
-        out[tiles.targets] = attend(rows, tiles=tiles, keys=slabs[0], values=slabs[1], scale=D**-0.5)
+    """Every text is a sequence of its own, whose keys lie in a cache of its own; behind the last key are zeros."""
+    (_, _, K, D), slabs = key.shape, []
+    for part in (key, value):
+        slab = part.new_zeros(places.texts, places.blocks, K, BLOCK, D)
+        places.step.write_into(slab, part=part.flatten(0, 1))
+        slabs.append(slab)
+    out = places.step.attend(query.flatten(0, 1), keys=slabs[0], values=slabs[1], scale=D**-0.5)
+    places.scratch.forget()  # the slabs go
     return out.view(query.shape)
-
-
-def _in_blocks(part: Tensor, *, places: _Places) -> Tensor:
-    """[N, K, D] -> [texts, blocks, K, BLOCK, D], as a cache keeps it; behind the last key zeros."""
-    _, K, D = part.shape
-    padded = part.new_zeros(places.texts * places.blocks * BLOCK, K, D).index_copy_(0, places.keys, part)
-    return padded.view(places.texts, places.blocks, BLOCK, K, D).transpose(2, 3).contiguous()
 
 
 def use_cached_attention(module: nn.Module) -> None:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
+from ztk.rollout.attention import TextCache
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
-from ztk.rollout.head import large_answers
-from ztk.rollout.layout import lay_out
+from ztk.rollout.head import Answers, large_answers
+from ztk.rollout.layout import Layout, has_cache, lay_out, lay_out_new
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 
@@ -62,7 +63,7 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
     """Draws an answer to every prompt; rewards are 0 and all samples included. A collective call: every rank has as many samples.
 
     The forward is the trainer's, over rows of the trainer's shape or over packed texts: see [Note: The trainer's bits] in `equality`. Of packed
-    texts those that have ended are left out.
+    texts those that have ended are left out; where attention is `CachedAttention`, so are the tokens of forwards before.
 
     Raises:
         ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
@@ -116,19 +117,14 @@ def _answer(
     engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes answers into `tokens` [S, T]; returns their lengths [S], log-probabilities [S, T] and whether they ended by themselves [S]."""
-    device, pack = engine.process.device, {"packs": policy.packs, "module": engine.module if policy.packs else None}
+    forwards = _Forwards(engine, policy=policy, texts=len(tokens))
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
         positions = lengths[rows] + index  # of the tokens that are drawn now
-        layout = lay_out(tokens[rows], lengths=positions, device=device, **pack)
-        last = layout.at(positions - 1)
-        if large is None:
-            logits = layout.forward(engine).flatten(0, 1).index_select(0, last)
-        else:
-            logits = large.logits(layout, index=last)
+        logits = forwards.logits(tokens, rows=rows, lengths=positions, large=large)
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
         drawn = choose(distribution, uniforms=uniforms(keys[rows], positions=positions))
         if large is None:
@@ -143,6 +139,42 @@ def _answer(
         if not _any(engine, flag=bool(active.any())):
             break
     return counts, logprobs, ~active
+
+
+class _Forwards:
+    """The forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before."""
+
+    def __init__(self, engine: Engine, *, policy: RolloutPolicy, texts: int) -> None:
+        self._engine, self._packs = engine, policy.packs
+        has = policy.packs and has_cache(engine.module)
+        self._cache = TextCache(texts=texts, longest=policy.length) if has else None
+        self._computed = torch.zeros(texts, dtype=torch.int64)  # tokens of each text that the cache has
+
+    def logits(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
+        """What follows texts `rows`, int64 [R], of `lengths` tokens each, int64 [R]: [R, V]. tokens: int64 [S, T]."""
+        engine, device = self._engine, self._engine.process.device
+        if self._cache is None:
+            module = engine.module if self._packs else None
+            layout = lay_out(tokens[rows], lengths=lengths, packs=self._packs, device=device, module=module)
+            return self._of(layout, last=layout.at(lengths - 1), large=large)
+        since = self._computed[rows].minimum(lengths - 1)
+        new = lay_out_new(
+            tokens,
+            rows=rows,
+            since=since,
+            until=lengths,
+            filling=self._cache.texts,
+            module=engine.module,
+            device=device,
+        )
+        self._computed[rows] = lengths
+        with self._cache.used(engine.module, spans=new.spans):
+            return self._of(new.layout, last=new.layout.at(lengths - since - 1), large=large)
+
+    def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
+        if large is not None:
+            return large.logits(layout, index=last)
+        return layout.forward(self._engine).flatten(0, 1).index_select(0, last)
 
 
 def _computed(active: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.inference.steps import Span
 from ztk.nn import Decoder, Documents
 from ztk.nn.attention import CausalAttention
 from ztk.nn.linear import Linear, linear
@@ -74,6 +75,44 @@ def lay_out(
     return Layout(tokens=flat.unsqueeze(0).to(device), documents=documents, starts=starts)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """A forward over what texts have got since the last one. spans: where each text's new tokens are, the filling's last."""
+
+    layout: Layout
+    spans: list[Span]
+
+
+def lay_out_new(
+    tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor, filling: int, module: nn.Module, device: torch.device
+) -> Continued:
+    """Of texts `rows`, int64 [R], the tokens from `since` to `until`, int64 [R] each, of tokens int64 [S, T] on the CPU.
+
+    filling: the slot of tokens that fill the forward up. The layout's `at` takes positions less `since`.
+    """
+    at = torch.arange(tokens.shape[1])
+    is_new = (at >= since.unsqueeze(1)) & (at < until.unsqueeze(1))
+    flat, positions = tokens[rows][is_new], at.expand(is_new.shape)[is_new]
+    counts = until - since
+    starts = counts.cumsum(0) - counts
+    columns = (rows.tolist(), since.tolist(), counts.tolist(), starts.tolist())
+    spans = [
+        Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in zip(*columns, strict=True)
+    ]
+    if extra := -len(flat) % _multiple_of(module):
+        spans.append(Span(slot=filling, start=0, length=extra, row=len(flat)))
+        flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
+        positions = torch.cat([positions, torch.arange(extra)])
+    documents = Documents(  # attention goes by the spans, so positions are all that counts
+        positions=positions.unsqueeze(0),
+        cu_seqlens=torch.tensor([0, len(flat)], dtype=torch.int32),
+        longest=int(until.max()),
+        starts=((0,),),
+    )
+    layout = Layout(tokens=flat.unsqueeze(0).to(device), documents=documents.to(device), starts=starts)
+    return Continued(layout=layout, spans=spans)
+
+
 def can_pack(module: nn.Module) -> bool:
     """Whether the module takes packed texts: the native decoder does."""
     return isinstance(module, Decoder)
@@ -89,6 +128,12 @@ def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
     for module in modules:
         use_cached_attention(module)
     return True
+
+
+def has_cache(module: nn.Module) -> bool:
+    """All its attention takes a `TextCache`."""
+    attends = [part for part in module.modules() if isinstance(part, CausalAttention)]
+    return bool(attends) and all(isinstance(part, CachedAttention) for part in attends)
 
 
 def _is_plain(module: nn.Module, *, device: torch.device) -> bool:
