@@ -15,6 +15,8 @@ from ztk.rollout.head import Answers, large_answers
 from ztk.rollout.layout import Layout, has_cache, lay_out, lay_out_new
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
+_MOST_TEXTS = 64  # that are drawn at once over a cache, where micro-batches are smaller
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPolicy:
@@ -75,10 +77,12 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
             "have the trainer's shape"
         )
     keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
-    parts = []
+    parts, size = [], policy.micro_batch
+    if policy.packs and has_cache(engine.module):  # one token per text and forward
+        size = max(size, _MOST_TEXTS)
     with rollout_weights(engine, weights=policy.weights):
-        for first in range(0, len(lengths), policy.micro_batch):
-            rows = slice(first, first + policy.micro_batch)
+        for first in range(0, len(lengths), size):
+            rows = slice(first, first + size)
             parts.append(_answer(engine, policy=policy, tokens=tokens[rows], lengths=lengths[rows], keys=keys[rows]))
     count, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
     return Samples(
