@@ -136,11 +136,14 @@ def open_run(
 
 
 def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
-    """Whether texts are packed: of models that take it, and with rollout.identity=exact where that changes no bit. Every rank decides alike."""
+    """Whether texts are packed: of models that take it, and with rollout.identity=exact where that changes no bit on any rank. A collective
+    call."""
     modules = [engine.module for engine in (actor, reference) if isinstance(engine, Engine)]
     if config.rollout.identity != "exact":
         return all(map(can_pack, modules))
-    packs = pack_exactly(*modules, device=actor.process.device)
+    process = actor.process
+    own = torch.tensor([float(pack_exactly(*modules, device=process.device))], device=process.device)
+    packs = bool(process.comm.gather_scalars(own, label="packs").all())  # processors may differ
     if config.rollout.engine == "generator" and not packs:
         for module in modules:
             use_cached_attention(module)

@@ -119,10 +119,8 @@ def can_pack(module: nn.Module) -> bool:
 
 
 def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
-    """Makes each a decoder whose bits do not depend on what a text is packed with, if all of them can be, and says whether.
-
-    Collective only in that every rank must find the same: it looks at shapes and types alone.
-    """
+    """Makes each a decoder whose bits do not depend on what a text is packed with, if all of them can be on this processor, and says
+    whether."""
     if not all(_is_plain(module, device=device) and _products_agree(module) for module in modules):
         return False
     for module in modules:
