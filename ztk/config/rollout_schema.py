@@ -126,8 +126,8 @@ class RolloutConfig:
     max_tokens: int | None = key("tokens of an answer, at most", default=None)
     temperature: float | None = key("divides the logits, for drawing and for the log-probabilities", default=None)
     engine: RolloutEngineName | None = key(
-        "what computes answers. trainer: its own forward over full rows, with its bits; generator: the inference engine, with a cache of keys "
-        "and values, on the CPU, over a copy of the weights in fp32 on every rank; its log-probabilities differ in their last bits",
+        "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, on the CPU, "
+        "over a copy of the weights in fp32 on every rank, with a cache of keys and values for models of transformers, too",
         default=None,
     )
     weights: RolloutWeightsName | None = key(
