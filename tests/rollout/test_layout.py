@@ -50,14 +50,14 @@ def test_a_text_has_the_same_bits_in_any_pack(threads):
         torch.set_num_threads(before)
 
 
-def test_texts_that_continue_over_a_cache_have_the_bits_of_whole_ones():
+def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
     """In uneven pieces, some texts left out of a forward."""
     model, tokens = decoder(), texts()
     assert pack_exactly(model, device=CPU)
     computed, cache = torch.zeros_like(LENGTHS), TextCache(texts=len(LENGTHS), longest=72)
     with torch.no_grad():
-        whole = lay_out(tokens, lengths=LENGTHS, packs=True, device=CPU, module=model)
-        expected = whole.forward(model).flatten(0, 1)
+        full = lay_out(tokens, lengths=LENGTHS, packs=True, device=CPU, module=model)
+        expected = full.forward(model).flatten(0, 1)
         for until in (torch.minimum(LENGTHS, torch.tensor([1, 66, 1, 4, 12, 2])), (LENGTHS + 1) // 2 + 3, LENGTHS):
             rows = (until.clamp(max=LENGTHS) > computed).nonzero().squeeze(1)
             since, stop = computed[rows], until.clamp(max=LENGTHS)[rows]
@@ -65,7 +65,7 @@ def test_texts_that_continue_over_a_cache_have_the_bits_of_whole_ones():
             new = lay_out_new(tokens, rows=rows, since=since, until=stop, **options)
             with cache.used(model, spans=new.spans):
                 found = new.layout.forward(model).flatten(0, 1)
-            last, own = new.layout.at(stop - since - 1), whole.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
+            last, own = new.layout.at(stop - since - 1), full.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
             assert torch.equal(found[last], expected[own])
             computed[rows] = stop
     assert torch.equal(computed, LENGTHS)
