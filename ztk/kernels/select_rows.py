@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._spec import AotCase, OpSpec, Reach
 from ztk.kernels.draw_rows import exponential, noise
@@ -48,7 +49,7 @@ def _above(p_row, N, bound, highest, cold, BLOCK: tl.constexpr):
     return tl.sum(b_count, axis=0), tl.sum(b_sum, axis=0)
 
 
-@triton.jit
+@jit
 def _select_rows(
     logits_ptr, scores_ptr, temperature_ptr, keys_ptr, top_k_ptr, top_p_ptr, min_p_ptr, tokens_ptr, logprobs_ptr,
     processed_ptr, N, BLOCK: tl.constexpr,
