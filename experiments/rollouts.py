@@ -136,18 +136,16 @@ def open_run(
 
 
 def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
-    """Whether texts are packed: of models that take it, and with rollout.identity=exact where that changes no bit on any rank. A collective
-    call."""
+    """Whether texts are packed: where that changes no bit on any rank, and without rollout.identity=exact of all models that take it. A
+    collective call."""
     modules = [engine.module for engine in (actor, reference) if isinstance(engine, Engine)]
-    if config.rollout.identity != "exact":
-        return all(map(can_pack, modules))
-    process = actor.process
+    process, is_exact = actor.process, config.rollout.identity == "exact"
     own = torch.tensor([float(pack_exactly(*modules, device=process.device))], device=process.device)
     packs = bool(process.comm.gather_scalars(own, label="packs").all())  # processors may differ
-    if config.rollout.engine == "generator" and not packs:
+    if config.rollout.engine == "generator" and is_exact and not packs:
         for module in modules:
             use_cached_attention(module)
-    return packs
+    return packs or (not is_exact and all(map(can_pack, modules)))
 
 
 def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:

@@ -3,8 +3,9 @@
     python scripts/check_learning.py [sft] [reward] [dpo] [grpo] [ppo] [learned] [--work FOLDER]
 
 Runs the commands a user types, one after another, and prints a line per task: seconds, and what was reached against what is asked. `learned` is
-PPO on the reward model that `reward` trains, whose values rise while the true reward is measured beside them. The exit code is 1 if a task
-learnt less or took longer. Nothing else should run meanwhile.
+PPO on the reward model of `reward`: its values rise to the end; the true reward beside them rises, and falls again when the policy has
+left what the model was trained on. `run.png` shows both over the divergence. The exit code is 1 if a task learnt less or took longer.
+Nothing else should run meanwhile.
 """
 
 import argparse
@@ -69,8 +70,8 @@ def claims(work: Path) -> dict[str, Claim]:
         ),
         "learned": Claim(
             words=learned,
-            holds=lambda found: found["reward_after"] > found["reward_before"] and found["true_reward"] > 0.4,
-            shown=("reward_before", "reward_after", "true_reward", "kl_after"),
+            holds=lambda found: found["reward_after"] > found["reward_before"] and found["true_reward_best"] >= 0.4,
+            shown=("reward_before", "reward_after", "true_reward_best", "true_reward", "kl_after"),
         ),
     }
 
@@ -83,6 +84,11 @@ def run(claim: Claim, *, folder: Path) -> tuple[float, Mapping, str]:
     done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
     seconds, summary = time.monotonic() - began, folder / "summary.json"
     found = json.loads(summary.read_text()) if summary.is_file() else {"status": "failed"}
+    rows = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if summary.is_file() else []
+    )
+    if measured := [row["true_reward"] for row in rows if "true_reward" in row]:
+        found["true_reward_best"] = max(measured)
     return seconds, found, done.stdout + done.stderr
 
 
