@@ -1,8 +1,10 @@
 """`overlap_gather`: the forward of stages 1 and 2 begins while updated parameters are gathered, and whoever wants one waits for it."""
 
+import contextlib
 import copy
 import io
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -19,11 +21,25 @@ OVERLAP = {"overlap_gather": True}
 DELAY = 0.05  # of a gather; only a read that does not wait depends on it
 
 
+@contextlib.contextmanager
+def compiled(*backends: object) -> Iterator[None]:
+    """Inside, torch.compile was called with these and no others: a process of tests may have compiled something long before."""
+    import torch._dynamo.eval_frame
+
+    with mock.patch.dict(torch._dynamo.eval_frame.cached_backends, dict(enumerate(backends)), clear=True):
+        yield
+
+
+def train_overlapping(process, **given):
+    with compiled():
+        return train(process, **given)
+
+
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_same_bits(ranks, stage, offload):
     layouts = [Layout(stage=stage, offload=offload, zero=zero) for zero in ({}, OVERLAP)]
-    usual, overlapping = (ranks(2).run(train, layout=layout, steps=4, dtype="bf16") for layout in layouts)
+    usual, overlapping = (ranks(2).run(train_overlapping, layout=layout, steps=4, dtype="bf16") for layout in layouts)
     assert [run.digest for run in usual] == [run.digest for run in overlapping]
     assert [run.elements for run in usual] == [run.elements for run in overlapping]
 
@@ -61,7 +77,8 @@ def reads(process, *, stage: int) -> dict[str, tuple[bool, bool, bool]]:
     )
     for (name, read), tokens in zip(READS.items(), stream, strict=True):
         engine.backward(engine(tokens, outside=False))
-        engine.step()
+        with compiled():
+            engine.step()
         is_awaited = isinstance(kept, awaited._Awaited)
         _ = kept.shape, kept.grad, kept.requires_grad, kept._version
         still = isinstance(kept, awaited._Awaited)
@@ -82,18 +99,38 @@ def test_whoever_reads_a_parameter_waits(ranks, stage):
         assert found == dict.fromkeys(READS, (True, True, True))
 
 
+def test_after_torch_compile_a_step_waits_for_all(ranks):
+    """What it made reads parameters without asking."""
+    assert all(ranks(2).run(is_awaited_after_compiling))
+
+
+def is_awaited_after_compiling(process) -> bool:
+    engine = make_engine(process, layout=Layout(stage=1, zero=OVERLAP))
+    kept = engine.module.blocks[1].norm.weight
+    found = []
+    for backends in ((), ("inductor",)):
+        engine.backward(engine(next(batches(1, rank=process.rank, world=process.world_size)), outside=False))
+        with compiled(*backends):
+            engine.step()
+            engine.zero._update._join()
+        found.append(isinstance(kept, awaited._Awaited))
+        engine.zero.finish_update()
+    engine.close()
+    return found == [True, False]
+
+
 CASE = Case(ranks=2, stage=1, dtype="bf16", zero=OVERLAP)
 
 
 @pytest.mark.parametrize("case", [CASE, Case(ranks=2, stage=2, dtype="bf16", offload="cpu", zero=OVERLAP)], ids=str)
 def test_no_race(case, tmp_path):
-    with modelled() as model:
+    with compiled(), modelled() as model:
         planned(case, folder=str(tmp_path))
     assert not model.races and model.checked > 1000
 
 
 def test_an_early_read_is_a_race(tmp_path):
-    with modelled() as model, mock.patch.object(awaited, "_arrive", lambda value: None):
+    with compiled(), modelled() as model, mock.patch.object(awaited, "_arrive", lambda value: None):
         planned(CASE, folder=str(tmp_path))
     assert any("all_gather" in race for race in model.races)
 
