@@ -162,7 +162,7 @@ def check_live(tab: Browser, *, folder: Path) -> Iterator[str]:
         "list = document.querySelector('#controls select'); list.value = '1'; list.dispatchEvent(new Event('change')); 0",
         "document.querySelector('th[data-key=\"tokens_per_second\"] button').click()",
     ):
-        evaluate(code)
+        _until(lambda code=code: (evaluate(code), True)[1])  # the page may be loading itself again
     before = evaluate(DRAWN["runs"])
     folder.with_name("kept").rename(last)
     if not _until(lambda: evaluate("typeof report === 'object' && report.live === undefined")):
