@@ -1,5 +1,7 @@
 """A sequence's tokens and log-probabilities depend on nothing but the sequence, the weights and the seed."""
 
+import functools
+
 import pytest
 import torch
 
@@ -129,7 +131,7 @@ def test_a_step_of_one_row_has_the_bits_of_many():
 def test_many_sequences_attend_as_one_does(lengths):
     """Over slots with gaps between them, rows of several sequences in one group of tiles."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    draw = functools.partial(torch.randn, generator=generator)
     slots = [2 * number + (number > 5) for number in range(len(lengths))]
     keys, values = (draw(slots[-1] + 1, 3, 2, attention.BLOCK, 16) for _ in range(2))
     query, starts = draw(sum(lengths), 4, 16), [number % 7 for number in range(len(lengths))]

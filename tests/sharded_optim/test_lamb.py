@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.zero.models import WIDTH, Layout, batches, build, make_engine, train
+from tests.sharded_optim.bits import check_bits
+from tests.zero.models import WIDTH, Layout, batches, build, make_engine
 from ztk.checkpoint import load, save
 from ztk.deepspeed.own_optimizers import FusedLamb
 from ztk.optim import OptimizerPolicy
@@ -13,25 +14,13 @@ from ztk.runtime import Process
 from ztk.runtime.part import Part
 
 LAMB = OptimizerPolicy(name="lamb", lr=1e-2, weight_decay=0.1, decay_all=True, clip_grad_norm=0.5)
-TIERS = ("none", "cpu", "nvme")
 STEPS = 4  # one of them without a block
-
-
-def layouts(world: int, dtype: str) -> list[Layout]:
-    if (world, dtype) == (2, "fp32"):
-        return [Layout(stage=stage, offload=tier) for stage in range(4) for tier in TIERS][1:]
-    return [Layout(stage=2, offload="cpu"), Layout(stage=3, offload="nvme" if world == 3 else "none")]
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16"), (3, "fp32")])
 def test_every_stage_and_tier_gives_the_same_bits(ranks, world, dtype):
     """Also after skipped steps; on three ranks shards end inside of parameters."""
-    first = ranks(world).run(train, layout=Layout(), dtype=dtype, steps=STEPS, optimizer=LAMB)[0]
-    assert (first.skipped > 0) == (dtype == "fp16")
-    for layout in layouts(world, dtype):
-        run = ranks(world).run(train, layout=layout, dtype=dtype, steps=STEPS, optimizer=LAMB)[0]
-        assert repr(run.grad_norms) == repr(first.grad_norms), layout.id
-        assert run.digest == first.digest, layout.id
+    check_bits(ranks, world=world, dtype=dtype, optimizer=LAMB, steps=STEPS)
 
 
 def weights_after(process: Process, *, layout: Layout, steps: range, folder: str, saves: bool = False) -> dict:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
+from tests.sharded_optim.bits import check_bits
 from tests.zero.models import BATCH, WIDTH, Layout, Model, batches, build, make_engine, train
 from ztk.checkpoint import load, save
 from ztk.offload import NvmeStore
@@ -18,7 +19,6 @@ from ztk.runtime import Process
 from ztk.runtime.part import Part
 
 MUON = OptimizerPolicy(name="muon", lr=1e-2, adam_lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5)
-TIERS = ("none", "cpu", "nvme")
 STEPS = 4  # one of them without a block
 
 
@@ -26,22 +26,10 @@ def matrices(model: Model) -> list[Tensor]:
     return [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(("embedding", "head"))]
 
 
-def layouts(world: int, dtype: str) -> list[Layout]:
-    """All of them on two ranks in fp32, some elsewhere."""
-    if (world, dtype) == (2, "fp32"):
-        return [Layout(stage=stage, offload=tier) for stage in range(4) for tier in TIERS][1:]
-    return [Layout(stage=2, offload="cpu"), Layout(stage=3, offload="nvme" if world == 3 else "none")]
-
-
 @pytest.mark.parametrize(("world", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16"), (3, "fp32")])
 def test_every_stage_and_tier_gives_the_same_bits(ranks, world, dtype):
     """Also after skipped steps; on three ranks shards end inside of matrices, and ranks have batches of other sizes."""
-    first = ranks(world).run(train, layout=Layout(), dtype=dtype, steps=STEPS, optimizer=MUON)[0]
-    assert (first.skipped > 0) == (dtype == "fp16")
-    for layout in layouts(world, dtype):
-        run = ranks(world).run(train, layout=layout, dtype=dtype, steps=STEPS, optimizer=MUON)[0]
-        assert repr(run.grad_norms) == repr(first.grad_norms), layout.id
-        assert run.digest == first.digest, layout.id
+    check_bits(ranks, world=world, dtype=dtype, optimizer=MUON, steps=STEPS)
 
 
 def same_gradients(

@@ -192,8 +192,7 @@ def _planned_seconds(
     hardware: Hardware, *, model: dict[str, int], tokens: Tensor, ranks: int, policies: dict[str, Any]
 ) -> float:
     batch = (tokens.to("meta"),) * 2
-    build = lambda: Decoder(DecoderConfig(**model))  # noqa: E731
-    made = plan(build, batch=batch, world_size=ranks, hardware=hardware, **policies)
+    made = plan(lambda: Decoder(DecoderConfig(**model)), batch=batch, world_size=ranks, hardware=hardware, **policies)
     assert made.time is not None, "there is hardware"
     return made.time.seconds
 
