@@ -1,5 +1,6 @@
 """Engines whose ranks hold parts of the model: full weights out of them and into them, batch sizes, and what is refused."""
 
+import gc
 import logging
 import os
 from pathlib import Path
@@ -214,6 +215,8 @@ def batches(process: Process, *, folder: str) -> dict:
             engine.set_train_batch_size(rows)
             losses.append(float(engine.train_batch(iter([(x[n : n + 1], y[n : n + 1]) for n in range(rows)]))))
         engine.destroy()
+        del engine
+        gc.collect()  # files of what earlier tests of this process left close at any time
         counts.append(len(os.listdir("/proc/self/fd")))
     logging.getLogger("ztk.deepspeed").removeHandler(handler)
     speeds = [line.split(",")[0] for line in lines if "SamplesPerSec" in line]
@@ -236,7 +239,7 @@ def test_a_pipelines_batch_changes_and_its_losses_are_written(ranks, tmp_path):
         optimizer.step()
     for found in runs:
         assert found["losses"] == pytest.approx(expected, rel=1e-5)  # fp32, four steps
-        assert found["files"][0] == found["files"][1]
+        assert found["files"][1] <= found["files"][0]  # fewer where a group of an earlier test closes meanwhile
     counted = [
         f"epoch=0/micro_step={rows * ROWS}/global_step={step}" for step, rows in ((3, 5), (4, 6))
     ]  # two steps warm up
