@@ -1,7 +1,6 @@
 """Ranges of flattened tensors as boxes: the same elements as by lists of positions."""
 
 import random
-import time
 from math import prod
 
 import pytest
@@ -61,8 +60,6 @@ def test_overlaps_are_found_and_read_through_few_elements():
 
 def test_the_cost_does_not_grow_with_the_elements():
     """A million million elements: a list of positions would not fit."""
-    started = time.perf_counter()
     wanted = Box(start=(3, 1000), shape=(10**6 - 3, 10))
     held = list(boxes_of((10**6, 10**6), start=5, stop=10**12 - 7))
     assert sum(common.numel for box in held if (common := box.overlap(wanted))) == wanted.numel
-    assert time.perf_counter() - started < 1
