@@ -2,10 +2,15 @@
 
 import csv
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from experiments import policies
+from experiments.pretrain import build_model
 from ztk.config import Config, ConfigError, compose
+from ztk.config.hugging_face import is_hugging_face
+from ztk.config.schema import ModelInit
+from ztk.hf.counts import ModelCounts, count_model
 from ztk.optim import flat_optimizer
 from ztk.planner import Plan, Search, Workload, search
 from ztk.policies.compact import master_of
@@ -28,6 +33,8 @@ def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callabl
             return make_plan(compose(*words, output_dir=config.output_dir))
         except ConfigError as error:
             return error.faults[0]
+        except ValueError as error:  # a module that cannot be cut, which a trace finds
+            return str(error)
 
     count = TRACED if config.plan.traced is None else config.plan.traced
     found = search(replan, work=workload(config), traced=count)
@@ -58,31 +65,47 @@ def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, 
 
 def workload(config: Config) -> Workload:
     """What the arithmetic needs to know."""
-    model = policies.decoder_config(config)
+    model, counts = config.model, _counted(config)
     hardware = policies.hardware(config)
     assert hardware is not None, "ztk.config refuses a search without hardware"
     precision, optimizer = policies.precision_policy(config), policies.optimizer_policy(config)
     states = flat_optimizer(optimizer, master=master_of(optimizer.states, master=precision.master)).format
-    itemsize = precision.dtype.itemsize
-    sparse = sum(model.has_experts(block) for block in range(model.layers))
+    itemsize, trained = precision.dtype.itemsize, counts.trained / counts.parameters
     assert config.train.global_batch_size is not None and config.launch.ranks is not None, "settled"
     return Workload(
         ranks=config.launch.ranks,
         hardware=hardware,
-        parameters=model.parameter_count(),
-        expert_parameters=sparse * model.experts * 3 * model.dim * model.expert_hidden_dim,
-        expert_choices=sparse * model.experts_per_token,
-        experts=model.experts,
+        parameters=counts.parameters,
+        expert_parameters=counts.expert_parameters,
+        expert_choices=counts.expert_choices,
+        experts=model.experts or 0,
         layers=model.layers,
         dim=model.dim,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        flops=model.flops_per_token(config.data.seq_len),
+        flops=counts.flops,
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch_size,
         global_batch=config.train.global_batch_size,
         parameter_bytes=itemsize,
-        gradient_bytes=itemsize,
-        optimizer_bytes=states.bytes_per_element(has_master=precision.dtype is not states.master),
+        gradient_bytes=itemsize * trained,
+        optimizer_bytes=states.bytes_per_element(has_master=precision.dtype is not states.master) * trained,
         dtype=str(precision.dtype).removeprefix("torch."),
+    )
+
+
+def _counted(config: Config) -> ModelCounts:
+    """Of ztk's own decoder by its formulas, of a model of transformers by its modules."""
+    if is_hugging_face(config.model):
+        plain = replace(config.model, init=ModelInit.random, kernels=False)
+        model, _ = build_model(replace(config, model=plain))
+        return count_model(model, seq_len=config.data.seq_len, experts=config.model.experts or 0)
+    model = policies.decoder_config(config)
+    sparse = sum(model.has_experts(block) for block in range(model.layers))
+    return ModelCounts(
+        parameters=model.parameter_count(),
+        trained=model.parameter_count(),
+        expert_parameters=sparse * model.experts * 3 * model.dim * model.expert_hidden_dim,
+        expert_choices=sparse * model.experts_per_token,
+        flops=model.flops_per_token(config.data.seq_len),
     )

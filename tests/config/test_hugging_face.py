@@ -48,10 +48,6 @@ def test_sizes_follow_from_the_folder(folder):
             "topology.sequence: task=dpo gives models of transformers full sequences",
         ),
         (
-            ("model.path={folder}", "task=plan", "plan.search=true", "hardware=h100", "data=synthetic"),
-            "plan.search=true: the arithmetic that comes before plans knows ztk's own decoder; plan layouts of model=hf",
-        ),
-        (
             ("model.path={folder}", "topology=tp2", "topology.sequence_parallel=true"),
             "use topology.sequence_parallel=false",
         ),

@@ -9,7 +9,10 @@ import pytest
 from experiments import layouts as program
 from experiments.plan import main, make_plan
 from tests.planner.test_plan import CPU, FAST_LINKS, small_plan
+from tests.topology.families import make
 from ztk.config import ConfigError, compose
+from ztk.hf.counts import count_model
+from ztk.nn import DecoderConfig
 from ztk.planner import Layout, Plan, Workload, search
 from ztk.planner.layouts import legal, rough_seconds, state_bytes
 
@@ -168,3 +171,31 @@ def test_a_search_is_for_plans_with_hardware(words, fault, tmp_path):
     with pytest.raises(ConfigError) as caught:
         compose(*words, output_dir=tmp_path, machine=CPU)
     assert any(line.startswith(fault) for line in caught.value.faults)
+
+
+def test_a_model_of_transformers_is_counted_as_the_decoder_is():
+    """A Llama has the decoder's products; of experts a token uses some."""
+    decoder = DecoderConfig(vocab_size=300, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=64, max_seq_len=64)
+    llama = make("Llama", vocab_size=300, hidden_size=32, num_hidden_layers=2, intermediate_size=64)
+    counts = count_model(llama, seq_len=64, experts=0)
+    assert counts.parameters == counts.trained == decoder.parameter_count()
+    assert counts.flops == decoder.flops_per_token(64)
+    sparse = make("Qwen2Moe", vocab_size=300)
+    usual, one = (count_model(sparse, seq_len=64, experts=experts) for experts in (4, 0))
+    layers, per_token = sparse.config.num_hidden_layers, sparse.config.num_experts_per_tok
+    assert usual.expert_choices == layers * per_token and one.expert_choices == 0
+    assert usual.expert_parameters == layers * sum(p.numel() for p in sparse.model.layers[0].mlp.experts.parameters())
+    assert one.flops - usual.flops == 6 * usual.expert_parameters * (4 - per_token) // 4
+
+
+def test_layouts_of_a_model_of_transformers_are_ranked(tmp_path):
+    make("Qwen2Moe", vocab_size=300, max_position_embeddings=128).save_pretrained(tmp_path / "model")
+    words = ("task=plan", "model=hf", f"model.path={tmp_path / 'model'}", *NANO[2:], "lora=adapter", "plan.search=true")
+    config = compose(*words, output_dir=tmp_path, machine=CPU)
+    given = dict(word.split("=") for word in words)
+    work = program.workload(config)
+    assert 0 < work.gradient_bytes < 0.5 * work.parameter_bytes  # adapters alone
+    found = program.find_layouts(replace(config, plan=replace(config.plan, traced=4)), given=given, make_plan=make_plan)
+    assert len(found.found) == 4 and all(one.plan.fits for one in found.found)
+    for one in found.found:
+        assert state_bytes(one.layout, work=work) <= one.plan.fullest.peak.nbytes

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from ztk.config.effects import CEILINGS
-from ztk.config.hugging_face import is_hugging_face
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, ZeroEngine
 from ztk.config.topology import settled_ranks
@@ -25,8 +24,6 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; use zero=stage0 to stage3"
     yield from _hardware_faults(config, machine)
-    if config.plan.search and is_hugging_face(config.model):
-        yield "plan.search=true: the arithmetic that comes before plans knows ztk's own decoder; plan layouts of model=hf one by one, by -m"
     if config.plan.search and config.hardware.name is None:
         yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology

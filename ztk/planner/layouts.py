@@ -71,7 +71,7 @@ class Workload:
     micro_batch: int
     global_batch: int
     parameter_bytes: int
-    gradient_bytes: int
+    gradient_bytes: float
     optimizer_bytes: float
     dtype: str
 
