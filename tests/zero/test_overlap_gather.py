@@ -5,6 +5,7 @@ import copy
 import io
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -97,6 +98,59 @@ def reads(process, *, stage: int) -> dict[str, tuple[bool, bool, bool]]:
 def test_whoever_reads_a_parameter_waits(ranks, stage):
     for found in ranks(2).run(reads, stage=stage):
         assert found == dict.fromkeys(READS, (True, True, True))
+
+
+VIEWS = {"data": lambda p: p.data, "detached": lambda p: p.detach(), "a slice": lambda p: p.view(-1)[:3].detach()}
+
+
+def views(process) -> dict[str, tuple[bool, bool, bool]]:
+    """Of each view that a script keeps over a step: the parameter's value was awaited before, is not while there is one, and is seen by it."""
+    engine, found = make_engine(process, layout=Layout(stage=1, zero=OVERLAP)), {}
+    kept = engine.module.blocks[1].norm.weight
+    engine.zero.buckets[0].comm.before = lambda label: (
+        time.sleep(DELAY) if "all_gather" in label and "blocks.1" in label else None
+    )
+
+    def is_awaited(tokens) -> bool:
+        engine.backward(engine(tokens, outside=False))
+        with compiled():
+            engine.step()
+        return isinstance(kept, awaited._Awaited)
+
+    stream = batches(2 * len(VIEWS), rank=process.rank, world=process.world_size)
+    for name, of in VIEWS.items():
+        before, view = is_awaited(next(stream)), of(kept)
+        during, seen = is_awaited(next(stream)), view.clone()
+        found[name] = before, during, bool(torch.equal(seen, of(kept)))
+        del view
+    engine.close()
+    return found
+
+
+def test_a_step_waits_while_a_script_has_a_view(ranks):
+    for found in ranks(2).run(views):
+        assert found == dict.fromkeys(VIEWS, (True, False, True))
+
+
+def test_two_threads_wait_for_one_gather(ranks):
+    assert all(ranks(2).run(reads_of_two_threads))
+
+
+def reads_of_two_threads(process) -> bool:
+    engine = make_engine(process, layout=Layout(stage=1, zero=OVERLAP))
+    kept = engine.module.blocks[1].norm.weight
+    engine.zero.buckets[0].comm.before = lambda label: (
+        time.sleep(DELAY) if "all_gather" in label and "blocks.1" in label else None
+    )
+    engine.backward(engine(next(batches(1, rank=process.rank, world=process.world_size)), outside=False))
+    with compiled():
+        engine.step()
+    assert isinstance(kept, awaited._Awaited)
+    with ThreadPoolExecutor(2) as threads:
+        values = list(threads.map(lambda _: kept.detach().clone(), range(2)))
+    is_seen = all(torch.equal(value, kept) for value in values)
+    engine.close()
+    return is_seen
 
 
 def test_after_torch_compile_a_step_waits_for_all(ranks):

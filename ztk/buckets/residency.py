@@ -1,5 +1,6 @@
 """Where the parameters of one bucket are, and why they are there. Buffers have the bucket's dtype."""
 
+import threading
 from concurrent.futures import Future
 from enum import Enum
 
@@ -14,7 +15,7 @@ from ztk.parameters.awaited import arrived, await_value
 from ztk.parameters.partitioned import same_bits
 from ztk.parameters.released import is_released, placeholder, release, restore
 from ztk.runtime import Tier
-from ztk.runtime.buffers import BufferPool
+from ztk.runtime.buffers import BufferPool, references
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import place_of
 from ztk.runtime.store import Store
@@ -55,6 +56,7 @@ class Residency:
         self._full: Tensor | None = None
         self._expected: Pending | None = None  # the gather of updated parameters that nobody has waited for
         self._computing: Stream | None = None  # the stream that computed when it began
+        self._waiting = threading.RLock()
         self.updated: Future | None = None
         self.open_units = self.pins = 0
         self.is_used = self.stays = self.has_returned_view = False
@@ -79,6 +81,12 @@ class Residency:
 
     # Values on their way
 
+    @property
+    def is_viewed(self) -> bool:
+        """A script has a view of a parameter, as `p.data` or `p.detach()` from before the step: nobody sees when that is read."""
+        own = len(self._parameters) + 2  # the parameters, `full`, and the Python object that is asked
+        return self._full is not None and references(self._full) > own
+
     def expect(self, gather: Pending) -> None:
         """The full buffer of a bucket that is never sharded is complete when `gather` is: whoever uses it, or a parameter, waits."""
         assert self._full is not None
@@ -89,15 +97,17 @@ class Residency:
     def wait_for_values(self) -> None:
         """Returns when what `expect` was told of is there: on a GPU for the current stream, and for the one that computed then. Raises what
         went wrong in it."""
-        expected, self._expected = self._expected, None
-        if expected is None:
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                arrived(parameter)
-            expected.wait()
-            if self._computing is not None and self._full is not None:
-                order_behind_current(self._computing, tensor=self._full)
+        with self._waiting, torch._C.DisableTorchFunctionSubclass():
+            if self._expected is None:
+                return
+            try:
+                self._expected.wait()
+                if self._computing is not None and self._full is not None:
+                    order_behind_current(self._computing, tensor=self._full)
+            finally:  # only now: another thread that asks waits, too
+                self._expected = None
+                for parameter in self._parameters:
+                    arrived(parameter)
 
     # sharded -> gathering -> gathered -> sharded
 

@@ -3,7 +3,8 @@
 After a step of stages 1 and 2 the ranks gather what each has updated, and the next forward begins (`ZeroPolicy.overlap_gather`). Until a
 bucket's gather has been awaited, the class of its parameters sees every torch function that gets one: it waits, the parameters have their usual
 class again, and the function runs. Modules' attributes wait too, for functions that torch does not see (extensions in C++, scripted functions).
-What neither sees is a parameter that a script has kept from before the step and gives to such a function between steps.
+What neither sees is a parameter that a script has kept from before the step and gives to such a function between steps. A bucket is not awaited
+late while a script has a view of one of its parameters, such as `p.data`.
 A parameter has the dtype of its bucket.
 """
 
@@ -68,7 +69,9 @@ def arrived(parameter: nn.Parameter) -> None:
 def _arrive(value: Any) -> None:
     """Waits for `value`, or for those in it."""
     if isinstance(value, _Awaited):
-        value.__dict__[_WAIT]()
+        wait = value.__dict__.get(_WAIT)
+        if wait is not None:  # another thread has not just waited
+            wait()
     elif isinstance(value, list | tuple):
         for item in value:
             _arrive(item)

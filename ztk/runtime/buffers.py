@@ -65,7 +65,7 @@ class BufferPool:
         """
         released, numel = self._used.pop(buffer.untyped_storage()._cdata)
         self.elements_in_use -= numel
-        if may_be_viewed and _references(released) > _OWN_REFERENCES:
+        if may_be_viewed and references(released) > _OWN_REFERENCES:
             self._shown.append((released, is_changing))
         else:
             self._put_back(released)
@@ -86,7 +86,7 @@ class BufferPool:
         shown, self._shown = self._shown, []
         while shown:
             buffer, is_changing = shown.pop()
-            if _references(buffer) > _OWN_REFERENCES - 1:  # the caller of `release` has returned
+            if references(buffer) > _OWN_REFERENCES - 1:  # the caller of `release` has returned
                 self._shown.append((buffer, is_changing))
             else:
                 self._put_back(buffer)
@@ -103,6 +103,6 @@ class BufferPool:
         self._free.clear()
 
 
-def _references(buffer: Tensor) -> int:
-    """To the storage of `buffer`, this call's own included."""
+def references(buffer: Tensor) -> int:
+    """To the storage of `buffer`, of any shape: tensors, and the Python object by which this call asks."""
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)

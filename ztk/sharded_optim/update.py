@@ -216,18 +216,19 @@ class ShardUpdate:
             bucket = current.bucket
             if current.piece is bucket.pieces[-1]:
                 if _needs_gather(bucket):
+                    expects = overlaps and not bucket.residency.is_viewed
                     copy = writes[-1].copy  # the bucket's last; the others are before it on its stream
                     after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
                     gather = bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after)
-                    gathers.append((bucket, gather))
+                    gathers.append((bucket, gather, expects))
                 if bucket.residency.updated is not None:
                     bucket.residency.updated.set_result(None)
         self._is_fetching = False
         for write in writes:
             self._finish_write(write, clock=clock)
         with clock.phase("communication"):
-            for bucket, gather in gathers:
-                if overlaps:
+            for bucket, gather, expects in gathers:
+                if expects:
                     bucket.residency.expect(gather)
                 else:
                     gather.wait()
