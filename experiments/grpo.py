@@ -1,7 +1,9 @@
 """Train a policy by comparing answers to one prompt with each other (GRPO and its kin): the program of every rank of `task=grpo`."""
 
+from experiments.policy_update import counted, fill_buffer, update_policy
 from experiments.rollout_loop import run_rank
-from experiments.rollouts import Run, Scored, counted, fill_buffer, update_policy
+from experiments.rollout_run import Run
+from experiments.rollouts import Scored
 from ztk.align import group_advantages
 from ztk.config import Config
 

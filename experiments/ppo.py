@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from experiments.models import values_of_states
+from experiments.policy_update import Update, counted, fill_buffer, update_policy, update_rows
 from experiments.rollout_loop import run_rank
-from experiments.rollouts import Run, Scored, Update, counted, fill_buffer, micro_batches, update_policy, update_rows
+from experiments.rollout_run import Run
+from experiments.rollouts import Scored, micro_batches
 from ztk.align import Packing, generalised_advantages, value_loss
 from ztk.config import Config
 from ztk.rollout import Samples

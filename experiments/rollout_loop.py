@@ -11,21 +11,12 @@ from torch import Tensor
 from experiments import policies
 from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
+from experiments.policy_update import Update
 from experiments.pretrain import build_reporter
 from experiments.prompts import Prompts
 from experiments.ranks import started
-from experiments.rollouts import (
-    Evaluated,
-    Run,
-    Scored,
-    Update,
-    draw,
-    drawing,
-    evaluate,
-    measure,
-    open_run,
-    score_samples,
-)
+from experiments.rollout_run import Run, open_run
+from experiments.rollouts import Evaluated, Scored, draw, drawing, evaluate, measure, score_samples
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine

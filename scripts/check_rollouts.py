@@ -55,13 +55,13 @@ def main(config: Any) -> None:
 
 def _plant_kill(phase: str, marker: str) -> None:
     """Rank 1 is killed in `phase` of step `KILLED_AT`, once: afterwards the file `marker` is there."""
-    from experiments import rollout_loop, rollouts
+    from experiments import policy_update, rollout_loop
     from ztk.rollout import hybrid
 
     owner, name, calls = {
         "rollout": (hybrid, "choose", 2),  # tokens drawn, of this rollout
         "scoring": (rollout_loop, "score_samples", 1),
-        "update": (rollouts, "losses_of", 1),  # micro-batches of this step
+        "update": (policy_update, "losses_of", 1),  # micro-batches of this step
     }[phase]
     made, count, run_of = getattr(owner, name), [0], []
     open_run = rollout_loop.open_run
@@ -81,7 +81,7 @@ def _plant_kill(phase: str, marker: str) -> None:
 
 def _plant_digests(log: Path) -> None:
     """Appends hashes of the frozen parameters of every engine, before its first step and after its last."""
-    from experiments import models, reference, rollouts
+    from experiments import models, reference, rollout_run
 
     build = models.build
 
@@ -106,7 +106,7 @@ def _plant_digests(log: Path) -> None:
             _write_digest(engine, log=log)
         return engine
 
-    for module in (models, reference, rollouts):
+    for module in (models, reference, rollout_run):
         module.build = built
 
 

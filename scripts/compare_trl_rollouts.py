@@ -30,6 +30,8 @@ from trl.trainer import grpo_trainer
 
 from experiments import grpo, rollout_loop, rollouts
 from experiments.models import build, full_values, warm_start
+from experiments.policy_update import Update, update_policy
+from experiments.rollout_run import Run
 from scripts.compare_trl import TOLERANCE, byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
 from ztk.report import plot
@@ -182,20 +184,20 @@ def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]
     record, recorded = Record(), []
     draw = rollouts.draw
 
-    def timed_draw(run: rollouts.Run) -> Samples:
+    def timed_draw(run: Run) -> Samples:
         started = time.perf_counter()
         samples = draw(run)
         record.generation.append(time.perf_counter() - started)
         return samples
 
-    def fill(run: rollouts.Run, scored: rollouts.Scored) -> None:
+    def fill(run: Run, scored: rollouts.Scored) -> None:
         grpo.fill(run, scored)
         recorded.append(scored.samples)
         record.answers.append(int(scored.samples.answer_lengths.sum()))
 
-    def update(run: rollouts.Run) -> rollouts.Update:
+    def update(run: Run) -> Update:
         started = time.perf_counter()
-        updated = rollouts.update_policy(run)
+        updated = update_policy(run)
         record.training.append(time.perf_counter() - started)
         return updated
 

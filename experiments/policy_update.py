@@ -1,0 +1,152 @@
+"""The policy's update of `task=grpo` and `task=ppo`: from scored samples to an optimizer step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experiments.answer_losses import losses_of
+from experiments.rollout_run import Run
+from experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
+from ztk.align import Packing, PolicyLoss, importance_weights, token_weights
+from ztk.config import Config
+from ztk.rollout import RolloutMismatch, Samples, compare, first_layer
+
+
+def counted(run: Run, *, scored: Scored) -> Tensor:
+    """Which of this rank's samples count in the loss, bool [S]."""
+    samples = scored.samples
+    counts = samples.included.clone()
+    if run.config.rollout.drop_equal_groups:
+        counts &= ~scored.equal_groups[samples.numbers]
+    if run.config.rollout.mask_truncated:
+        counts &= samples.finished
+    return counts
+
+
+def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor, **extra: Tensor) -> None:
+    """Starts the updates with a rollout. counts: whether a sample does, bool [S]. advantages: per token, float32 [S, T]. extra: [S, T] each."""
+    config, samples = run.config, scored.samples
+    values = {
+        "old": samples.logprobs,
+        "advantages": advantages,
+        "weights": weights_of(run, samples=samples, counts=counts),
+    }
+    if config.rollout.identity == "corrected":
+        trainer = logprobs_of(run.actor, run=run, samples=samples)
+        assert trainer is not None
+        values["old"] = trainer
+        values["correction"] = importance_weights(trainer, drawn=samples.logprobs, most=config.rollout.correction_max)
+    if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
+        values["reference"] = scored.reference
+    run.buffer.fill(samples, **values, **extra)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """loss: this rank's mean over its micro-batches, of which the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
+
+    tokens: of prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens outside
+    of the clipping range.
+    """
+
+    loss: Tensor
+    entropy: float
+    tokens: int
+    metrics: Mapping[str, float]
+
+
+def update_rows(run: Run) -> slice:
+    """The rows of this rank's samples that the next optimizer step uses."""
+    share = run.config.train.global_batch_size // run.process.world_size
+    return slice(run.buffer.position * share, (run.buffer.position + 1) * share)
+
+
+def update_policy(run: Run) -> Update:
+    """One optimizer step of the policy. Raises RolloutMismatch where rollout.identity=exact does not hold."""
+    config, engine, device = run.config, run.actor, run.process.device
+    assert run.buffer.samples is not None
+    rows = update_rows(run)
+    samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
+    policy = loss_of(config)
+    scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
+    losses, sums = [], torch.zeros(5, dtype=torch.float64)
+    compares = run.buffer.position == 0  # on policy: the weights are those that drew
+    for part in micro_batches(run, samples=samples):
+        batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
+        given = {name: own.get(name) for name in ("old", "advantages", "weights", "correction", "reference")}
+        options = {"layout": layout_of(run, samples=batch), "temperature": config.rollout.temperature}
+        found = losses_of(engine, batch=batch, policy=policy, **options, **given)
+        differing = compared(run, samples=batch, logprobs=found.logprobs) if compares else 0
+        loss = found.loss * scale
+        engine.backward(loss)
+        counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
+        answered, computed = int(batch.answer_lengths.sum()), int(batch.lengths.sum())
+        sums += torch.tensor([counts[0], answered, counts[1], differing, computed], dtype=torch.float64)
+        engine.step()
+        losses.append(loss.detach())
+    totals = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
+    entropy, tokens, clipped, differing, computed = totals
+    if compares:
+        run.metrics["rollout_differing"] = int(differing)
+    return Update(
+        loss=torch.stack(losses).mean(),
+        entropy=entropy / max(1.0, tokens),
+        tokens=int(computed),
+        metrics={"clipped": clipped / max(1.0, tokens)},
+    )
+
+
+def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
+    """How many log-probabilities of a micro-batch are not those that were stored. A collective call with rollout.identity=exact, where it
+    raises RolloutMismatch on the ranks that have one."""
+    difference = compare(samples, logprobs=logprobs)
+    if run.config.rollout.identity != "exact":
+        return difference.count
+    own = torch.tensor([float(difference.count)], device=run.process.device)
+    if run.process.comm.gather_scalars(own, label="differing").any():
+        where = {"row": difference.row, "position": difference.position}
+        layer = first_layer(run.actor, samples=samples, packs=run.packs, **where)
+        if difference.count:
+            raise RolloutMismatch(
+                f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
+                f"first: {difference.first}; {layer}. Use rollout.identity=corrected, and report this"
+            )
+    return difference.count
+
+
+def loss_of(config: Config) -> PolicyLoss:
+    """The loss that `policy` and `kl` describe."""
+    policy, kl = config.policy, config.kl
+    return PolicyLoss(
+        ratio=policy.ratio,
+        form=policy.form,
+        clip_low=policy.clip_low,
+        clip_high=policy.clip_high,
+        dual_clip=policy.dual_clip,
+        average=policy.average,
+        kl_coef=kl.coef if kl.place == "loss" else 0.0,
+        kl_estimator=kl.estimator.value if kl.estimator else "k3_weighted",
+    )
+
+
+def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
+    """The weight of each token in the loss of its update, float32 [S, T]. counts: whether the sample counts, bool [S]."""
+    packing, length = Packing.of(samples.answer_mask), samples.tokens.shape[1]
+    share = run.config.train.global_batch_size // run.process.world_size
+    tokens = (packing.lengths * counts).view(-1, share).sum(1)
+    own = torch.stack([counts.view(-1, share).sum(1), tokens]).double()
+    totals = run.process.comm.gather_scalars(own.to(run.process.device), label="tokens").sum(0).cpu()
+    parts = [
+        token_weights(
+            packing.lengths[update * share : (update + 1) * share],
+            counts=counts[update * share : (update + 1) * share],
+            average=run.config.policy.average,
+            samples=int(totals[0, update]),
+            tokens=int(totals[1, update]),
+            max_tokens=run.config.rollout.max_tokens,
+        )
+        for update in range(run.buffer.updates)
+    ]
+    return packing.unpack(torch.cat(parts), length=length)

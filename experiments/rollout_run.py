@@ -1,0 +1,164 @@
+"""What a run of `task=grpo` and `task=ppo` goes on with: models, buffer, guards, and how they are opened."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.alignment import start_from
+from experiments.learned_reward import open_reward_model
+from experiments.models import Values, build
+from experiments.prompts import Prompts
+from experiments.reference import BaseModel
+from ztk.config import Config
+from ztk.engine import Engine
+from ztk.rollout import (
+    Buffer,
+    CachedRollouts,
+    GuardPolicy,
+    Guards,
+    RolloutWeights,
+    SettledWeights,
+    can_pack,
+    pack_exactly,
+    settle_weights,
+    use_cached_attention,
+)
+from ztk.runtime import Process
+from ztk.runtime.comm import connect_groups
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run goes on with.
+
+    weights: how a rollout sees parameters. packs: policy and reference take texts without padding. reward_model: of reward.path. cached: draws
+    for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step.
+    function_rewards: what the function gives this rank's newest samples beside a reward model, float64 [S], NaN for None.
+    """
+
+    config: Config
+    process: Process
+    actor: Engine
+    reference: Engine | BaseModel | None
+    critic: Engine | None
+    prompts: Prompts
+    buffer: Buffer
+    guards: Guards
+    weights: SettledWeights
+    packs: bool
+    reward_model: Engine | None = None
+    cached: CachedRollouts | None = None
+    function_rewards: Tensor | None = None
+    rollouts: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    reward_before: float | None = None
+
+    def close(self) -> None:
+        """Ends all engines."""
+        for engine in (self.actor, self.reference, self.critic, self.reward_model):
+            if isinstance(engine, Engine):
+                engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A JSON value, the same on all ranks. A collective call."""
+        return {
+            "rollouts": self.rollouts,
+            "metrics": self.metrics,
+            "reward_before": self.reward_before,
+            "guards": self.guards.state_dict(),
+            "buffer": self.buffer.state_dict(gather=self.process.comm.gather_objects),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state_dict` was taken. Raises ValueError if these ranks cannot divide the rollout."""
+        self.rollouts, self.metrics = state["rollouts"], dict(state["metrics"])
+        self.reward_before = state["reward_before"]
+        self.guards.load_state_dict(state["guards"])
+        self.buffer.load_state_dict(state["buffer"], rank=self.process.rank, world_size=self.process.world_size)
+
+
+def open_run(
+    config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor
+) -> Run:
+    """The models, with the same first weights, and an empty buffer. Raises CheckpointError for warm_start.path and reward.path."""
+    common = {"process": process, "values": first_values}
+    has_critic = config.advantage.baseline == "critic"
+    samples = config.rollout.prompts * config.rollout.group_size
+    actor = build(config, lr_table=lr_table, **common)
+    start_from(config, engine=actor)
+    critic = (
+        build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, strategy=config.critic, **common)
+        if has_critic
+        else None
+    )
+    if critic is not None:
+        start_from(config, engine=critic, body_only=True)
+    reference = open_reference(config, actor=actor, first_values=first_values)
+    return Run(
+        config=config,
+        process=process,
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        reward_model=open_reward_model(config, process=process),
+        prompts=prompts,
+        buffer=Buffer(updates=samples // config.train.global_batch_size),
+        cached=open_cached(config, actor=actor),
+        weights=open_weights(config, actor=actor),
+        packs=open_packs(config, actor=actor, reference=reference),
+        guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
+    )
+
+
+def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
+    """Whether texts are packed: where that changes no bit on any rank, and without rollout.identity=exact of all models that take it. A
+    collective call."""
+    modules = [engine.module for engine in (actor, reference) if isinstance(engine, Engine)]
+    process, is_exact = actor.process, config.rollout.identity == "exact"
+    own = torch.tensor([float(pack_exactly(*modules, device=process.device))], device=process.device)
+    packs = bool(process.comm.gather_scalars(own, label="packs").all())  # processors may differ
+    if config.rollout.engine == "generator" and is_exact and not packs:
+        for module in modules:
+            use_cached_attention(module)
+    return packs or (not is_exact and all(map(can_pack, modules)))
+
+
+def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
+    """What draws for rollout.engine=generator: a copy of the weights per `rollout.tensor` neighbours. A collective call."""
+    if config.rollout.engine != "generator":
+        return None
+    size, process = config.rollout.tensor or 1, actor.process
+    if size == 1:
+        return CachedRollouts(actor)
+    groups = [tuple(range(first, first + size)) for first in range(0, process.world_size, size)]
+    options = {"local_world_size": process.local_world_size, "timeout_seconds": process.timeout_seconds}
+    return CachedRollouts(actor, comm=connect_groups(groups, device=process.device, **options))
+
+
+def open_weights(config: Config, *, actor: Engine) -> SettledWeights:
+    """What `rollout.weights` asks for, `auto` decided. A collective call."""
+    name = config.rollout.weights
+    if name is not None and name.value == "auto":
+        return settle_weights(actor)
+    if name is None:
+        return SettledWeights(
+            weights=RolloutWeights.whole, reason="parameters are not sharded, or not read by forwards"
+        )
+    return SettledWeights(weights=RolloutWeights(name.value), reason="it was given")
+
+
+def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:
+    """What `kl.reference` names. New adapters add nothing, so the reference is the base alone; those of `warm_start.path` are part of it."""
+    if config.kl.reference == "frozen":
+        options = {
+            "is_trained": False,
+            "has_adapters": config.warm_start.path is not None,
+            "strategy": config.reference,
+        }
+        reference = build(config, process=actor.process, values=first_values, **options)
+        start_from(config, engine=reference)
+        return reference
+    return BaseModel(actor) if config.kl.reference == "lora_off" else None
