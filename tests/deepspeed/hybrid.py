@@ -80,8 +80,30 @@ def train_and_generate(process: Process, *, config: dict, adapters: bool = False
             engine.step()
             losses.append(loss.item())
     weights = {name: value.clone() for name, value in engine.engine.zero.full_parameters()}
+    by = engine._texts.said
     engine.destroy()
-    return {"same": same, "modes": modes, "losses": losses, "weights": weights, "length": 4 + options["max_new_tokens"]}
+    return {"same": same, "modes": modes, "losses": losses, "weights": weights, "by": by}
+
+
+def disagrees(process: Process) -> dict:
+    """Rank 1 asks for beams; then both draw, and a hook is put on, a module replaced."""
+    model = tiny()
+    reference = copy.deepcopy(model).eval()
+    engine, *_ = deepspeed.initialize(model=model, config=settings(stage=3))
+    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 6, "pad_token_id": PAD, "do_sample": False}
+    beams = {"num_beams": 2} if process.rank == 1 else {}
+    same = torch.equal(engine.generate(prompts, **options, **beams), reference.generate(prompts, **options, **beams))
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(engine.generate(prompts, **options | {"do_sample": True, "temperature": 20.0}))
+    handle = engine.module.lm_head.register_forward_hook(lambda *given: None)
+    engine.generate(prompts, **options)
+    handle.remove()
+    said = list(engine._texts.said)
+    engine.destroy()
+    return {"same": same, "drawn": drawn, "said": said}
 
 
 def weight_of(engine: deepspeed.DeepSpeedEngine, *, name: str) -> torch.Tensor:

@@ -1,10 +1,14 @@
 """The hybrid engine: texts from the training shards, and what DeepSpeed-Chat's scripts ask of an engine besides."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.deepspeed import hybrid
+from ztk.deepspeed.asked import read_call
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
+from ztk.deepspeed.hybrid_texts import Situation, structure_refusal
 from ztk.rollout.weights import RolloutWeights
 
 CASES = {
@@ -16,6 +20,11 @@ CASES = {
 }
 
 
+def who_draws(case: dict) -> str:
+    streams = case["stage"] == 3 and (case.get("pin_parameters") is False or case.get("inference_tp_size"))
+    return "a unit at a time" if streams else "ztk's inference engine, float32 over weights of float32"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_are_transformers_on_the_full_weights(ranks, name):
     config = hybrid.settings(**CASES[name])
@@ -23,6 +32,7 @@ def test_greedy_tokens_are_transformers_on_the_full_weights(ranks, name):
     silent = ranks(2).run(hybrid.train_and_generate, config=config, generates=False)
     for own, other in zip(found, silent, strict=True):
         assert own["same"] == [True] * 3 and own["modes"] == [False, True] * 3
+        assert len(own["by"]) == 1 and who_draws(CASES[name]) in own["by"][0]
         assert own["losses"] == other["losses"]  # texts change nothing about the training
         assert all(torch.equal(value, other["weights"][key]) for key, value in own["weights"].items())
 
@@ -33,9 +43,69 @@ def test_with_adapters(ranks, name):
     base = {key: value.detach() for key, value in hybrid.tiny(adapters=True).named_parameters()}
     config = hybrid.settings(**CASES[name])
     for found in ranks(2).run(hybrid.train_and_generate, config=config, adapters=True):
-        assert found["same"] == [True] * 3
+        assert found["same"] == [True] * 3 and who_draws(CASES[name]) in found["by"][0]
         kept = [key for key in base if key.endswith(("fc1.weight", "fc2.weight"))]
         assert len(kept) == 4 and all(torch.equal(found["weights"][key], base[key]) for key in kept)
+
+
+def test_ranks_agree_on_who_draws_and_say_so_once(ranks):
+    beams = ["transformers' own loop: another rank asked", "transformers' own loop: num_beams"]
+    for rank, found in enumerate(ranks(2).run(hybrid.disagrees)):
+        assert found["same"]
+        assert torch.equal(*found["drawn"][:2]) and not torch.equal(*found["drawn"][1:])
+        assert [
+            line.startswith(start)
+            for line, start in zip(
+                found["said"], (beams[rank], "ztk's inference engine", "transformers' own loop: hooks"), strict=True
+            )
+        ] == [True] * 3, found["said"]
+
+
+def test_what_a_model_is_not_computed_for():
+    """By the situation, and by modules that its configuration does not have."""
+    fits = Situation(
+        streams=False,
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.bfloat16}),
+        elements=1000,
+        most_elements=1000,
+        free_bytes=8000,
+    )
+    assert fits.refusal() is None
+    for change, reason in (
+        ({"streams": True}, "a unit at a time"),
+        ({"devices": frozenset({"cuda"})}, "not on the CPU"),
+        ({"dtypes": frozenset({torch.float64})}, "float32, bfloat16 and float16"),
+        ({"most_elements": 999}, "stage3_max_live_parameters=999"),
+        ({"free_bytes": 7999}, "are free"),
+    ):
+        assert reason in replace(fits, **change).refusal()
+    assert structure_refusal(hybrid.tiny()) is None and structure_refusal(hybrid.tiny(adapters=True)) is None
+    model = hybrid.tiny()
+    model.model.decoder.layers[1].activation_fn = torch.nn.GELU()
+    assert "model.decoder.layers.1.activation_fn is not the one" in structure_refusal(model)
+    model = hybrid.tiny()
+    model.config._attn_implementation = "mine"
+    assert "attn_implementation=mine" in structure_refusal(model)
+    assert "model_type=Linear" in structure_refusal(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"logits_processor": [len]}, "logits_processor"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask does not fill rows up on the left"),
+        ({"pad_token_id": 6}, "pad_token_id is in the prompts"),
+        ({"max_new_tokens": None, "max_length": 3}, "no length of an answer"),
+        ({"logits_processor": None, "synced_gpus": True}, None),
+    ],
+    ids=lambda given: None if isinstance(given, dict) else str(given),
+)
+def test_calls_that_transformers_loop_answers(more, reason):
+    options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": hybrid.PAD} | more
+    found = read_call(hybrid.tiny(), args=(torch.tensor([[5, 6, 7]]),), kwargs=options)
+    assert reason in found if isinstance(found, str) else reason is None and found.longest == 7
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

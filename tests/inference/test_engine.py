@@ -9,7 +9,7 @@ import torch
 import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.inference.sample import uniform
+from ztk.inference.sample import draw, draw_plain, draws_together, uniform
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -57,6 +57,25 @@ def test_answers_follow_the_distribution_they_report(model):
     for answer in answers[:20]:
         assert float(answer.processed_logprobs[0]) == pytest.approx(float(expected[answer.tokens[0]].log()), rel=1e-6)
         assert float(answer.logprobs[0]) == pytest.approx(float(raw[answer.tokens[0]]), rel=1e-6)
+
+
+def test_rows_that_are_drawn_together_have_the_bits_of_each_alone():
+    """A trainer's log-probabilities among them, and several temperatures."""
+    logits = torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
+    heat = [1.0, 0.7, 1.3, 0.0]
+    sampling = [
+        SamplingParams(
+            temperature=heat[row % 4], fp32_logprobs=row % 4 > 0 and row < 7, seed=row, draw_key=("text", row)
+        )
+        if heat[row % 4]
+        else SamplingParams(temperature=0.0)
+        for row in range(12)
+    ]
+    assert all(draws_together(one) for one in sampling)
+    found = draw_plain(logits, draws=[(one, row % 2, 5 + row) for row, one in enumerate(sampling)])
+    for row, one in enumerate(sampling):
+        alone = draw(logits[row], sampling=one, prompt=[1] * 5, answer=[2] * row, sample=row % 2)
+        assert found[row] == alone, row
 
 
 def test_draws_are_even():

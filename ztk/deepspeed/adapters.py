@@ -1,6 +1,6 @@
 """Low-rank adapters as DeepSpeed-Chat's scripts write them, merged into the weights that they belong to for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.zero.gathered import pin, unpin_unchanged
 
-_ATTRIBUTES = ("weight", "lora_left_weight", "lora_right_weight", "lora_scaling", "fuse_lora")
+_PARAMETERS = ("weight", "lora_left_weight", "lora_right_weight")
+_ATTRIBUTES = (*_PARAMETERS, "lora_scaling", "fuse_lora")
 
 
 class FusedAdapters:
@@ -30,13 +31,13 @@ class FusedAdapters:
         """A collective call where parameters are sharded: those of the layers stay gathered until `unfuse`. A second call does nothing."""
         if self.is_fused:
             return
-        layers = [layer for layer in _layers(self._model) if not layer.fuse_lora]
+        layers = [layer for layer in adapted_layers(self._model).values() if not layer.fuse_lora]
         pin(_parameters(layers))
         with torch.no_grad():
             for layer in layers:
                 self._bases[layer] = layer.weight.detach().clone()
-                product = layer.lora_right_weight.float() @ layer.lora_left_weight.float()
-                layer.weight.data.copy_(layer.weight.float() + layer.lora_scaling * product.t())
+                left, right = layer.lora_left_weight, layer.lora_right_weight
+                layer.weight.data.copy_(_merged(layer.weight, left=left, right=right, scaling=layer.lora_scaling))
                 layer.fuse_lora = True
 
     def unfuse(self) -> None:
@@ -48,9 +49,37 @@ class FusedAdapters:
         unpin_unchanged(_parameters(layers))
 
 
-def _layers(model: nn.Module) -> Iterator:
-    return (module for module in model.modules() if all(hasattr(module, name) for name in _ATTRIBUTES))
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of `model` with an adapter, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, attribute) for attribute in _ATTRIBUTES)
+    }
+
+
+def merged_parameters(
+    model: nn.Module, *, read: Callable[[], Iterator[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, value of any shape) of the parameters of `model` without adapters: theirs are added to the weights beside them, as `fuse` does,
+    in the weight's dtype. read: (name, full value) of all its own, of which each is valid until the next."""
+    layers = adapted_layers(model)
+    parts = {f"{name}.{leaf}" for name in layers for leaf in _PARAMETERS}
+    kept = {}
+    for name, value in read():
+        if name in parts:
+            kept[name] = value.detach().clone()
+        else:
+            yield name, value
+    for name, layer in layers.items():
+        weight, left, right = (kept[f"{name}.{leaf}"] for leaf in _PARAMETERS)
+        yield f"{name}.weight", _merged(weight, left=left, right=right, scaling=layer.lora_scaling)
+
+
+def _merged(weight: Tensor, *, left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    product = right.detach().float() @ left.detach().float()
+    return (weight.detach().float() + scaling * product.t()).to(weight.dtype)
 
 
 def _parameters(layers: list) -> list[nn.Parameter]:
-    return [getattr(layer, name) for layer in layers for name in ("weight", "lora_left_weight", "lora_right_weight")]
+    return [getattr(layer, name) for layer in layers for name in _PARAMETERS]

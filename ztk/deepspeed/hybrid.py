@@ -13,6 +13,7 @@ from torch import Tensor
 from ztk.deepspeed.adapters import FusedAdapters
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.generation import generate
+from ztk.deepspeed.hybrid_texts import EngineTexts
 from ztk.deepspeed.log import logger
 from ztk.rollout.weights import RolloutWeights
 
@@ -20,28 +21,37 @@ from ztk.rollout.weights import RolloutWeights
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """`initialize` makes it where the configuration has `hybrid_engine.enabled`.
 
-    `generate`, also under the name `module.generate`, draws texts from the parameters as they are sharded. There is no copy of the
-    weights, so that `eval()` and `train()` have nothing to convert: the next text is the updated model's.
+    `generate`, also under the name `module.generate`, draws texts from the parameters as they are sharded: by ztk's inference engine, or
+    by transformers' own loop, see `hybrid_texts`. No copy of the weights outlives a text, so that `eval()` and `train()` have nothing to
+    convert: the next text is the updated model's.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        assert self.settings.hybrid is not None, "the configuration has the section"
         self._adapters, self._times = FusedAdapters(self.module), _Times()
+        self._texts = EngineTexts(self.engine, weights=self.settings.hybrid.weights)
         self.module.generate = self.generate  # what scripts call
 
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
         """transformers' `generate`, without gradients and in eval mode: tokens [B, T].
 
-        Every rank calls it, and may end after other numbers of tokens.
+        Every rank calls it, and may end after other numbers of tokens. transformers' own loop draws what `hybrid_texts` has a reason for.
 
-        Adapters are merged meanwhile where parameters are gathered once for the text. Raises ValueError for a text that may become longer
-        than `hybrid_engine.max_out_tokens`.
+        Adapters are merged meanwhile, by that loop where parameters are gathered once for the text.
+
+        Raises:
+            ValueError: a text that may become longer than `hybrid_engine.max_out_tokens`.
+            FloatingPointError: logits that are not finite, by the inference engine.
         """
         settings = self.settings.hybrid
         assert settings is not None
         self._check_length(inputs, options, limit=settings.max_out_tokens)
-        with self._times.generating(), self._merged(wanted=settings.weights is RolloutWeights.whole):
-            tokens = generate(self, *inputs, weights=settings.weights, **options)
+        with self._times.generating():
+            tokens = self._texts.answer(inputs, options)
+            if tokens is None:
+                with self._merged(wanted=settings.weights is RolloutWeights.whole):
+                    tokens = generate(self, *inputs, weights=settings.weights, **options)
         if settings.releases:
             self.empty_partition_cache()
         return tokens

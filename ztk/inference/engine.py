@@ -22,7 +22,7 @@ from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import LeadingModel, Ranks, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import allow_lone_rows, check_model
+from ztk.inference.probe import allow_lone_rows, check_model, check_module
 from ztk.inference.sample import Drawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
@@ -245,6 +245,11 @@ class Generator:
         allow_lone_rows(self._model, exact=self._lone)
         self._graphs = graphs_of(self._model, cache=self._cache)
         self._scheduler.forget()
+
+    def compare_with(self, module: nn.Module) -> None:
+        """Raises ValueError where `module`, the causal language model of transformers that the weights are of, computes other logits."""
+        assert not isinstance(self._model, BlockModel), "a model over slabs"
+        check_module(self._model, module=module)
 
     @property
     def weight_bytes(self) -> int:

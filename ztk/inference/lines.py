@@ -11,7 +11,7 @@ from ztk.inference.block_model import BlockModel
 from ztk.inference.cache import Cache
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.model import InferenceModel
-from ztk.inference.sample import Drawn, DrawSteps, draw_plain, draws_plainly, noise_key, selects
+from ztk.inference.sample import Drawn, DrawSteps, draw_plain, draws_plainly, draws_together, noise_key, selects
 from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
 
@@ -83,7 +83,11 @@ def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> 
     """Of logits fp32 [R, V], `counts` rows of each work: what `draw` draws from a single row, for all at once; the logits, where a sequence
     draws several rows, by other steps, or not at all, or where they are not finite."""
     found: list[Tensor | list[Drawn]] = list(logits.split(counts))
-    plain = [number for number, work in enumerate(works) if counts[number] == 1 and _kind(work, rows=[0]) == _PLAIN]
+    plain = [
+        number
+        for number, work in enumerate(works)
+        if counts[number] == 1 and not _scores(work) and draws_together(work.sequence.sampling)
+    ]
     if not plain:
         return found
     at = [sum(counts[:number]) for number in plain] if len(plain) < len(works) else None
@@ -112,8 +116,12 @@ def is_finite(lines: Tensor | list[Drawn]) -> bool:
 def _kind(work: Work, *, rows: list[int]) -> str:
     """How the work's rows become tokens, which the sequence alone decides: every row draws one by nothing but the temperature, or by steps
     that a kernel makes, or the host needs the logits."""
-    sequence = work.sequence
-    scores = sequence.limit == 0 or sequence.sampling.prompt_logprobs
-    if not rows or scores or not selects(sequence.sampling):
+    sampling = work.sequence.sampling
+    if not rows or _scores(work) or not selects(sampling):
         return _WRITTEN
-    return _PLAIN if draws_plainly(sequence.sampling) else _SELECTED
+    return _PLAIN if draws_plainly(sampling) else _SELECTED
+
+
+def _scores(work: Work) -> bool:
+    """The prompt's own tokens are scored."""
+    return work.sequence.limit == 0 or work.sequence.sampling.prompt_logprobs

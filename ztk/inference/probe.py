@@ -163,7 +163,7 @@ def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: boo
     if eager:
         module.set_attn_implementation("eager")  # torch's fused attention leaves the cap out
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # a sharded module gathers parameters meanwhile, which later training writes
             own = model.step_logits(tokens, spans=[span], cache=cache, rows=list(range(len(tokens))))
             expected = module(tokens.unsqueeze(0), use_cache=False).logits[0].float()
     finally:

@@ -39,8 +39,13 @@ def uniform(*parts: object) -> float:
 
 def draws_plainly(sampling: SamplingParams) -> bool:
     """No step but the temperature, and no log-probabilities but those of the token: what `ztk.kernels.draw_rows` draws."""
+    return draws_together(sampling) and not sampling.fp32_logprobs
+
+
+def draws_together(sampling: SamplingParams) -> bool:
+    """No step but the temperature, and no log-probabilities but those of the token, a trainer's included: what `draw_plain` draws."""
     cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-    return selects(sampling) and not (cuts or penalises(sampling))
+    return sampling.token_mask is None and not (sampling.logprobs or cuts or penalises(sampling))
 
 
 def penalises(sampling: SamplingParams) -> bool:
@@ -86,7 +91,7 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
 
 
 def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) -> list[Drawn]:
-    """As `draw` from each row of logits fp32 [R, V] on the CPU, with the same bits, where `draws_plainly`; draws: of each row the sampling,
+    """As `draw` from each row of logits fp32 [R, V] on the CPU, with the same bits, where `draws_together`; draws: of each row the sampling,
     the number of the answer and the position. Logits that are not finite give a log-probability that is not."""
     scores = logits.double()
     raw = torch.log_softmax(scores, dim=-1)
@@ -108,6 +113,14 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
         tokens[hot] = drawn.squeeze(1)
         for row, logprob, total in zip(hot, kept.gather(1, drawn).squeeze(1).tolist(), totals, strict=True):
             processed[row] = logprob - math.log(total)
+    as_trainer: dict[float, list[int]] = {}
+    for row, (sampling, _, _) in enumerate(draws):
+        if sampling.fp32_logprobs:
+            as_trainer.setdefault(sampling.temperature, []).append(row)
+    for temperature, rows in as_trainer.items():
+        found = fp32_logprobs(logits[rows], temperature=temperature).gather(1, tokens[rows].unsqueeze(1))
+        for row, logprob in zip(rows, found.squeeze(1).tolist(), strict=True):
+            processed[row] = logprob
     # A row with an infinite logit has NaN among its log-probabilities, or their sum is.
     sums = logits.sum(-1).tolist()
     logprobs = raw.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
