@@ -53,7 +53,7 @@ def test_ranks_share_layers(words):
         ("inference.cache_dtype=fp8", "inference.cache_dtype=fp8 is of the cache of blocks"),
         ("inference.exact=false", "inference.exact=false is of the cache of blocks"),
         ("inference.cache=pages", "inference.cache=pages"),
-        ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0 or more"),
+        ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0, or 1e-06 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
         ("inference.prompts=/nowhere", "inference.prompts=/nowhere: is no file"),
         ("inference.held_out=/nowhere", "inference.held_out=/nowhere: is no file"),

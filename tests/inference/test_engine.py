@@ -191,6 +191,8 @@ def test_logits_that_are_not_finite_end_their_request_alone_and_name_the_layer()
     [
         ([], {}, "the prompt is empty"),
         ([96], {}, "token 96 is outside the vocabulary of 96"),
+        ([1], {"logit_bias": {-1: 5.0}}, "token -1 is outside the vocabulary of 96"),
+        ([1], {"logit_bias": {3: 1.0, 96: 5.0}}, "token 96 is outside the vocabulary of 96"),
         ([1] * 250, {"max_tokens": 10}, "a prompt of 250 tokens and an answer of up to 10 are more than the 256"),
     ],
 )
@@ -206,6 +208,9 @@ def test_prompts_that_cannot_be_answered_are_refused(model, prompt, sampling, me
     "options",
     [
         {"temperature": -1},
+        {"temperature": 1e-310},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: 1e39}},
         {"top_p": 0},
         {"n": 0},
         {"max_tokens": 0},

@@ -9,6 +9,7 @@ from tests.inference.schedules import run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.cut import Cut
 from ztk.inference.parallel import _INLINE
+from ztk.inference.products import Affine
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -69,6 +70,17 @@ def test_heads_that_cannot_be_divided_are_refused():
     assert Cut(rank=5, size=6).own(description).kv_heads == 1
     with pytest.raises(ValueError, match="topology.tensor=4: 6 query heads and 2 key heads cannot be divided by it"):
         Cut(size=4).own(description)
+
+
+def test_every_rank_has_a_part_of_an_mlp():
+    """Of any width, in groups that share a scale where there are as many: 1408 columns of eight ranks, say."""
+    for size, width in ((8, 1408), (3, 385), (4, 640), (2, 300), (4, 5)):
+        up, down = Affine(weight=torch.randn(width, 3)), Affine(weight=torch.randn(3, width))
+        parts = [Cut(rank=rank, size=size).inner(gate=None, up=up, down=down)[1:] for rank in range(size)]
+        assert min(len(own.weight) for own, _ in parts) > 0
+        assert torch.equal(torch.cat([own.weight for own, _ in parts]), up.weight)
+        assert torch.equal(torch.cat([own.weight for _, own in parts], dim=1), down.weight)
+        assert width < size * 128 or all(len(own.weight) % 128 == 0 for own, _ in parts[:-1])
 
 
 def weights_of_an_engine(process: ztk.Process, *, stage: int) -> list[list[int]]:

@@ -65,7 +65,7 @@ def test_echo_without_tokens_asks_for_the_prompts_log_probabilities():
     [
         ({"prompt": "a", "temprature": 1}, "unknown field temprature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature='hot': must be a number"),
-        ({"prompt": "a", "temperature": -1}, "temperature=-1.0: must be 0 or more"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1.0: must be 0, or 1e-06 or more"),
         ({"prompt": "a", "top_p": 0}, "top_p=0.0: must be above 0"),
         ({"prompt": "a", "n": True}, "n=True: must be an integer"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens=-1"),

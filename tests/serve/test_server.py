@@ -174,6 +174,7 @@ def test_a_client_who_leaves_frees_its_place(running):
             "maximum context length is 512 tokens. The prompt has 500 tokens",
         ),
         ("completions", {"prompt": [299, 300]}, 400, "token 300 is outside the vocabulary of 300"),
+        ("completions", {"prompt": "a", "logit_bias": {"50256": -100}}, 400, "token 50256 is outside the vocabulary"),
         ("completions", {"prompt": ""}, 400, "the prompt is empty"),
         ("completions", {"prompt": "a", "colour": 1}, 400, "unknown field colour"),
         ("chat/completions", {"messages": []}, 400, "messages must be a list"),

@@ -66,9 +66,11 @@ class Cut:
         return Affine(weight=F.pad(part.weight, (0, 0, 0, missing)), bias=bias)
 
     def _inner(self, width: int) -> tuple[int, int]:
+        """Groups as evenly as they go, so that no rank has none."""
         grain = _GROUP if width >= self.size * _GROUP else 1
-        each = -(-width // (self.size * grain)) * grain
-        return min(self.rank * each, width), min((self.rank + 1) * each, width)
+        groups = -(-width // grain)
+        start, stop = (rank * groups // self.size * grain for rank in (self.rank, self.rank + 1))
+        return start, min(stop, width)
 
     def _rows(self, full: Affine, *, start: int, stop: int) -> Affine:
         if self.size == 1:

@@ -4,7 +4,7 @@ Parameters have the dtype that the trainer computes in.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -122,7 +122,7 @@ class Generator:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt")
         for prompt, one in zip(prompts, each, strict=True):
-            self._check(prompt, limit=one.max_tokens)
+            self._check(prompt, limit=one.max_tokens, biased=one.logit_bias)
         answers = [
             self._enqueue(prompt, sampling=one, limit=one.max_tokens) for prompt, one in zip(prompts, each, strict=True)
         ]
@@ -180,7 +180,7 @@ class Generator:
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
         """
-        self._check(prompt, limit=sampling.max_tokens)
+        self._check(prompt, limit=sampling.max_tokens, biased=sampling.logit_bias)
         first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens)[0]
         return Request(id=first.request_id, prompt=list(prompt), sampling=sampling)
 
@@ -335,10 +335,10 @@ class Generator:
         self._model.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
         return found[0] if found else None
 
-    def _check(self, prompt: list[int], *, limit: int) -> None:
+    def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
         if not prompt:
             raise ValueError("the prompt is empty: begin with the model's first token, or a newline")
-        odd = next((token for token in prompt if not 0 <= token < self.description.vocab_size), None)
+        odd = next((token for token in (*prompt, *biased) if not 0 <= token < self.description.vocab_size), None)
         if odd is not None:
             raise ValueError(f"token {odd} is outside the vocabulary of {self.description.vocab_size}")
         if len(prompt) + limit > self.max_len:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ztk.policies.inference import BLOCK_WEIGHTS, CACHE_DTYPES, CACHES, ONLY_NVME, RANGES, SAMPLING_RANGES
+from ztk.policies.inference import BLOCK_WEIGHTS, CACHE_DTYPES, CACHES, LOGIT_BIAS, ONLY_NVME, RANGES, SAMPLING_RANGES
 from ztk.policies.offload import OffloadPolicy
 from ztk.policies.ranges import range_faults, refuse
 from ztk.policies.tier import Tier
@@ -107,6 +107,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES))
+        for token, bias in self.logit_bias.items():
+            if reason := LOGIT_BIAS.fault(bias):
+                raise ValueError(f"sampling.logit_bias={bias} of token {token}: {reason}")
         if not self.fp32_logprobs:
             return
         plain = SamplingParams()

@@ -23,7 +23,7 @@ ONLY_NVME = "answers are computed on the CPU, where main memory is what the weig
 _OF_SLABS = {"weights": WEIGHTS, "cache_tokens": (None,), "cache_dtype": (None, "stored"), "exact": (None, True)}
 SAMPLING_RANGES = {
     "max_tokens": COUNT,
-    "temperature": Range(low=0),
+    "temperature": Range(low=1e-6, zero=True),  # logits over less are infinite in float32
     "top_k": COUNT_OR_ZERO,
     "top_p": Range(low=0, high=1, above=True),
     "min_p": Range(low=0, high=1),
@@ -34,6 +34,7 @@ SAMPLING_RANGES = {
     "seed": Range(low=0, high=INT64_MAX),
     "logprobs": COUNT_OR_ZERO,
 }
+LOGIT_BIAS = Range(low=-1e9, high=1e9)
 EVAL_RANGES = {"seq_len": Range(low=2, high=INT32_MAX), "stride": COUNT}
 SERVE_RANGES = {"port": Range(low=0, high=65_535), "max_waiting": COUNT, "drain_seconds": Range(low=0, high=86_400)}
 

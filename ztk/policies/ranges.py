@@ -12,7 +12,7 @@ _FAR_ENDS = (None, INT32_MAX, INT64_MAX)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """Finite numbers from `low` to `high`; `below` leaves `high` itself out and `above` leaves `low` out.
+    """Finite numbers from `low` to `high`; `below` leaves `high` itself out, `above` leaves `low` out, and `zero` lets 0 in.
 
     float32: kernels read the number in float32. It must lie in the range after that rounding too, and must not become 0 or infinite.
     """
@@ -21,6 +21,7 @@ class Range:
     high: float | None = None
     above: bool = False
     below: bool = False
+    zero: bool = False
     float32: bool = False
 
     def fault(self, value: float) -> str:
@@ -37,6 +38,8 @@ class Range:
     def _holds(self, value: float) -> bool:
         if isinstance(value, float) and not math.isfinite(value):
             return False
+        if self.zero and value == 0:
+            return True
         if value < self.low or (self.above and value == self.low):
             return False
         return self.high is None or value < self.high or (value == self.high and not self.below)
@@ -48,6 +51,7 @@ class Range:
 
     def __str__(self) -> str:
         low = f"above {_plain(self.low)}" if self.above else f"{_plain(self.low)} or more"
+        low = f"0, or {low}" if self.zero else low
         high = "finite" if self.high is None else f"{'below' if self.below else 'at most'} {_plain(self.high)}"
         return f"{low} and {high}"
 

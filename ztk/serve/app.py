@@ -168,9 +168,10 @@ class Server:
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise BadRequest("the prompt is empty", param="prompt")
-            odd = next((token for token in prompt if not 0 <= token < self._vocabulary_size), None)
-            if odd is not None:
-                raise BadRequest(f"token {odd} is outside the vocabulary of {self._vocabulary_size}", param="prompt")
+            for param, tokens in (("prompt", prompt), ("logit_bias", asked.sampling.logit_bias)):
+                odd = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
+                if odd is not None:
+                    raise BadRequest(f"token {odd} is outside the vocabulary of {self._vocabulary_size}", param=param)
             if len(prompt) + asked.sampling.max_tokens > self._max_len:
                 raise BadRequest(
                     f"This model's maximum context length is {self._max_len} tokens. The prompt has {len(prompt)} tokens and max_tokens is "
