@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from ztk.kernels import adamw, lion, sgd, sum_of_squares
+from ztk.kernels import activate_cpu, adamw, lion, sgd, sum_of_squares
+from ztk.kernels._activation import ACTIVATIONS
+from ztk.kernels._cpu import GRAIN, VECTORS, even_cuts
 from ztk.kernels._cpu import UPDATE_PIECE as PIECE
 from ztk.kernels._flat import control_row
 
@@ -140,3 +142,33 @@ def test_adamw_agrees_with_torch():
         optimizer.step()
         adamw(master, grad=grad, exp_avg=m, exp_avg_sq=v, control=control_row(step=step, grad_coefficient=1.0))
     assert torch.allclose(master, parameter, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_an_activation_has_the_same_bits_beside_any_number_of_others(count):
+    """Of full vectors, at lengths that torch would divide in the middle of one."""
+    x = torch.randn(5 * GRAIN, generator=torch.Generator().manual_seed(0))
+    torch.set_num_threads(1)
+    expected = {kind: activate_cpu(x, activation=kind) for kind in ACTIVATIONS}
+    torch.set_num_threads(count)
+    try:
+        for length in (32, GRAIN + 32, 2 * GRAIN + 1024 + 64, 3 * GRAIN + 32, 4 * GRAIN + 96, 5 * GRAIN):
+            for kind, full in expected.items():
+                assert torch.equal(activate_cpu(x[:length], activation=kind), full[:length]), (kind, length)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("among_all", [False, True])
+def test_threads_have_full_vectors(count, among_all, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    for numel in (0, 1, GRAIN - 1, GRAIN, 66_560, 3 * GRAIN + 17, 5 * GRAIN, 47 * GRAIN + 33):
+        cuts = list(even_cuts(numel, among_all=among_all))
+        stops = [cut.stop for cut in cuts]
+        assert [cut.start for cut in cuts] == [0, *stops][: len(cuts)] and [0, *stops][-1] == numel
+        for cut in cuts:
+            size = cut.stop - cut.start
+            parts = count if among_all else min(count, -(-size // GRAIN))  # as torch divides
+            is_last_alone = cut is cuts[-1] and (count == 1 or size <= GRAIN // 2 or parts == 1)
+            assert -(-size // parts) % VECTORS == 0 or is_last_alone

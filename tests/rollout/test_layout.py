@@ -50,6 +50,25 @@ def test_a_text_has_the_same_bits_in_any_pack(threads):
         torch.set_num_threads(before)
 
 
+def test_four_threads_have_full_vectors_too():
+    """Torch divides 72 x 1024 elements among three of them; alone and in a pack of 84 in other places."""
+    model, before = decoder(dim=16, layers=1, hidden_dim=1024, max_seq_len=96), torch.get_num_threads()
+    assert pack_exactly(model, device=CPU)
+    generator = torch.Generator().manual_seed(2)
+    lengths, tokens = torch.tensor([70, 12]), torch.randint(97, (2, 70), generator=generator)
+    torch.set_num_threads(4)
+    try:
+        with torch.no_grad():
+            packs = [
+                lay_out(tokens[:count], lengths=lengths[:count], packs=True, device=CPU, module=model)
+                for count in (1, 2)
+            ]
+            alone, together = (pack.forward(model).flatten(0, 1)[int(pack.starts[0]) :][:70] for pack in packs)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone, together)
+
+
 def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
     """In uneven pieces, some texts left out of a forward."""
     model, tokens = decoder(), texts()

@@ -12,7 +12,7 @@ from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_steps import BlockStep
 from ztk.inference.block_weights import BlockLayer, BlockWeights, RowsProduct
 from ztk.inference.describe import Subject
-from ztk.inference.model import alibi_slopes
+from ztk.inference.model import ACTIVATIONS, alibi_slopes
 from ztk.inference.products import Affine
 from ztk.inference.rows import share
 from ztk.inference.sample import Drawn, DrawSteps, penalised, penalises
@@ -30,15 +30,6 @@ from ztk.kernels import (
     select_rows,
 )
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-
 
 class BlockModel:
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
@@ -51,14 +42,14 @@ class BlockModel:
 
     def __init__(self, subject: Subject, *, weights: BlockWeights, exact: bool = True) -> None:
         self.description, self.weights, self._exact = subject.description, weights, exact
-        if self.description.activation not in _ACTIVATIONS:
+        if self.description.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation {self.description.activation} is not supported by the inference engine: it has "
-                f"{', '.join(_ACTIVATIONS)}"
+                f"{', '.join(ACTIVATIONS)}"
             )
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         self._tables = [tuple(table.to(self.device) for table in pair) for pair in subject.tables]
-        self._activation = _ACTIVATIONS[self.description.activation]
+        self._activation = ACTIVATIONS[self.description.activation]
         slopes = alibi_slopes(self.description.heads) if self.description.is_alibi else None
         self._slopes = None if slopes is None else slopes.to(self.device)
 

@@ -13,20 +13,21 @@ from ztk.inference.cache import Cache
 from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
 from ztk.inference.products import Affine, Product
-from ztk.inference.rows import rms_norm, rope, share, swiglu
+from ztk.inference.rows import rms_norm, rope, share
 from ztk.inference.steps import Span, Step
 from ztk.inference.weights import Layer, Mlp, Weights
+from ztk.kernels import activate_cpu
 
 if TYPE_CHECKING:
     from ztk.inference.parallel import Ranks
 
-_ACTIVATIONS = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+ACTIVATIONS = {  # transformers' names -> those of `ztk.kernels`
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
 
 
@@ -42,13 +43,13 @@ class InferenceModel:
     def __init__(self, subject: Subject, *, weights: Weights, ranks: "Ranks | None" = None) -> None:
         self._full, self._ranks, self.weights = subject.description, ranks, weights
         self.description = self._full if ranks is None else ranks.cut.own(self._full)
-        if self.description.activation not in _ACTIVATIONS:
+        if self.description.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation {self.description.activation} is not supported by the inference engine: it has "
-                f"{', '.join(_ACTIVATIONS)}"
+                f"{', '.join(ACTIVATIONS)}"
             )
         self._tables = subject.tables
-        self._activation = _ACTIVATIONS[self.description.activation]
+        self._activation = ACTIVATIONS[self.description.activation]
         self._slopes = alibi_slopes(self._full.heads) if self._full.is_alibi else None
         if ranks is not None and self._slopes is not None:
             self._slopes = own_slopes(self._slopes, cut=ranks.cut)
@@ -195,12 +196,9 @@ class InferenceModel:
         """x [M, C] -> [M, C]; of a model that ranks share this rank's part of the sum."""
         raised = weights.up(x)
         if weights.gate is None:
-            return weights.down(self._activation(raised))
+            return weights.down(activate_cpu(raised, activation=self._activation))
         gate = weights.gate(x)
-        inner = (
-            swiglu(gate, up=raised) if self.description.activation == "silu" else self._activation(gate).mul_(raised)
-        )
-        return weights.down(inner)
+        return weights.down(activate_cpu(gate, activation=self._activation).mul_(raised))
 
     def norm(self, x: Tensor, *, by: Affine | None) -> Tensor:
         """The family's norm over the last dimension: x [M, C] -> [M, C]."""

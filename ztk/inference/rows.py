@@ -4,8 +4,9 @@ The same formulas as the CPU implementations of `ztk.kernels`. Results have the 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+_COLUMNS, _AT_ONCE = 64, 512  # of `share`: as much as torch gives one thread
 
 
 def rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
@@ -28,12 +29,8 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def swiglu(gate: Tensor, *, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise; all of one shape."""
-    return F.silu(gate).mul_(up)
-
-
 def share(logits: Tensor) -> Tensor:
     """sigmoid of a column, [M, 1] -> [M, 1]. In rows of 64: the last elements of a tensor take another path of the vectorised code, so
     that an element's bits would depend on the number of rows."""
-    return torch.sigmoid(logits.expand(-1, 64).contiguous())[:, :1]
+    parts = (torch.sigmoid(rows.expand(-1, _COLUMNS).contiguous())[:, :1] for rows in logits.split(_AT_ONCE))
+    return torch.cat(list(parts))

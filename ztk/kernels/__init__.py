@@ -34,6 +34,7 @@ from ztk.kernels import sharded_cross_entropy as _sharded_cross_entropy
 from ztk.kernels import step_control as _step_control
 from ztk.kernels import sum_of_squares as _sum_of_squares
 from ztk.kernels import swiglu as _swiglu
+from ztk.kernels._activation import activate_cpu
 from ztk.kernels._attention_blocks import PackedPair, Pair, Part, attention_block, attention_block_backward
 from ztk.kernels._control import (
     CONTROL_COLUMNS,
@@ -143,6 +144,7 @@ __all__ = [
     "Setting",
     "Slots",
     "State",
+    "activate_cpu",
     "adamw",
     "adamw_8bit",
     "adamw_bf16",

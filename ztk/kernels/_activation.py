@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._cpu import GRAIN, even_cuts
+
 ACTIVATIONS = ("none", "silu", "relu", "gelu", "gelu_tanh")
 _INVERSE_SQRT_2 = tl.constexpr(0.5**0.5)
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / math.pi) ** 0.5)
@@ -29,9 +31,22 @@ def activate(b_x, ACTIVATION: tl.constexpr):
 
 
 def activate_cpu(x: Tensor, *, activation: str) -> Tensor:
-    """act(x) in x's dtype, any shape."""
+    """act(x) in x's dtype, any shape; no gradient. On a CPU an element's bits do not depend on how many others there are before full vectors.
+
+    activation: one of `ACTIVATIONS`; none is x itself.
+    """
     if activation == "none":
         return x
-    if activation.startswith("gelu"):
-        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return F.silu(x) if activation == "silu" else torch.relu(x)
+    if activation == "relu":
+        return torch.relu(x)
+    is_silu, approximate = activation == "silu", "tanh" if activation == "gelu_tanh" else "none"
+    if x.device.type != "cpu" or x.numel() <= GRAIN // 2:  # one thread has all
+        return F.silu(x) if is_silu else F.gelu(x, approximate=approximate)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    flat, results = x.reshape(-1), out.view(-1)
+    for cut in even_cuts(x.numel(), among_all=not is_silu):
+        if is_silu:
+            torch.ops.aten.silu.out(flat[cut], out=results[cut])
+        else:
+            torch.ops.aten.gelu.out(flat[cut], approximate=approximate, out=results[cut])
+    return out

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 PIECE = 65536  # elements of a layer's rows: 256 KiB of float32
+GRAIN = 32768  # elements that torch gives a thread at least
+VECTORS = 32  # of float32, that torch's loops over AVX512 take at once
 UPDATE_PIECE = 1 << 19  # elements of an optimizer update: measured 30% faster than 1 << 16, where torch's calls show
 
 _local = threading.local()  # offload threads run optimizer updates at the same time
@@ -47,3 +49,18 @@ def pieces(numel: int) -> Iterator[slice]:
     """Cuts of [0, numel) that keep a few tensors of a 16-bit or 32-bit dtype in cache."""
     for start in range(0, numel, 2 * PIECE):
         yield slice(start, start + 2 * PIECE)
+
+
+def even_cuts(numel: int, *, among_all: bool = False) -> Iterator[slice]:
+    """Cuts of [0, numel) of which every thread of an elementwise operation has full vectors, but for the very end.
+
+    Torch gives an equal part each to as many threads as have `GRAIN` elements; or, of gelu, to all. What a part has beyond full vectors takes
+    another path of the code, with other bits of sigmoid, silu and gelu: an element's bits would depend on how many others there are.
+    """
+    threads, start = torch.get_num_threads(), 0
+    units = (threads * VECTORS, 1) if among_all else (threads * GRAIN, GRAIN, 1)
+    for unit in units if threads > 1 else (1,):
+        stop = start + (numel - start) // unit * unit
+        if stop > start:
+            yield slice(start, stop)
+        start = stop

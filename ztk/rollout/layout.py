@@ -8,7 +8,6 @@ bits in any number from 2 on (`_products_agree` tries it for the shapes of the m
 code, and so do those at the end of each thread's part: packs are filled up with tokens that nobody reads until there are none.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from ztk.rollout.attention import CachedAttention, use_cached_attention
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
 _VECTORS = 32  # elements of fp32 that torch's loops over AVX512 take at once
+_GRAIN = 32768  # elements that torch gives a thread at least
 _PAD = 0
 
 
@@ -66,7 +66,7 @@ def lay_out(
     order = lengths.argsort(stable=True)
     is_token = torch.arange(T) < lengths[order].unsqueeze(1)
     flat, positions = tokens[order][is_token], torch.arange(T).expand(S, T)[is_token]
-    if module is not None and (extra := -len(flat) % _multiple_of(module)):
+    if module is not None and (extra := _missing(len(flat), module=module)):
         flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
         positions = torch.cat([positions, torch.zeros(extra, dtype=torch.int64)])  # each a text of its own
     starts = torch.empty_like(lengths)
@@ -99,10 +99,12 @@ def lay_out_new(
     spans = [
         Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in zip(*columns, strict=True)
     ]
-    if extra := -len(flat) % _multiple_of(module):
-        spans.append(Span(slot=filling, start=0, length=extra, row=len(flat)))
+    if extra := _missing(len(flat), module=module):
+        spans += [Span(slot=filling, start=0, length=1, row=len(flat) + number) for number in range(extra)]
         flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
-        positions = torch.cat([positions, torch.arange(extra)])
+        positions = torch.cat(
+            [positions, torch.zeros(extra, dtype=torch.int64)]
+        )  # all alike, at one place of the cache
     documents = Documents(  # attention goes by the spans, so positions are all that counts
         positions=positions.unsqueeze(0),
         cu_seqlens=torch.tensor([0, len(flat)], dtype=torch.int32),
@@ -159,8 +161,16 @@ def _products_agree(module: nn.Module) -> bool:
     return True
 
 
-def _multiple_of(module: nn.Module) -> int:
-    """Tokens of a pack are a multiple: every thread's part of an activation is full vectors, and no product has a lone row."""
+def _missing(count: int, *, module: nn.Module) -> int:
+    """Tokens that fill a pack of `count` up: every thread's part of an activation is full vectors, and no product has a lone row."""
     assert isinstance(module, Decoder)
-    vectors = _VECTORS * torch.get_num_threads()
-    return max(2, vectors // math.gcd(vectors, module.config.hidden_dim))
+    width, filled = module.config.hidden_dim, max(2, count)
+    while not _is_even(filled * width):
+        filled += 1
+    return filled - count
+
+
+def _is_even(numel: int) -> bool:
+    """Torch gives as many threads as have `_GRAIN` elements an equal part each."""
+    part = -(-numel // min(torch.get_num_threads(), -(-numel // _GRAIN)))
+    return numel % _VECTORS == 0 and part % _VECTORS == 0
