@@ -1,6 +1,7 @@
 """Muon over shards: the same bits at every stage and tier, torch's update, and the bytes of its exchange."""
 
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -12,7 +13,9 @@ from torch.optim import _muon
 
 from tests.sharded_optim.bits import check_bits
 from tests.zero.models import BATCH, WIDTH, Layout, Model, batches, build, make_engine, train
-from ztk.checkpoint import load, save
+from ztk.checkpoint import CheckpointError, load, save
+from ztk.checkpoint.groups import gather_groups
+from ztk.engine import Engine
 from ztk.offload import NvmeStore
 from ztk.optim import OptimizerPolicy
 from ztk.runtime import Process
@@ -151,6 +154,38 @@ def test_a_matrix_has_no_second_moment_and_its_states_are_written_once(ranks, la
     smallest = 64 * 64  # bytes of slots of matrices alone whose weights are elsewhere
     assert 4 * elements - smallest <= full - less <= 4 * (elements + padding)
     assert all(counts == ({1} if layout.offload == "nvme" else set()) for own in found for _, counts, _ in own)
+
+
+def loads(process: Process, *, folder: str, early: bool) -> dict[str, str]:
+    """What loading a checkpoint of Muon says, by optimizer. early: one that does not name Muon's matrices."""
+
+    def groups(engine: Engine) -> list[dict]:
+        found = gather_groups(engine)
+        return [{key: value for key, value in group.items() if key != "muon"} for group in found] if early else found
+
+    with mock.patch.object(sys.modules["ztk.checkpoint.save"], "gather_groups", groups):
+        save(make_engine(process, layout=Layout(stage=1), optimizer=MUON), folder=folder)
+    said = {}
+    for name, optimizer in {
+        "muon": MUON,
+        "fewer matrices": replace(MUON, adam_names="down"),
+        "adamw": OptimizerPolicy(),
+        "sgd": OptimizerPolicy(name="sgd", momentum=0.9),
+    }.items():
+        try:
+            load(make_engine(process, layout=Layout(stage=3), optimizer=optimizer), path=folder)
+            said[name] = ""
+        except CheckpointError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_who_divides_by_second_moments_is_refused_a_checkpoint_without(ranks, tmp_path, early):
+    said = ranks(1).run(loads, folder=str(tmp_path), early=early)[0]
+    assert said["muon"] == "" and "another optimizer" in said["sgd"]
+    assert "no second moment of blocks.0.down.weight and" in said["adamw"]
+    assert ("no second moment of blocks.0.down.weight and" in said["fewer matrices"]) is not early
 
 
 def refusal(process: Process) -> None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.manifest import Manifest
 from ztk.checkpoint.subject import Subject
 from ztk.kernels import Hyper
 
@@ -11,7 +13,8 @@ from ztk.kernels import Hyper
 def gather_groups(engine: Subject) -> list[dict[str, Any]]:
     """One dictionary per set of hyperparameters: by name, "options" of the optimizer, and "params", the parameters' names. Collective.
 
-    Rates are those before the schedule's factor; they come from an fp32 table and are rounded to 7 digits.
+    Rates are those before the schedule's factor; they come from an fp32 table and are rounded to 7 digits. "muon", where there is Muon: it
+    updates these matrices, which have no second moment.
     """
     optimizer = engine.zero.optimizer
     muon = getattr(optimizer, "muon", None)
@@ -25,6 +28,8 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
         if bucket.traits.trainable
         for placement in bucket.layout.placements
     }
+    if muon is not None:
+        own = {name: {**row, "muon": name in engine.zero.matrices} for name, row in own.items()}
     groups: dict[tuple, dict[str, Any]] = {}
     seen: set[str] = set()
     for rank_rows in engine.process.comm.gather_objects(own):  # pipeline stages have different parameters
@@ -33,6 +38,27 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
                 seen.add(name)
                 groups.setdefault(tuple(row.values()), {**row, "options": options, "params": []})["params"].append(name)
     return list(groups.values())
+
+
+def check_second_moments(engine: Subject, *, manifest: Manifest) -> None:
+    """Raises CheckpointError if this run divides by second moments of parameters that have none, because Muon updated them: zeros in their
+    place would make the first steps 1 / sqrt(1 - beta2) times too long."""
+    if "exp_avg_sq" not in engine.zero.state_names:
+        return
+    trained = (bucket for bucket in engine.zero.buckets if bucket.traits.trainable)
+    own = {placement.name for bucket in trained for placement in bucket.layout.placements} - engine.zero.matrices
+    matrices = {info.name for info in manifest.parameters if len(info.shape) == 2}
+    without: set[str] = set()
+    for group in manifest.groups or ():
+        # Early checkpoints do not say which matrices Muon updated; to a run with Muon they are taken for the same ones.
+        is_early = "muon" not in group and "muon_steps" in group["options"] and not engine.zero.matrices
+        without.update(matrices.intersection(group["params"]) if is_early or group.get("muon") else ())
+    if lacking := sorted(name for name in own if manifest.tied.get(name, name) in without):
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        raise CheckpointError(
+            f"{manifest.path} was saved by optimizer=muon, which keeps no second moment of {lacking[0]}{more}, and this run divides by it: "
+            "use optimizer=muon with the same matrices, or load it with weights_only=True"
+        )
 
 
 def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

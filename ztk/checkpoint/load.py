@@ -16,6 +16,7 @@ from ztk.buckets.context import AVERAGE
 from ztk.checkpoint.errors import Agreement, CheckpointError
 from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import open_manifest, resolve
+from ztk.checkpoint.groups import check_second_moments
 from ztk.checkpoint.manifest import BUFFER, FROZEN, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
@@ -88,6 +89,7 @@ def load(
         check_fits(manifest, state_names=names, info=info, options=options, matched=matched)
         if not weights_only:
             check_progress(engine, manifest=manifest)
+            check_second_moments(engine, manifest=manifest)
         reader = StateReader(manifest)
         if comm.rank == 0:
             reader.check_files()

@@ -49,7 +49,7 @@ class Zero:
     buckets: in order of definition. gathering, hooks: parameters at stage 3. reduction: gradients.
     state: the state for checkpoints. named_state: the state of single parameters. offloader: moves states off the device.
     averaged: the average of the weights in their place. state_names: of what is stored per parameter beside its master weight.
-    kept_states: in what, see `StateFormat.described`.
+    kept_states: in what, see `StateFormat.described`. matrices: names of the parameters that Muon updates.
     num_parameters: elements of the model over all ranks, frozen ones included, padding not.
     dtype: of the parameters as the model computes with them. gradient_dtype: in which gradients are sent and add up.
     """
@@ -80,6 +80,7 @@ class Zero:
         Raises ValueError if a parameter has no values.
         """
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
+        self.matrices = frozenset(name for name, row in groups.row_of.items() if groups.rows[row].muon_scale)
         self._skip_unused, self._ema = skip_unused, ema
         self.dtype, self.gradient_dtype = precision.dtype, precision.reduce_dtype or precision.dtype
         self._stores, self._comm, self._pipeline_rank = stores, mesh.world, mesh.comm("pp").rank
