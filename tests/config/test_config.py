@@ -190,10 +190,6 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
             "padding would be routed to experts; use data.seq_len=32",
         ),
         (("topology=cp2", "task=sft", "data=chat"), "use topology.context=1 and topology.sequence"),
-        (
-            ("topology=cp2", "task=plan", "hardware=h100", "plan.search=true", "data=synthetic"),
-            "use topology.context=1, or plan.search=false",
-        ),
         (("topology=cp2", "zero=ddp"), "is there to compare with and data-parallel only"),
         (("topology=sp4",), "use topology.sequence=2, or another degree"),
         (("topology=sp2", "data.seq_len=129"), "use data.seq_len=130"),

@@ -37,7 +37,7 @@ WORK = Workload(
     optimizer_bytes=8,
     dtype="float32",
 )
-USUAL = Layout(stage=0, offload="none", recompute="none", pipeline=1, tensor=1, sequence=1, expert=1)
+USUAL = Layout(stage=0, offload="none", recompute="none", pipeline=1, tensor=1, sequence=1, context=1, expert=1)
 NANO = ("task=plan", "model=nano", "data=synthetic", "data.seq_len=64", "launch.ranks=4", "hardware=h100")
 
 
@@ -59,12 +59,13 @@ def planner(fits, *, refused=()):
 
 def test_layouts_are_all_combinations_and_each_is_legal_or_has_a_reason():
     found, refused = legal(WORK)
-    splits = 10  # (pipeline, tensor, sequence) whose product divides 4
+    splits = 15  # (pipeline, tensor, sequence, context) whose product divides 4
     assert len(found) + sum(refused.values()) == splits * 4 * 3 * 3
     assert refused["more tensor ranks than key heads"] == 36  # tensor=4
     assert len(set(found)) == len(found) and USUAL in found
     experts = replace(WORK, experts=2, expert_parameters=500, expert_choices=4)
     assert {layout.expert for layout in legal(experts)[0]} == {1, 2}
+    assert legal(replace(experts, seq_len=9))[1]["padding of a ring would be routed to experts"] > 0
     assert (
         "the global batch is no multiple of a micro-batch on every replica" in legal(replace(WORK, global_batch=2))[1]
     )
@@ -78,7 +79,7 @@ def test_the_state_of_a_layout_is_never_estimated_too_high(tmp_path):
         USUAL,
         replace(USUAL, stage=3, offload="cpu"),
         replace(USUAL, stage=1, pipeline=2),
-        replace(USUAL, stage=2, tensor=2),
+        replace(USUAL, stage=2, tensor=2, context=2),
     ]
     for layout in chosen:
         words = program.searched(config, given=dict(word.split("=") for word in NANO), overrides=layout.overrides)
@@ -94,11 +95,13 @@ def test_more_work_takes_longer():
     host, disk = (rough_seconds(replace(USUAL, offload=tier), work=slow_disk) for tier in ("cpu", "nvme"))
     assert disk > host
     several = replace(WORK, global_batch=16, hardware=replace(HARDWARE, link_bandwidth=1e6))
+    ring = replace(USUAL, context=2)
+    assert rough_seconds(ring, work=several) > rough_seconds(ring, work=replace(several, kv_heads=1))
     assert rough_seconds(replace(USUAL, stage=3), work=several) > rough_seconds(replace(USUAL, stage=1), work=several)
 
 
 def test_what_is_dropped_and_what_is_planned_is_everything():
-    replan, asked = planner(lambda overrides: "topology.pipeline=2" in overrides, refused=("topology.sequence=2",))
+    replan, asked = planner(lambda overrides: "topology.pipeline=2" in overrides, refused=("topology.context=2",))
     lines = []
     result = search(replan, work=WORK, traced=12, say=lines.append)
     assert len(result.found) + sum(result.dropped.values()) == result.layouts

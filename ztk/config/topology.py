@@ -153,10 +153,6 @@ def _context_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={length}: topology.context={topology.context} pads it to a multiple of {unit}, and padding would be routed to "
             f"experts; use data.seq_len={-(-length // unit) * unit}"
         )
-    if config.task.name == "plan" and config.plan.search:
-        yield (
-            f"plan.search=true ranks layouts without topology.context={topology.context}: use topology.context=1, or plan.search=false"
-        )
 
 
 def _heads_of_ranks(config: Config) -> list[int]:

@@ -14,6 +14,7 @@ from ztk.policies.hardware import Hardware
 STAGES = (0, 1, 2, 3)
 OFFLOADS = ("none", "cpu", "nvme")  # each takes more off the device than the one before
 RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
+DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
 AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, in those without recomputation
 
 
@@ -27,12 +28,13 @@ class Layout:
     pipeline: int
     tensor: int
     sequence: int
+    context: int
     expert: int
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """On the command line; what is usual is left out."""
-        degrees = {name: getattr(self, name) for name in ("pipeline", "tensor", "sequence", "expert")}
+        degrees = {name: getattr(self, name) for name in DEGREES}
         return (
             f"zero=stage{self.stage}",
             *([f"offload={self.offload}"] if self.offload != "none" else []),
@@ -77,7 +79,7 @@ class Workload:
 
     def replicas(self, layout: Layout) -> int:
         """Ranks with sequences of their own."""
-        return self.ranks // (layout.pipeline * layout.tensor * layout.sequence)
+        return self.ranks // (layout.pipeline * layout.tensor * layout.sequence * layout.context)
 
     def forwards(self, layout: Layout) -> int:
         """Micro-batches of a step."""
@@ -96,7 +98,7 @@ class Workload:
 def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
     """Every layout with which `work` can run, and how many cannot, by reason. Degrees that do not divide the ranks are no layouts."""
     found, refused = [], Counter[str]()
-    for pipeline, tensor, sequence, expert in _degrees(work):
+    for pipeline, tensor, sequence, context, expert in _degrees(work):
         for stage in STAGES:
             for offload in OFFLOADS:
                 for recompute in RECOMPUTES:
@@ -107,6 +109,7 @@ def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
                         pipeline=pipeline,
                         tensor=tensor,
                         sequence=sequence,
+                        context=context,
                         expert=expert,
                     )
                     if reason := _illegal(layout, work=work):
@@ -130,7 +133,7 @@ def state_bytes(layout: Layout, *, work: Workload) -> float:
 
 def activation_bytes(layout: Layout, *, work: Workload) -> float:
     """What a micro-batch keeps of its forward, roughly: 2 bytes of 17 values per element of the residual stream and layer."""
-    tokens = work.micro_batch * work.seq_len / layout.sequence
+    tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
     layers = work.layers / layout.pipeline
     waiting = min(layout.pipeline, work.forwards(layout))  # micro-batches of a stage at one time, with 1F1B
     kept = {"none": 17 / layout.tensor, "selective": 8 / layout.tensor, "full": 1.0}[layout.recompute]
@@ -170,7 +173,7 @@ def _wire_of_data(layout: Layout, *, work: Workload) -> float:
 def _exposed(layout: Layout, *, work: Workload) -> float:
     """Seconds of collectives inside layers, which computing waits for."""
     forwards, hardware = work.forwards(layout), work.hardware
-    tokens = work.micro_batch * work.seq_len / layout.sequence
+    tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
     activations = tokens * work.dim * work.parameter_bytes * forwards
     layers, passes = work.layers / layout.pipeline, 3 if layout.recompute == "full" else 2
     reduced = 2 * activations * 2 * passes * layers
@@ -180,9 +183,28 @@ def _exposed(layout: Layout, *, work: Workload) -> float:
         exchanged, size=layout.sequence, span=layout.sequence * layout.tensor, layout=layout, hardware=hardware
     )
     routed = 2 * activations * passes * work.expert_choices / layout.pipeline
-    return seconds + _seconds(
+    seconds += _seconds(
         routed, size=layout.expert, span=layout.expert * layout.tensor, layout=layout, hardware=hardware
     )
+    return seconds + max(0.0, _ring(layout, work=work) - _attention(layout, work=work))
+
+
+def _ring(layout: Layout, *, work: Workload) -> float:
+    """Seconds in which ring attention's keys and values go around: once forward, twice backward, where their gradients go along."""
+    if layout.context == 1:
+        return 0.0
+    tokens = work.micro_batch * work.seq_len / layout.sequence  # of the ring
+    width = work.dim / work.heads * work.kv_heads / layout.tensor
+    passes = 4 if layout.recompute == "full" else 3
+    nbytes = 2 * tokens * width * work.parameter_bytes * passes * work.forwards(layout) * work.layers / layout.pipeline
+    span = layout.context * layout.sequence * layout.tensor
+    return _seconds(nbytes, size=layout.context, span=span, layout=layout, hardware=work.hardware)
+
+
+def _attention(layout: Layout, *, work: Workload) -> float:
+    """Seconds of the products of queries, keys and values, behind which the ring's transfers hide."""
+    flops = 12 * work.dim * work.seq_len * work.layers * work.global_batch * work.seq_len
+    return flops / work.ranks / work.hardware.rate(work.dtype) * AGAIN[layout.recompute]
 
 
 def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: Hardware) -> float:
@@ -196,30 +218,35 @@ def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: H
     return nbytes * (size - 1) / size / bandwidth
 
 
-def _degrees(work: Workload) -> Iterator[tuple[int, int, int, int]]:
+def _degrees(work: Workload) -> Iterator[tuple[int, ...]]:
+    """In the order of `DEGREES`."""
     for pipeline in divisors(work.ranks):
         for tensor in divisors(work.ranks // pipeline):
             data = work.ranks // pipeline // tensor
             for sequence in divisors(data):
-                for expert in divisors(math.gcd(data, work.experts)) if work.experts else (1,):
-                    yield pipeline, tensor, sequence, expert
+                for context in divisors(data // sequence):
+                    for expert in divisors(math.gcd(data, work.experts)) if work.experts else (1,):
+                        yield pipeline, tensor, sequence, context, expert
 
 
 def _illegal(layout: Layout, *, work: Workload) -> str:
     """Why a run is refused; empty if this file knows no reason. The rules of `ztk.config` decide in the end."""
-    if layout.pipeline > work.layers + 2:
-        return "more stages than layers, embedding and head"
-    if layout.tensor > work.kv_heads:
-        return "more tensor ranks than key heads"
     base, larger = divmod(work.kv_heads, layout.tensor)
     groups = work.heads // work.kv_heads
-    if any((base + more) * groups % layout.sequence for more in {0, int(larger > 0)}):
-        return "sequence ranks do not divide a rank's heads"
-    if work.seq_len % layout.sequence:
-        return "sequence ranks do not divide the sequence"
-    if work.global_batch % (work.replicas(layout) * work.micro_batch):
-        return "the global batch is no multiple of a micro-batch on every replica"
-    return ""
+    heads = [(base + more) * groups for more in {0, int(larger > 0)}]  # of a rank
+    is_ring, ring = layout.context > 1, 2 * layout.sequence * layout.context
+    rules = (
+        (layout.pipeline > work.layers + 2, "more stages than layers, embedding and head"),
+        (layout.tensor > work.kv_heads, "more tensor ranks than key heads"),
+        (any(own % layout.sequence for own in heads), "sequence ranks do not divide a rank's heads"),
+        (not is_ring and work.seq_len % layout.sequence, "sequence ranks do not divide the sequence"),
+        (is_ring and work.experts and work.seq_len % ring, "padding of a ring would be routed to experts"),
+        (
+            work.global_batch % (work.replicas(layout) * work.micro_batch),
+            "the global batch is no multiple of a micro-batch on every replica",
+        ),
+    )
+    return next((reason for is_broken, reason in rules if is_broken), "")
 
 
 def divisors(number: int) -> list[int]:

@@ -1,11 +1,12 @@
 """`plan.search=true`: the fastest layouts that fit. Arithmetic orders all of them, the best ones are planned."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ztk.planner.layouts import Layout, Workload, activation_bytes, legal, rough_seconds, state_bytes
+from ztk.planner.layouts import DEGREES, Layout, Workload, activation_bytes, legal, rough_seconds, state_bytes
 from ztk.planner.result import Plan, size
 
 
@@ -38,7 +39,7 @@ class Found:
             "peak_memory.nvme_bytes": plan.peak_bytes["nvme"],
             "zero.stage": self.layout.stage,
             **{name: getattr(self.layout, name) for name in ("offload", "recompute")},
-            **{f"topology.{name}": getattr(self.layout, name) for name in ("pipeline", "tensor", "sequence", "expert")},
+            **{f"topology.{name}": getattr(self.layout, name) for name in DEGREES},
             "rough_seconds": self.rough,
         }
 
@@ -123,4 +124,4 @@ def search(
 
 def _simplicity(layout: Layout) -> tuple[int, ...]:
     """Among equals the layout with fewer techniques comes first."""
-    return (layout.pipeline * layout.tensor * layout.sequence * layout.expert, layout.stage, len(layout.overrides))
+    return (math.prod(getattr(layout, name) for name in DEGREES), layout.stage, len(layout.overrides))
