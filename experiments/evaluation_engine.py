@@ -26,7 +26,7 @@ from ztk.hf.causal import open_causal
 from ztk.parallel import parallelize
 from ztk.runtime import Process
 from ztk.runtime.part import InitialValues
-from ztk.serve.models import Opened, described, recorded_run
+from ztk.serve.models import Opened, recorded_run, with_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ def open_scored(config: Config, *, process: Process) -> tuple[Scored, Engine]:
     path = config.inference.model
     assert path is not None, "the configuration is checked"
     model, values = open_frozen(path, ema=bool(config.inference.ema))
-    opened = described(path, module=model)
+    opened = with_tokenizer(Path(path), module=model)
     engine = parallelize(
         model,
         process=process,

@@ -21,16 +21,16 @@ def frontier_of(engine: Engine | BaseModel, *, config: Config) -> Frontier:
 
 
 def right_probabilities(engine: Engine | BaseModel, *, config: Config) -> Tensor:
-    """The probability of the right answer, its end included, to each of `PROMPTS` prompts that training does not see: float64 [P].
-
-    A collective call.
+    """The probability of the right answer, its end included, to each of `PROMPTS` prompts that training does not see, at the temperature of
+    rollouts: float64 [P]. A collective call.
     """
     tokens, answers = _right_answers(config)
+    temperature = config.rollout.temperature or 1.0
     parts, size = [], config.train.micro_batch_size
     with engine.evaluating():
         for part, mask in zip(tokens.split(size), answers.split(size), strict=True):
             rows = part.to(engine.process.device)
-            found = token_logprobs(engine(rows), tokens=rows, temperature=1.0).cpu()
+            found = token_logprobs(engine(rows), tokens=rows, temperature=temperature).cpu()
             parts.append((found.double() * mask).sum(1).exp())
     return torch.cat(parts)
 

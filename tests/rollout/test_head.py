@@ -1,6 +1,7 @@
 """Losses of answers from the output layer's weight, in chunks: the numbers of the way over all logits, with the trainer's bits."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from experiments import answers, policies
 from tests.experiments import test_alignment as alignment
 from tests.rollout.runs import config_of, play, rows_of
 from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
+from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
+from ztk.rollout import large_answers
 from ztk.runtime import Process
 
 CHUNK = 256 * 4 * 8  # bytes: eight rows of a vocabulary of bytes
@@ -78,3 +81,17 @@ def test_a_loss_of_tokens_is_that_of_their_log_probabilities(chunk_bytes):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         for one, other in zip(torch.autograd.grad(2 * found, (x, weight)), gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_the_loss_of_a_decoder_stays_what_it_was(monkeypatch):
+    """Its z-loss and its mode; one of a class that somebody derived is not replaced."""
+    monkeypatch.setattr(losses, "LARGE_LOGITS", 0)
+    module = Decoder(
+        DecoderConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, hidden_dim=8, max_seq_len=8)
+    ).eval()
+    engine = SimpleNamespace(module=module)
+    module.loss = losses.LanguageLoss(z_loss=0.5).eval()
+    assert large_answers(engine, rows=1, length=8) is not None
+    assert module.loss.z_loss == 0.5 and not module.loss.training
+    module.loss = type("Own", (losses.LanguageLoss,), {})()
+    assert large_answers(engine, rows=1, length=8) is None

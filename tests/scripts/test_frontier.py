@@ -2,10 +2,13 @@
 
 import json
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from experiments import least_divergence
 from scripts.frontier import WINDOW, is_done, measured
 from ztk.align import Frontier
 
@@ -53,3 +56,20 @@ def test_a_run_that_failed_or_had_other_words_is_made_again(tmp_path):
         (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
         assert is_done(tmp_path, words=words) is wanted
     assert not is_done(tmp_path, words=("task=grpo", "train.steps=20"))
+
+
+def test_the_first_policy_has_the_temperature_of_rollouts(monkeypatch):
+    """Half of it is twice the logits."""
+    monkeypatch.setattr(least_divergence, "PROMPTS", 3)
+    table = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+
+    def right(*, scale: float, temperature: float) -> torch.Tensor:
+        def engine(rows: torch.Tensor) -> torch.Tensor:
+            return scale * table[rows]
+
+        engine.evaluating, engine.process = nullcontext, SimpleNamespace(device=torch.device("cpu"))
+        rollout = SimpleNamespace(task=SimpleNamespace(value="copying"), temperature=temperature)
+        sizes = {"train": SimpleNamespace(seed=0, micro_batch_size=2), "data": SimpleNamespace(seq_len=64)}
+        return least_divergence.right_probabilities(engine, config=SimpleNamespace(rollout=rollout, **sizes))
+
+    torch.testing.assert_close(right(scale=1.0, temperature=0.5).log(), right(scale=2.0, temperature=1.0).log())

@@ -42,7 +42,7 @@ from ztk.inference.weights import ResidentLayers, WeightReader, Weights, product
 from ztk.policies.offload import PAGE_BYTES
 
 MANIFEST, LAYERS, REST = "packed.json", "layers.bin", "rest.bin"
-_VERSION = 2
+VERSION = 2
 _PROCESSOR_OWN = ("stored", "int4")  # formats whose layout follows the processor
 
 
@@ -205,7 +205,7 @@ def open_packed(folder: str | os.PathLike) -> Packed:
         raise ValueError(
             f"{path} has no {MANIFEST}: pack a model with python -m ztk.serve pack FOLDER {path}"
         ) from None
-    if manifest["version"] != _VERSION:
+    if manifest["version"] != VERSION:
         raise ValueError(f"{path} was packed by another version of ztk: pack the model again")
     description = manifest["description"]
     for name in ("windows", "tables", "dense_layers"):
@@ -263,7 +263,7 @@ def _write(folder: Path, *, subject: Subject, reader: WeightReader) -> dict[str,
         os.fsync(file.fileno())
     head = item_of("head", value=rest.head)
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "description": asdict(of),
         "items": [asdict(item) for item in items],
         "layer_bytes": layer_bytes,

@@ -34,8 +34,8 @@ class _Wanted:
 class AnswerHead(losses.LanguageLoss):
     """In place of a decoder's `loss`: a forward without targets returns what the calls below want of some positions, else logits [B, T, V]."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, z_loss: float = 0.0) -> None:
+        super().__init__(z_loss=z_loss)
         self._wanted: _Wanted | None = None
 
     def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -94,7 +94,7 @@ class Answers:
 def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
     """None if the logits of `rows` x `length` tokens are small, or the engine's module is no native decoder with a plain output layer."""
     module = getattr(engine, "module", None)
-    if not isinstance(module, Decoder) or not isinstance(module.loss, losses.LanguageLoss):
+    if not isinstance(module, Decoder) or type(module.loss) not in (losses.LanguageLoss, AnswerHead):
         return None
     head = module.head
     if type(head) is not Linear or head.bias is not None or has_own_forward(head):
@@ -103,7 +103,7 @@ def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
     if rows * length * head.out_features * itemsize <= losses.LARGE_LOGITS:
         return None
     if not isinstance(module.loss, AnswerHead):
-        module.loss = AnswerHead()
+        module.loss = AnswerHead(z_loss=module.loss.z_loss).train(module.loss.training)
     return Answers(engine, head=module.loss)
 
 

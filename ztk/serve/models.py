@@ -88,20 +88,11 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
 
 
 def with_tokenizer(folder: Path, *, module: nn.Module | UnreadModel) -> Opened:
-    """The model of a run folder, a checkpoint or a folder with a config.json, with its tokenizer. Raises ValueError as `open_model`."""
-    if (folder / "config.json").is_file():
-        return _of_transformers(folder, name=folder.name, module=module)
-    _, recorded = recorded_run(folder)
-    return _of_run(recorded, name=recorded.name, config=load_config(recorded / "config.yaml"), module=module)
-
-
-def described(path: str, *, module: nn.Module) -> Opened:
-    """`module`, a model that somebody has opened from the folder `path`, with its tokenizer.
+    """A model that was opened from a run folder, a checkpoint or a folder with a config.json, with the tokenizer that is there.
 
     Raises:
         ValueError: the folder is neither a run, nor a checkpoint, nor one of transformers; or transformers is needed and not installed.
     """
-    folder = Path(path)
     if (folder / "config.json").is_file():
         return _of_transformers(folder, name=folder.name, module=module)
     _, recorded = recorded_run(folder)

@@ -20,7 +20,7 @@ from ztk.hf.values import FolderValues
 from ztk.inference import UnreadModel
 from ztk.inference.describe import FAMILIES, describe
 from ztk.inference.model import InferenceModel
-from ztk.inference.packed import MANIFEST, FolderTaken, Packed, open_packed, pack
+from ztk.inference.packed import MANIFEST, VERSION, FolderTaken, Packed, open_packed, pack
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
 from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run, with_tokenizer
@@ -217,7 +217,7 @@ def _key(folder: Path, *, weights: str, ema: bool) -> str:
         files = [*step.rglob("*"), recorded / "config.yaml", *(recorded / "tokenizer").rglob("*")]
         files += [] if base is None else _files_of_transformers(Path(base))
     facts = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
-    described = json.dumps([facts, weights, ema, torch.__version__, torch.backends.cpu.get_cpu_capability()])
+    described = json.dumps([facts, weights, ema, VERSION, torch.__version__, torch.backends.cpu.get_cpu_capability()])
     return hashlib.sha256(described.encode()).hexdigest()
 
 
