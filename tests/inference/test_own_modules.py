@@ -40,6 +40,18 @@ def test_random_schedules_change_no_bit():
     assert all(run_schedule(model, seed=seed)[0] == expected for seed in range(2))
 
 
+def test_rows_do_not_depend_on_how_threads_divide_them():
+    """Three threads of four take these rows, some in the middle of a vector."""
+    activation = Generator(build_other("smollm3", intermediate_size=1024))._model._blocks[0].mlp.act_fn
+    x, before = torch.randn(1, 96, 1024, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        full = torch.cat([activation(x[:, row : row + 1]) for row in range(96)], dim=1)
+        assert all(torch.equal(activation(x[:, :rows]), full[:, :rows]) for rows in range(65, 97))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_layer_that_is_not_finite_is_named():
     model = build_other("cohere")
     generator = Generator(model)

@@ -4,7 +4,8 @@
 A step's rows, of any sequences, are one row of tokens to the module, with their positions. Everything but attention works on rows; attention
 goes through transformers' attention interface, where `attend` takes keys and values from the cache. Masks are made by transformers' mask
 interface: what comes back from it here is a marker with the layer's window, and a layer that attends by another mask is refused. Linear
-layers are replaced, in a copy that shares the other weights, by products whose rows have the same bits for any number of rows.
+layers are replaced, in a copy that shares the other weights, by products whose rows have the same bits for any number of rows, and so are
+the usual activations.
 
 What else a module does with its rows is not known, so three things are checked when it is loaded: the logits are the module's own, they are
 the same bits beside another sequence and in chunks, and no module looks at more than its row.
@@ -27,9 +28,15 @@ from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
 from ztk.inference.steps import Span, Step
+from ztk.kernels import activate_cpu
 
 NAME = "ztk_cache"
 _MODELS, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+}  # classes of torch and transformers -> ours
 _LENGTH_ROPES = {"dynamic", "longrope"}  # angles follow the longest position of a step
 _ELSEWHERE = "generate with the model's own generate()"
 _current: "_Pass | None" = None  # of the thread that computes; the engine computes one step at a time
@@ -163,6 +170,17 @@ class _Linear(nn.Module):
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
+class _Activation(nn.Module):
+    """x [...] -> [...], an element's bits whatever the number of rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activate_cpu(x, activation=self._kind)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
     """What attention needs of the step that is computed. layers: attention modules by id -> their place in the cache."""
@@ -245,6 +263,10 @@ def _copy_over_products(module: Any, *, state: Mapping[str, Tensor], kind: str) 
     head, products = own.get_output_embeddings(), []
     embedding = _name_of(own, own.get_input_embeddings().weight)  # the head's, too, where they are tied
     for name, part in list(own.named_modules()):
+        activation = _ACTIVATIONS.get(type(part).__name__)
+        if activation is not None:
+            _replace(own, name=name, by=_Activation(activation))
+            continue
         columns = type(part).__name__ == "Conv1D" and hasattr(part, "nf")
         if not columns and not isinstance(part, nn.Linear):
             continue
@@ -252,8 +274,7 @@ def _copy_over_products(module: Any, *, state: Mapping[str, Tensor], kind: str) 
         found = _fp32(state[embedding] if weight is None else weight)
         affine = Affine(weight=found.t().contiguous() if columns else found, bias=None if bias is None else _fp32(bias))
         products.append((head_product if part is head else product)(affine))
-        parent, _, leaf = name.rpartition(".")
-        setattr(own.get_submodule(parent), leaf, _Linear(products[-1]))
+        _replace(own, name=name, by=_Linear(products[-1]))
     for name, _ in list(own.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(own.get_submodule(owner), leaf, nn.Parameter(_fp32(state[name]), requires_grad=False))
@@ -262,6 +283,11 @@ def _copy_over_products(module: Any, *, state: Mapping[str, Tensor], kind: str) 
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_marker)
     own.set_attn_implementation(NAME)
     return own.eval(), products
+
+
+def _replace(module: nn.Module, *, name: str, by: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, by)
 
 
 def _fp32(value: Tensor) -> Tensor:
