@@ -357,6 +357,41 @@ def test_step_without_backward_says_so(ranks):
     ranks(2).run(step_without_backward, stage=1)
 
 
+def failed_backward(process, *, stage: int) -> tuple[str, bool]:
+    """What a plain `loss.backward()` says after one that raised before any bucket was complete; whether the run has the usual weights once the
+    gradients are dropped."""
+
+    def fail(gradient):
+        raise FloatingPointError("a hook of the script")
+
+    def run(*, fails: bool) -> tuple[str, dict]:
+        engine, said = make_engine(process, layout=Layout(stage=stage, zero={"bucket_size": 10**6})), ""
+        for step, tokens in enumerate(batches(2, rank=process.rank, world=process.world_size)):
+            if fails and step == 1:
+                handle = engine.module.sometimes[0].up.register_forward_hook(
+                    lambda module, args, out: out.register_hook(fail) and None
+                )
+                with pytest.raises(FloatingPointError):
+                    engine(tokens).backward()
+                handle.remove()
+                with pytest.raises(RuntimeError) as raised:
+                    engine(tokens).backward()
+                said = str(raised.value)
+                engine.discard_gradients()
+            engine(tokens).backward()
+            engine.step()
+        return said, weights_of(engine)
+
+    (said, weights), (_, usual) = run(fails=True), run(fails=False)
+    return said, all(torch.equal(weights[name], usual[name]) for name in usual)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_after_one_that_raised_is_refused_until_gradients_are_dropped(ranks, stage):
+    for said, is_usual in ranks(1).run(failed_backward, stage=stage):
+        assert "the last backward did not end" in said and is_usual
+
+
 def placeholder_run(process):
     """Outside of the forward a sharded parameter keeps its shape and reads as NaN; inside `gathered` it is itself."""
     engine = make_engine(process, layout=Layout(stage=3))

@@ -26,6 +26,10 @@ from ztk.zero.gathering import Gathering
 from ztk.zero.shards import ReducedShards
 
 MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one is sent while the next one fills
+_DID_NOT_END = (
+    "the last backward did not end (it raised): its gradients are half reduced. Call engine.discard_gradients() on every rank before the "
+    "next one"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +91,7 @@ class GradientReduction:
         self.loss_is_scaled = False  # the coming backward's: `Engine.scale` says so
         self._current: Backward | None = None  # the backward that runs
         self._task: int | None = None  # autograd's number of it, once a gradient has come
+        self._ending: weakref.ref | None = None  # what autograd calls at its end, if nobody else does; dead: it raised
         self._plan: list[Bucket] = []  # what it completes
         self._num_launched = 0  # of the plan
         self._in_flight: deque[_Reduction] = deque()
@@ -133,17 +138,14 @@ class GradientReduction:
         Raises RuntimeError if the last backward did not end.
         """
         if self._current is not None:
-            raise RuntimeError(
-                "the last backward did not end (it raised): its gradients are half reduced. Call engine.discard_gradients() on "
-                "every rank before the next one"
-            )
+            raise RuntimeError(_DID_NOT_END)
         backward = backward or self._announced
         scope = backward.scope
         self._plan = self._order if scope is None else [bucket for bucket in self._order if bucket in scope]
         for bucket in self._plan:
             if bucket.gradient.is_final:
                 self._reopen(bucket)
-        self._current, self._num_launched, self._task = backward, 0, None
+        self._current, self._num_launched, self._task, self._ending = backward, 0, None, None
         for bucket in self._plan:
             bucket.gradient.begin_backward()
 
@@ -156,7 +158,8 @@ class GradientReduction:
     def accept(self, bucket: Bucket, *, index: int) -> None:
         """Takes the gradient that autograd has finished for parameter `index` of `bucket`, and reduces what is complete.
 
-        Raises RuntimeError for a gradient of a bucket that is reduced already, and for that of a loss without the loss scale in effect.
+        Raises RuntimeError for a gradient of a bucket that is reduced already, for that of a loss without the loss scale in effect, and if the
+        last backward did not end.
         """
         if (
             gradient_of(bucket.parameters[index]) is None
@@ -171,7 +174,11 @@ class GradientReduction:
                     "Call engine.backward(loss), or engine.scale(loss).backward()"
                 )
             self.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            ending = functools.partial(self.finish)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            self._ending = weakref.ref(ending)
+        elif self._ending is not None and self._ending() is None:
+            raise RuntimeError(_DID_NOT_END)
         if bucket.gradient.is_launched:
             raise RuntimeError(
                 f"{bucket.layout.placements[index].name}: a second gradient arrived after its bucket was reduced. Re-entrant "
