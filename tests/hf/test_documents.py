@@ -1,5 +1,6 @@
 """Packed documents in models of transformers: the logits of each document alone, or a refusal."""
 
+import threading
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ from tests.hf.test_causal import Strategy
 from tests.topology.families import VOCABULARY, make
 from ztk.hf import attention
 from ztk.hf.causal import CausalForward, open_causal
-from ztk.hf.documents import TESTED, documents_fault
+from ztk.hf.documents import TESTED, documents_fault, known_documents
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.sequences import divisible
 from ztk.kernels import attention_varlen
@@ -129,3 +130,32 @@ def test_stages_compute_what_one_rank_computes(ranks, tmp_path):
     [alone] = ranks(1).run(loss_of, folder=folder, strategy=Strategy())
     for loss in ranks(2).run(loss_of, folder=folder, strategy=Strategy(topology=Topology(pipeline=2))):
         assert loss == pytest.approx(alone, rel=1e-5)
+
+
+def test_other_threads_look_for_documents_while_a_forward_has_none():
+    from transformers import masking_utils  # here: ranks import this file
+
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    entered, left, found = threading.Event(), threading.Event(), []
+
+    def another() -> None:
+        found.append(masking_utils.find_packed_sequence_indices(positions))
+        with known_documents(None):
+            entered.set()
+            left.wait(10)
+            found.append(masking_utils.find_packed_sequence_indices(positions))
+        found.append(masking_utils.find_packed_sequence_indices(positions))
+
+    with known_documents(None):
+        thread = threading.Thread(target=another)
+        thread.start()
+        entered.wait(10)
+    left.set()
+    thread.join()
+    found.append(masking_utils.find_packed_sequence_indices(positions))
+    assert [value if value is None else value.tolist() for value in found] == [
+        [[0, 0, 0, 1, 1]],
+        None,
+        [[0, 0, 0, 1, 1]],
+        [[0, 0, 0, 1, 1]],
+    ]

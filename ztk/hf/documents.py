@@ -6,11 +6,12 @@ from token to token, ignore that: only families that are tested get documents. W
 documents' borders, too, and needs no mask.
 """
 
+import functools
 import importlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ TESTED = (
 )
 _SEARCH = "find_packed_sequence_indices"  # of transformers.masking_utils
 _BY_MASK_ALONE = ("stablelm",)  # their layers do not hand on to attention what a model is called with
+
+
+class _Thread(threading.local):
+    """has_none: the forward that runs in this thread has one document per sequence."""
+
+    has_none = False
+
+
+_this_thread = _Thread()
 
 
 def documents_fault(config: Any, *, in_parts: bool = False) -> str | None:
@@ -65,13 +75,32 @@ def arguments_of(
 @contextmanager
 def known_documents(documents: Documents | None) -> Iterator[None]:
     """Inside, transformers does not look for documents in positions where there are none to be found: to see that every sequence is one
-    document it reads a number from the device in every forward, for which a GPU waits and of which a plan has none."""
-    masks = importlib.import_module("transformers.masking_utils")
-    if documents is not None or not hasattr(masks, _SEARCH):
+    document it reads a number from the device in every forward, for which a GPU waits and of which a plan has none. Other threads, such as one
+    with a model of rewards, look as ever."""
+    if documents is not None:
         yield
         return
-    with mock.patch.object(masks, _SEARCH, lambda position_ids: None):
+    _let_search_ask()
+    before, _this_thread.has_none = _this_thread.has_none, True
+    try:
         yield
+    finally:
+        _this_thread.has_none = before
+
+
+@functools.cache
+def _let_search_ask() -> None:
+    """Makes transformers' search find nothing in a thread that has none."""
+    masks = importlib.import_module("transformers.masking_utils")
+    search = getattr(masks, _SEARCH, None)
+    if search is None:
+        return
+
+    @functools.wraps(search)
+    def asked(position_ids: Tensor) -> Tensor | None:
+        return None if _this_thread.has_none else search(position_ids)
+
+    setattr(masks, _SEARCH, asked)
 
 
 def _places(own: Tensor | slice, *, device: torch.device | None) -> Tensor:
