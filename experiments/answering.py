@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,12 @@ def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
     with started(config) as process, opened_unread(path, ema=ema) as opened:
         comm = process.mesh.comm("tp")
         generator = Generator(opened.module, policy=_policy(config), comm=comm, draft=_draft(config))
+        if streams_layers(config):
+            if config.offload.nvme_path is None:
+                with suppress(OSError):  # another rank's part is still there
+                    os.rmdir(_packed_folder(config))
+            if generator.leads:
+                print(generator.plan, flush=True)
         if generator.follows:
             release_module(opened)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank that answers says when it is done

@@ -4,8 +4,8 @@
     python scripts/check_answers.py --families llama gpt2 --tokens 16
 
 Tiny models of random weights in fp32, three prompts of unequal length at once, in steps of 48 tokens. Columns: all weights in memory; every
-layer read from a file in every pass; each layer cut over two ranks. `=`: all tokens are transformers' own; `-`: refused for models that run
-their own modules. Exit code 1 if a token differs.
+layer read from a file in every pass; each layer cut over two ranks, over slabs and over blocks. `=`: all tokens are transformers' own; `-`:
+refused for models that run their own modules. Exit code 1 if a token differs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.policies.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
-COLUMNS = ("memory", "nvme", "tp2")
+COLUMNS = ("memory", "nvme", "tp2", "tp2, blocks")
 LAYERS = 6  # more than the ring of buffers has
 
 
@@ -35,16 +35,17 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     given = parser.parse_args()
     pool, wrong = RankPool(2), 0
-    print(f"{'':12s}" + "".join(f"{name:>8s}" for name in COLUMNS))
+    print(f"{'':12s}" + "".join(f"{name:>13s}" for name in COLUMNS))
     for name in given.families:
         expected = [greedy(made(name), prompt=prompt, count=given.tokens) for prompt in PROMPTS]
         found = {"memory": answers(Generator(made(name), policy=policy()), count=given.tokens)}
+        found["tp2"] = pool.run(shared, name=name, count=given.tokens)[0]
         if name in FAMILIES:
             found["nvme"] = streamed(name, count=given.tokens)
-            found["tp2"] = pool.run(shared, name=name, count=given.tokens)[0]
+            found["tp2, blocks"] = pool.run(shared, name=name, count=given.tokens, cache="blocks")[0]
         marks = ["-" if column not in found else "=" if found[column] == expected else "differs" for column in COLUMNS]
         wrong += marks.count("differs")
-        print(f"{name:12s}" + "".join(f"{mark:>8s}" for mark in marks), flush=True)
+        print(f"{name:12s}" + "".join(f"{mark:>13s}" for mark in marks), flush=True)
     pool.close()
     return int(wrong > 0)
 
@@ -84,8 +85,8 @@ def streamed(name: str, *, count: int) -> list[list[int]]:
         return answers(generator, count=count)
 
 
-def shared(process, *, name: str, count: int) -> list[list[int]] | None:
-    generator = Generator(made(name), policy=policy(), comm=process.comm)
+def shared(process, *, name: str, count: int, cache: str | None = None) -> list[list[int]] | None:
+    generator = Generator(made(name), policy=policy(cache=cache, max_model_len=192), comm=process.comm)
     if generator.follows:
         generator.follow()
         return None

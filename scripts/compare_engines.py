@@ -1,7 +1,7 @@
 """`ztk.Generator` beside CTranslate2 and llama.cpp, each in an environment of its own: decoding the same Llama on the CPU.
 
     python scripts/compare_engines.py --peer ctranslate2=/envs/peers/bin/python --peer llama_cpp=/envs/llama/bin/python
-    python scripts/compare_engines.py --size 30m --rounds 3
+    python scripts/compare_engines.py --size 30m --rounds 3 --json experiments/results/cpu/engines.jsonl
 
 Without --peer the peers are looked for in this environment. A peer's Python needs numpy and ctranslate2, or numpy, gguf and llama_cpp
 (llama-cpp-python, which is compiled when it is installed). The script writes one Llama of random weights for all of them: safetensors for
@@ -14,12 +14,14 @@ be compared.
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from random_llama import SIZES, random_llama
@@ -36,6 +38,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--json", type=Path, help="append the results to this file")
     parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "FORMAT"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -67,12 +70,33 @@ def report(found: dict[tuple[str, str], list[float] | str], *, given: argparse.N
                 print(f"{given.size} {kind} {engine}: {own if isinstance(own, str) else other}")
                 continue
             compared += 1
+            if given.json:
+                record(own, other, engine=engine, kind=kind, given=given)
             ratios = [f"{mine / theirs:.2f}" for mine, theirs in zip(own, other, strict=True)]
             print(
                 f"{given.size} {kind}: ztk / {engine} = {ratios[0]} for one sequence, {ratios[1]} for {SEQUENCES[1]} (goal {GOALS[kind]}); "
                 f"{own[0]:.1f} and {other[0]:.1f}, {own[1]:.1f} and {other[1]:.1f} tokens per CPU second"
             )
     return int(not compared)
+
+
+def record(own: list[float], other: list[float], *, engine: str, kind: str, given: argparse.Namespace) -> None:
+    """A line for each number of sequences."""
+    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    common = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "machine": f"{platform.machine()} {given.threads} threads",
+        "size": given.size,
+        "weights": kind,
+        "peer": engine,
+        "rounds": given.rounds,
+        "goal": GOALS[kind],
+    }
+    with given.json.open("a") as file:
+        for sequences, mine, theirs in zip(SEQUENCES, own, other, strict=True):
+            numbers = {"sequences": sequences, "ztk_tokens_per_cpu_second": mine, "peer_tokens_per_cpu_second": theirs}
+            file.write(json.dumps(common | numbers | {"ratio": mine / theirs}) + "\n")
 
 
 def rounds(folder: Path, *, engine: str, kind: str, python: str, given: argparse.Namespace) -> list[float] | str:

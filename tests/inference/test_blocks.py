@@ -104,7 +104,9 @@ def test_sampling_steps_are_made_where_the_logits_are():
         {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 1.5},
     ]
     steps = [DrawSteps(sampling=SamplingParams(**one), prompt=[1, 2], answer=[3, 3, 9]) for one in options]
-    drawn = model.select(x, steps=steps, temperatures=[one.sampling.temperature for one in steps], keys=list(range(5)))
+    drawn = model.select(
+        model.logits(x), steps=steps, temperatures=[one.sampling.temperature for one in steps], keys=list(range(5))
+    )
     for logits, one, own in zip(model.logits(x).double(), steps, drawn, strict=True):
         scores = penalised(logits, steps=one)
         assert own.logprob == pytest.approx(float(logits.log_softmax(0)[own.token]), abs=1e-6)

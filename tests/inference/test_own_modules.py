@@ -14,6 +14,10 @@ OTHERS = {
     "cohere": ("CohereConfig", _GROUPED | {"intermediate_size": 64, "logit_scale": 0.5}),
     "starcoder2": ("Starcoder2Config", _GROUPED | {"intermediate_size": 64, "sliding_window": 24}),
     "smollm3": ("SmolLM3Config", _GROUPED | {"intermediate_size": 64}),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    ),
 }
 
 
@@ -52,10 +56,40 @@ def test_rows_do_not_depend_on_how_threads_divide_them():
         torch.set_num_threads(before)
 
 
+BLOCKS = {"cache": "blocks", "max_model_len": 192}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tokens_over_blocks_are_those_over_slabs(name):
+    model, sampling = build_other(name), SamplingParams(max_tokens=16, temperature=0, prompt_logprobs=True)
+    slabs, blocks = (
+        Generator(model, policy=InferencePolicy(max_step_tokens=48, **more)).generate(PROMPTS, sampling=sampling)
+        for more in ({}, BLOCKS)
+    )
+    for [own], [expected] in zip(blocks, slabs, strict=True):
+        assert own.tokens == expected.tokens
+        # Sums in another order, as in test_blocks.
+        torch.testing.assert_close(own.prompt_logprobs, expected.prompt_logprobs, rtol=0, atol=1e-4)
+
+
+def test_random_schedules_over_blocks_change_no_bit():
+    model, policy = build_other("starcoder2"), {**BLOCKS, "weights": "int8", "cache_dtype": "fp8"}
+    expected, preempted = alone(model, **policy), 0
+    for seed in range(2):
+        found, generator = run_schedule(model, seed=seed, cache_tokens=192, **policy)
+        assert found == expected, seed
+        preempted += generator.preempted
+    assert preempted > 0
+
+
 def test_a_layer_that_is_not_finite_is_named():
     model = build_other("cohere")
     generator = Generator(model)
     generator._model._blocks[1].mlp.down_proj.product._bias = torch.full((32,), float("nan"))
+    [[answer]] = generator.generate([PROMPTS[0]])
+    assert answer.finish_reason == "error" and "first after layer 1 of 3" in answer.error
+    generator = Generator(model, policy=InferencePolicy(**BLOCKS))
+    generator._model._blocks[1].mlp.down_proj.product.bias = torch.full((32,), float("nan"))
     [[answer]] = generator.generate([PROMPTS[0]])
     assert answer.finish_reason == "error" and "first after layer 1 of 3" in answer.error
 

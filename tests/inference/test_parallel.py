@@ -1,15 +1,19 @@
 """Layers cut over two ranks: the tokens of one rank, whatever is computed beside them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import run_schedule
+from tests.inference.test_own_modules import OTHERS, build_other
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.cut import Cut
 from ztk.inference.parallel import _INLINE
 from ztk.inference.products import Affine
+from ztk.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -24,6 +28,8 @@ OWN = {
 
 
 def made(name: str):
+    if name in OTHERS:
+        return build_other(name)
     return OWN[name]() if name in OWN else build(name)
 
 
@@ -36,13 +42,15 @@ def answers_of_both(process: ztk.Process, *, names: list[str], weights: str) -> 
         if generator.follows:
             generator.follow()
             continue
-        both = [each.generate(PROMPTS, sampling=GREEDY) for each in (generator, Generator(model, policy=policy))]
+        full = Generator(model, policy=policy)
+        assert generator.weight_bytes < full.weight_bytes, name
+        both = [each.generate(PROMPTS, sampling=GREEDY) for each in (generator, full)]
         generator.close()
         found.append([[(answer.tokens, answer.logprobs) for [answer] in answers] for answers in both])
     return found
 
 
-@pytest.mark.parametrize("names", [FOREIGN, list(OWN)], ids=["transformers", "native"])
+@pytest.mark.parametrize("names", [FOREIGN, list(OWN), list(OTHERS)], ids=["transformers", "native", "own modules"])
 def test_two_ranks_have_the_tokens_of_one(ranks, names):
     for name, (two, one) in zip(names, ranks(2).run(answers_of_both, names=names, weights="stored")[0], strict=True):
         assert [tokens for tokens, _ in two] == [tokens for tokens, _ in one], name
@@ -59,7 +67,7 @@ def schedules_of_leader(process: ztk.Process, *, name: str, seeds: list[int], we
     return found
 
 
-@pytest.mark.parametrize(("name", "weights"), [("native", "stored"), ("mixtral", "int4")])
+@pytest.mark.parametrize(("name", "weights"), [("native", "stored"), ("mixtral", "int4"), ("smollm3", "int8")])
 def test_random_schedules_change_no_bit(ranks, name, weights):
     first, *others = ranks(2).run(schedules_of_leader, name=name, seeds=[0, 1], weights=weights)[0]
     assert all(other == first for other in others)
@@ -132,3 +140,74 @@ def broken_and_long(process: ztk.Process) -> tuple[list[str], int]:
 def test_a_broken_layer_is_named_and_long_messages_arrive(ranks):
     (error,), count = ranks(2).run(broken_and_long)[0]
     assert "first after layer 1 of 2" in error and count == 1
+
+
+def over_blocks(process: ztk.Process, *, names: list[str]) -> list[list]:
+    """Tokens over blocks by two ranks and by one: the likeliest, drawn ones, and some that the host draws from logits."""
+    found, policy = [], InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48)
+    kinds = [GREEDY, SamplingParams(max_tokens=6, seed=3), SamplingParams(max_tokens=3, top_k=5, logprobs=2)]
+    for name in names:
+        generator = Generator(made(name), policy=policy, comm=process.comm)
+        if generator.follows:
+            generator.follow()
+            continue
+        both = [
+            each.generate(PROMPTS * 3, sampling=[kind for kind in kinds for _ in PROMPTS])
+            for each in (generator, Generator(made(name), policy=policy))
+        ]
+        generator.close()
+        found.append([[answer.tokens for [answer] in answers] for answers in both])
+    return found
+
+
+@pytest.mark.parametrize("names", [["native", "native with experts"], ["olmo2 with one key head", "bloom"]])
+def test_two_ranks_have_the_tokens_of_one_over_blocks(ranks, names):
+    for name, (two, one) in zip(names, ranks(2).run(over_blocks, names=names)[0], strict=True):
+        assert two == one, name
+
+
+def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str) -> tuple[list, int]:
+    model, found, preempted = build_decoder(kv_heads=1), [], 0
+    for seed in seeds:
+        tight = {"cache": "blocks", "max_model_len": 192, "cache_tokens": 64 * (3 + seed % 2)}
+        if seed % 2:
+            tight["offload"] = OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 16, threads=1)
+        digests, generator = run_schedule(model, seed=seed, comm=process.comm, **tight)
+        found.append(digests)
+        preempted += generator.preempted
+    return found, preempted
+
+
+def test_blocks_of_all_ranks_are_copied_and_preempted_together(ranks, tmp_path):
+    (first, *others), preempted = ranks(2).run(schedules_over_blocks, seeds=[0, 1], folder=str(tmp_path))[0]
+    assert all(other == first for other in others) and preempted > 0
+
+
+def streamed_by_both(process: ztk.Process, *, folder: str) -> list:
+    """Tokens of one rank in memory and of two that read their parts; what each reads per pass, and has read per step."""
+    model = build_decoder(layers=6, kv_heads=1)
+    place = OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 16, threads=1)
+    policy = InferencePolicy(max_sequences=3, max_step_tokens=48, offload=place)
+    roomy = Generator(model, policy=policy, comm=process.comm)
+    if roomy.follows:
+        roomy.follow()
+    roomy.close()
+    sizes = roomy.plan.sizes
+    memory = sizes.fixed + 3 * sizes.layer + 3 * sizes.sequence + sizes.working(sequences=3, rows=48)
+    generator = Generator(model, policy=replace(policy, memory_bytes=memory), comm=process.comm)
+    assert generator.plan.resident == 0 and generator.plan.sequences == 3
+    if generator.follows:
+        generator.follow()
+        return [generator.plan.pass_bytes]
+    one = Generator(model, policy=InferencePolicy(max_step_tokens=48)).generate(PROMPTS, sampling=GREEDY)
+    before = generator.streamed_bytes
+    two = generator.generate(PROMPTS, sampling=GREEDY)
+    moved = generator.streamed_bytes - before
+    generator.close()
+    return [generator.plan.pass_bytes, moved, [[answer.tokens for [answer] in answers] for answers in (one, two)]]
+
+
+def test_each_rank_reads_its_part_of_every_layer(ranks, tmp_path):
+    (nbytes, moved, (one, two)), (other,) = ranks(2).run(streamed_by_both, folder=str(tmp_path))
+    assert one == two and nbytes == other and moved and moved % nbytes == 0
+    assert not list(tmp_path.iterdir())

@@ -236,8 +236,8 @@ def test_choices_that_do_not_act_are_refused(tmp_path):
 SIZES = Sizes(layers=10, layer=100, fixed=50, sequence=5, row=0, logits=0)
 
 
-def planned(budget, *, link=100.0, pass_seconds=0.1, row_seconds=0.01, sequences=None):
-    rates = Rates(link=link, pass_seconds=pass_seconds, row_seconds=row_seconds)
+def planned(budget, *, link=100.0, pass_seconds=0.1, row_seconds=0.01, sequences=None, serial=0.0):
+    rates = Rates(link=link, pass_seconds=pass_seconds, row_seconds=row_seconds, serial=serial)
     return plan_stream(SIZES, rates=rates, budget=budget, positions=8, sequences=sequences, step_tokens=1)
 
 
@@ -254,6 +254,9 @@ def test_a_model_that_fits_is_not_streamed():
     plan = planned(50 + 1000 + 5 * 7, sequences=7)
     assert (plan.resident, plan.buffers, plan.pass_bytes, plan.sequences) == (10, 0, 0, 7)
     assert plan.tokens_per_second == pytest.approx(7 / 0.17)
+    assert planned(50 + 1000 + 5 * 7, sequences=7, serial=0.5).tokens_per_second == pytest.approx(7 / 0.17)
+    plan = planned(50 + 500, sequences=1, serial=0.5)
+    assert plan.tokens_per_second == pytest.approx(1 / (plan.read_seconds + 0.5 * 0.11))
 
 
 def test_the_page_cache_of_a_control_group_is_free_memory(tmp_path, monkeypatch):

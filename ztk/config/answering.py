@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of, streams_layers
 from ztk.config.evaluating import evaluating_faults, is_of_training
-from ztk.config.inference_schema import CacheKind, WeightFormat
+from ztk.config.inference_schema import WeightFormat
 from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
@@ -61,9 +61,10 @@ def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
         value = getattr(config.topology, degree)
         if degree != "tensor" and value > 1:
             yield f"topology.{degree}={value}: {task} cuts layers between ranks, and nothing else; use topology.tensor alone"
-    if config.offload.optimizer is not Tier.none:
+    if _is_packed(config):
         yield (
-            f"offload=nvme with topology.tensor={config.topology.tensor}: layers are streamed on one rank; leave one of them out"
+            f"inference.model={config.inference.model} with topology.tensor={config.topology.tensor}: packed folders have full layers; "
+            "name the model that was packed, of which each rank packs its part"
         )
 
 
@@ -72,9 +73,6 @@ def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if config.launch.device is DeviceName.cuda and (streams or ranks > 1):
         what = "offload=nvme: layers stream" if streams else f"topology.tensor={ranks}: ranks share layers"
         yield f"launch.device=cuda with {what} on the CPU; use launch.device=cpu, or leave it out"
-        return
-    if ranks > 1 and config.inference.cache is CacheKind.blocks:
-        yield f"inference.cache=blocks with topology.tensor={ranks}: ranks share layers over slabs; leave one of them out"
         return
     offloads = config.offload.optimizer is not Tier.none
     yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
@@ -85,14 +83,11 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
         yield (
             f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
         )
-    if "offload.nvme_path" in given and config.inference.model is not None:
-        from ztk.inference.packed import MANIFEST  # here: it takes torch
-
-        if Path(config.inference.model, MANIFEST).expanduser().is_file():
-            yield (
-                f"offload.nvme_path={config.offload.nvme_path} has no effect with inference.model={config.inference.model}, which is packed "
-                "and read where it is: leave it out"
-            )
+    if "offload.nvme_path" in given and _is_packed(config):
+        yield (
+            f"offload.nvme_path={config.offload.nvme_path} has no effect with inference.model={config.inference.model}, which is packed "
+            "and read where it is: leave it out"
+        )
     tier = config.offload.optimizer
     if tier is Tier.cpu:
         yield f"offload=cpu: {ONLY_NVME}"
@@ -101,6 +96,15 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
             f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be "
             "compared; leave one of them out"
         )
+
+
+def _is_packed(config: Config) -> bool:
+    """Whether the model's folder has packed weights."""
+    if config.inference.model is None:
+        return False
+    from ztk.inference.packed import MANIFEST  # here: it takes torch
+
+    return Path(config.inference.model, MANIFEST).expanduser().is_file()
 
 
 def _held_out_faults(config: Config) -> Iterator[str]:

@@ -30,7 +30,7 @@ class BlockCache:
         shape = (blocks, description.layers, 2, description.kv_heads, BLOCK, description.head_dim)
         self._store = torch.empty(shape, dtype=dtype, device=device)
         self.tables: list[list[int]] = [[] for _ in range(slots)]
-        self.blocks, self.device, self.swap = blocks, device, swap or MainMemory()
+        self.blocks, self.device, self.dtype, self.swap = blocks, device, dtype, swap or MainMemory()
 
     @property
     def positions(self) -> int:

@@ -11,11 +11,14 @@ from torch import Tensor
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_steps import BlockStep
 from ztk.inference.block_weights import BlockLayer, BlockWeights, RowsProduct
+from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
 from ztk.inference.model import ACTIVATIONS, alibi_slopes
+from ztk.inference.over_blocks import OverBlocks, drawn_of
 from ztk.inference.products import Affine
+from ztk.inference.ranks import Ranks
 from ztk.inference.rows import share
-from ztk.inference.sample import Drawn, DrawSteps, penalised, penalises
+from ztk.inference.sample import Drawn
 from ztk.inference.steps import Span
 from ztk.kernels import (
     cache_rows,
@@ -27,36 +30,53 @@ from ztk.kernels import (
     moe_route,
     paged_attention,
     rms_norm,
-    select_rows,
 )
 
 
-class BlockModel:
+class BlockModel(OverBlocks):
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
 
-    exact: see `ztk.kernels.linear_rows`.
+    exact: see `ztk.kernels.linear_rows`. ranks: those that share the model; `weights` are this rank's part then, and `description` says its
+    heads.
 
     Raises:
         ValueError: an activation that is not supported.
     """
 
-    def __init__(self, subject: Subject, *, weights: BlockWeights, exact: bool = True) -> None:
-        self.description, self.weights, self._exact = subject.description, weights, exact
+    def __init__(
+        self, subject: Subject, *, weights: BlockWeights, exact: bool = True, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(device=weights.embedding.device, dtype=weights.embedding.dtype, ranks=ranks)
+        self._full, self.weights, self._exact = subject.description, weights, exact
+        self.description = self._full if ranks is None else ranks.cut.own(self._full)
         if self.description.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation {self.description.activation} is not supported by the inference engine: it has "
                 f"{', '.join(ACTIVATIONS)}"
             )
-        self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         self._tables = [tuple(table.to(self.device) for table in pair) for pair in subject.tables]
         self._activation = ACTIVATIONS[self.description.activation]
-        slopes = alibi_slopes(self.description.heads) if self.description.is_alibi else None
+        slopes = alibi_slopes(self._full.heads) if self._full.is_alibi else None
+        if ranks is not None and slopes is not None:
+            slopes = own_slopes(slopes, cut=ranks.cut)
         self._slopes = None if slopes is None else slopes.to(self.device)
 
     @property
     def nbytes(self) -> int:
         """Of the products' weights and scales."""
         return sum(layer.nbytes for layer in self.weights.layers) + self.weights.head.nbytes
+
+    def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
+        """As `step_logits`, where every rank that shares the model makes the call: tokens int64 [M]."""
+        x = self.forward(tokens, spans=spans, cache=cache)
+        return self.logits(x[rows]) if rows else x.new_empty(0, self.description.vocab_size, dtype=torch.float32)
+
+    def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
+        found: list[int] = []
+        scratch, span = self.scratch(len(tokens), dtype=dtype), Span(slot=0, start=0, length=len(tokens), row=0)
+        self.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
+        return found[0] if found else None
 
     def forward(
         self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, broken: list[int] | None = None
@@ -80,6 +100,8 @@ class BlockModel:
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self._linear(x, self.weights.head, wide=True)
+        if self.ranks is not None:
+            found = self.ranks.join(found)[:, : self.description.vocab_size].contiguous()
         cap = self.description.logit_softcap
         return torch.tanh(found / cap) * cap if cap else found
 
@@ -94,27 +116,6 @@ class BlockModel:
         return torch.stack([
             part.double() for part in draw_rows(x, head.weight, head.scales, temperatures, keys, softcap=cap)
         ])  # fmt: skip
-
-    def select(self, x: Tensor, *, steps: list[DrawSteps], temperatures: list[float], keys: list[int]) -> list[Drawn]:
-        """As `draw`, x [R, C] in its dtype, after the sampling steps of each row. Logits are written, and stay on the device."""
-        logits = self.logits(x)
-        lines = [penalised(line, steps=one) for line, one in zip(logits, steps, strict=True)]
-        scores = torch.stack(lines) if any(penalises(one.sampling) for one in steps) else logits
-
-        def column(values: list, *, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(self.device)
-
-        asked = [one.sampling for one in steps]
-        results = select_rows(
-            logits,
-            scores,
-            column(temperatures),
-            column(keys, dtype=torch.int64),
-            column([one.top_k for one in asked], dtype=torch.int32),
-            column([one.top_p for one in asked]),
-            column([one.min_p for one in asked]),
-        )
-        return drawn_of(torch.stack([part.double() for part in results]))
 
     # Parts
 
@@ -135,12 +136,12 @@ class BlockModel:
         attended = self._attend(normed, layer=layer, number=number, step=step, cache=cache)
         if self.description.parallel:
             before = self._norm(x, by=norms["before_mlp"]) if "before_mlp" in norms else normed
-            return self._feed_forward(before, layer=layer, residual=self._linear(attended, layer.out, residual=x))
+            return self._feed_forward(before, layer=layer, residual=self._out(attended, layer=layer, residual=x))
         if "after_attention" in norms:
-            added = self._norm(self._linear(attended, layer.out), by=norms["after_attention"])
+            added = self._norm(self._out(attended, layer=layer, residual=None), by=norms["after_attention"])
             x, normed = self._add_and_norm(x, added=added, by=norms.get("before_mlp"))
         else:
-            x = self._linear(attended, layer.out, residual=x)
+            x = self._out(attended, layer=layer, residual=x)
             normed = self._norm(x, by=norms["before_mlp"]) if "before_mlp" in norms else x
         if "after_mlp" in norms:
             return x + self._norm(self._feed_forward(normed, layer=layer, residual=None), by=norms["after_mlp"])
@@ -153,8 +154,7 @@ class BlockModel:
         if of.qk_norm == "all":
             sizes = [of.heads * of.head_dim, of.kv_heads * of.head_dim, of.kv_heads * of.head_dim]
             query, key, value = rows.split(sizes, dim=1)
-            parts = [self._norm(query, by=norms["query_norm"]), self._norm(key, by=norms["key_norm"]), value]
-            rows = torch.cat(parts, dim=1)
+            rows = torch.cat([*self._normed_together(query, key=key, norms=norms), value], dim=1)
         query_norm, key_norm = (
             norms[name].weight if of.qk_norm == "heads" else None for name in ("query_norm", "key_norm")
         )
@@ -186,7 +186,27 @@ class BlockModel:
         )
         return out.flatten(1)
 
+    def _normed_together(self, query: Tensor, *, key: Tensor, norms: dict[str, Affine]) -> tuple[Tensor, Tensor]:
+        """Norms over all heads, those of other ranks included."""
+        if self.ranks is None:
+            return self._norm(query, by=norms["query_norm"]), self._norm(key, by=norms["key_norm"])
+        queries = self._norm(self.ranks.join(query), by=norms["query_norm"])
+        keys = self._norm(self.ranks.join_keys(key, description=self._full), by=norms["key_norm"])
+        return self.ranks.own_heads(queries, keys=keys, description=self._full)
+
+    def _out(self, attended: Tensor, *, layer: BlockLayer, residual: Tensor | None) -> Tensor:
+        if self.ranks is None:
+            return self._linear(attended, layer.out, residual=residual)
+        total = self.ranks.sum(self._linear(attended, layer.out))
+        return total if residual is None else residual + total
+
     def _feed_forward(self, x: Tensor, *, layer: BlockLayer, residual: Tensor | None) -> Tensor:
+        if self.ranks is None:
+            return self._own_feed_forward(x, layer=layer, residual=residual)
+        total = self.ranks.sum(self._own_feed_forward(x, layer=layer, residual=None))
+        return total if residual is None else residual + total
+
+    def _own_feed_forward(self, x: Tensor, *, layer: BlockLayer, residual: Tensor | None) -> Tensor:
         if layer.experts is not None:
             added = self._experts(x, layer=layer)
             residual = added if residual is None else residual + added
@@ -242,11 +262,3 @@ class BlockModel:
 
 def _pair(gate: RowsProduct, up: RowsProduct) -> tuple[Tensor | None, ...]:
     return gate.weight, up.weight, gate.scales, up.scales, gate.bias, up.bias
-
-
-def drawn_of(results: Tensor) -> list[Drawn]:
-    """fp64 [3, R] of `BlockModel.drawn`, for which the host waits once."""
-    return [
-        Drawn(token=int(token), logprob=logprob, processed_logprob=processed, top=None)
-        for token, logprob, processed in zip(*results.cpu().tolist(), strict=True)
-    ]

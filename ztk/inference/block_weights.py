@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine, Product
 from ztk.inference.weights import Layer, Mlp, WeightReader, Weights
@@ -93,15 +94,18 @@ class BlockWeights:
     placement: Placement
 
 
-def collect_blocks(state: Mapping[str, Tensor], *, description: Description, placement: Placement) -> BlockWeights:
+def collect_blocks(
+    state: Mapping[str, Tensor], *, description: Description, placement: Placement, cut: Cut | None = None
+) -> BlockWeights:
     """The weights on the placement's device, one layer after the other, from parameters by name in their full shapes, of any dtype.
+    cut: a tensor-parallel rank takes its part of them.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
     layers, head = (partial(RowsProduct, kind=kind, placement=placement) for kind in FORMATS[placement.kind])
     plain = partial(RowsProduct, kind="plain", placement=placement)
-    reader = WeightReader(state, description=description, products=(layers, head, plain))
+    reader = WeightReader(state, description=description, products=(layers, head, plain), cut=cut)
     rest: Weights = reader.rest()
     return BlockWeights(
         embedding=rest.embedding.to(placement.device, placement.dtype),

@@ -35,24 +35,24 @@ class Cut:
     def query(self, full: Affine, *, description: Description) -> Affine:
         """The rows of this rank's query heads."""
         rows = description.heads * description.head_dim // self.size
-        return self._rows(full, start=self.rank * rows, stop=(self.rank + 1) * rows)
+        return self.outputs(full, part=range(self.rank * rows, (self.rank + 1) * rows))
 
     def key(self, full: Affine, *, description: Description) -> Affine:
         """The rows of the key (or value) heads that this rank's query heads read; several ranks have one if there are fewer of them."""
         keys, size = description.kv_heads, description.head_dim
         first = self.rank * keys // self.size * size
-        return self._rows(full, start=first, stop=first + max(1, keys // self.size) * size)
+        return self.outputs(full, part=range(first, first + max(1, keys // self.size) * size))
 
     def out(self, full: Affine, *, description: Description) -> Affine:
         """The columns of this rank's query heads. One rank adds the bias."""
         columns = description.heads * description.head_dim // self.size
-        return self._columns(full, start=self.rank * columns, stop=(self.rank + 1) * columns)
+        return self.inputs(full, part=range(self.rank * columns, (self.rank + 1) * columns))
 
     def inner(self, *, gate: Affine | None, up: Affine, down: Affine) -> tuple[Affine | None, Affine, Affine]:
         """This rank's inner columns of an MLP: gate, up, down."""
-        start, stop = self._inner(up.weight.shape[0])
-        own = None if gate is None else self._rows(gate, start=start, stop=stop)
-        return own, self._rows(up, start=start, stop=stop), self._columns(down, start=start, stop=stop)
+        part = self.inner_of(up.weight.shape[0])
+        own = None if gate is None else self.outputs(gate, part=part)
+        return own, self.outputs(up, part=part), self.inputs(down, part=part)
 
     def vocabulary(self, full: Affine) -> Affine:
         """This rank's rows of the head, filled up with zeros so that all ranks have as many."""
@@ -61,26 +61,30 @@ class Cut:
         total = full.weight.shape[0]
         rows = -(-total // self.size)
         start, stop = min(self.rank * rows, total), min((self.rank + 1) * rows, total)
-        part, missing = self._rows(full, start=start, stop=stop), rows - (stop - start)
+        part, missing = self.outputs(full, part=range(start, stop)), rows - (stop - start)
         bias = None if part.bias is None else F.pad(part.bias, (0, missing))
         return Affine(weight=F.pad(part.weight, (0, 0, 0, missing)), bias=bias)
 
-    def _inner(self, width: int) -> tuple[int, int]:
-        """Groups as evenly as they go, so that no rank has none."""
+    def inner_of(self, width: int) -> range:
+        """This rank's part of inner columns: groups as evenly as they go, so that no rank has none."""
         grain = _GROUP if width >= self.size * _GROUP else 1
         groups = -(-width // grain)
         start, stop = (rank * groups // self.size * grain for rank in (self.rank, self.rank + 1))
-        return start, min(stop, width)
+        return range(start, min(stop, width))
 
-    def _rows(self, full: Affine, *, start: int, stop: int) -> Affine:
+    def outputs(self, full: Affine, *, part: range) -> Affine:
+        """These outputs of a linear layer."""
         if self.size == 1:
             return full
-        return Affine(weight=full.weight[start:stop], bias=None if full.bias is None else full.bias[start:stop])
+        bias = None if full.bias is None else full.bias[part.start : part.stop]
+        return Affine(weight=full.weight[part.start : part.stop], bias=bias)
 
-    def _columns(self, full: Affine, *, start: int, stop: int) -> Affine:
+    def inputs(self, full: Affine, *, part: range) -> Affine:
+        """What these inputs of a linear layer give; one rank adds the bias."""
         if self.size == 1:
             return full
-        return Affine(weight=full.weight[:, start:stop].contiguous(), bias=full.bias if self.rank == 0 else None)
+        weight = full.weight[:, part.start : part.stop].contiguous()
+        return Affine(weight=weight, bias=full.bias if self.rank == 0 else None)
 
 
 def own_slopes(slopes: Tensor, *, cut: Cut) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_model import BlockModel
 from ztk.inference.block_opening import block_cache
 from ztk.inference.block_schedule import BlockScheduler
 from ztk.inference.cache import Cache
@@ -19,10 +18,12 @@ from ztk.inference.draft import DraftModel
 from ztk.inference.graphs import DecodeGraphs, graphs_of
 from ztk.inference.lines import is_finite, lines_of
 from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
+from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed
-from ztk.inference.parallel import LeadingModel, Ranks, follow
+from ztk.inference.parallel import Leading, first_broken, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import allow_lone_rows, check_model, check_module
+from ztk.inference.ranks import Ranks
 from ztk.inference.sample import Drawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
@@ -64,9 +65,9 @@ class Generator:
     ) -> None:
         chosen = policy or InferencePolicy()
         self._ranks = None if comm is None or comm.size == 1 else Ranks(comm)
-        if self._ranks is not None and (chosen.offload is not None or isinstance(model, Packed)):
+        if self._ranks is not None and isinstance(model, Packed):
             raise ValueError(
-                "offload=nvme with topology.tensor above 1: a packed folder has full layers; use topology=dp, or leave offload out"
+                f"topology.tensor above 1 with {model.path}, which has full layers: name the model that was packed; each rank packs its part"
             )
         opened = (
             from_packed(model, policy=chosen)
@@ -101,7 +102,7 @@ class Generator:
             )
         policy = InferencePolicy(weights=self.policy.weights, cache="slabs", device="cpu")
         model = from_module(module, policy=policy).model
-        assert not isinstance(model, BlockModel), "it has slabs"
+        assert not isinstance(model, OverBlocks), "it has slabs"
         size, own = model.description.vocab_size, self.description.vocab_size
         if size != own:
             raise ValueError(f"the draft model has {size} tokens and the model {own}: use one with the same tokenizer")
@@ -248,7 +249,7 @@ class Generator:
 
     def compare_with(self, module: nn.Module) -> None:
         """Raises ValueError where `module`, the causal language model of transformers that the weights are of, computes other logits."""
-        assert not isinstance(self._model, BlockModel), "a model over slabs"
+        assert not isinstance(self._model, OverBlocks), "a model over slabs"
         check_module(self._model, module=module)
 
     @property
@@ -256,7 +257,7 @@ class Generator:
         """Bytes of the linear layers and the head, scales included; of a packed folder those of its layers and the head."""
         if self._packed_bytes is not None:
             return self._packed_bytes
-        if isinstance(self._model, BlockModel):
+        if isinstance(self._model, OverBlocks):
             return self._model.nbytes
         return sum(product.nbytes for product in self._model.products())
 
@@ -283,7 +284,7 @@ class Generator:
     @property
     def leads(self) -> bool:
         """Other ranks follow this one."""
-        return isinstance(self._model, LeadingModel)
+        return isinstance(self._model, Leading)
 
     @property
     def follows(self) -> bool:
@@ -302,12 +303,12 @@ class Generator:
 
     def dismiss(self) -> None:
         """On the first rank: ends `follow` on the others, so that all can call `load`; they may follow again."""
-        assert isinstance(self._model, LeadingModel), "the rank that leads"
+        assert isinstance(self._model, Leading), "the rank that leads"
         self._model.dismiss()
 
     def beat(self) -> None:
         """On the first rank, where nothing is computed for a while: says so to the others. Else nothing. Raises PeerLost if one is gone."""
-        if isinstance(self._model, LeadingModel):
+        if isinstance(self._model, Leading):
             self._model.beat()
 
     def forget_prefixes(self) -> None:
@@ -319,21 +320,11 @@ class Generator:
     def _memory(self, *, drafts: DraftModel | None) -> tuple[Cache | BlockCache, Scheduler]:
         """The cache of all sequences, and who shares it."""
         slots = self.policy.max_sequences
-        if isinstance(self._model, BlockModel):
+        if isinstance(self._model, OverBlocks):
             cache = block_cache(self._model, policy=self.policy, slots=slots, positions=self.max_len)
             return cache, BlockScheduler(self.policy, cache=cache, drafts=drafts)
         cache = self._model.new_cache(slots=slots)
         return cache, Scheduler(self.policy, cache=cache, drafts=drafts)
-
-    def _first_broken(self, tokens: list[int]) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are."""
-        if not isinstance(self._model, BlockModel):
-            return self._model.first_broken(tokens)
-        found: list[int] = []
-        scratch = block_cache(self._model, policy=self.policy, slots=1, positions=len(tokens), is_scratch=True)
-        span = Span(slot=0, start=0, length=len(tokens), row=0)
-        self._model.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
-        return found[0] if found else None
 
     def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
         if not prompt:
@@ -440,7 +431,7 @@ class Generator:
 
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
-        found = self._first_broken(sequence.tokens)
+        found = first_broken(sequence.tokens, model=self._model, cache=self._cache)
         place = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
         error = f"the logits are not finite, first {place}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
         self._scheduler.finish(sequence, reason="error", error=error)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_model import BlockModel, drawn_of
+from ztk.inference.block_model import BlockModel
 from ztk.inference.block_steps import BlockStep, padded_tables
+from ztk.inference.over_blocks import drawn_of
 from ztk.inference.sample import Drawn
 from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
@@ -138,7 +139,9 @@ def _power_of_two(number: int) -> int:
 
 
 def graphs_of(model: object, *, cache: object) -> DecodeGraphs | None:
-    """Graphs of decoding, where the model computes over blocks on a GPU."""
+    """Graphs of decoding, where one rank computes the model over blocks on a GPU."""
     if not isinstance(model, BlockModel) or not isinstance(cache, BlockCache) or model.device.type != "cuda":
         return None
+    if model.ranks is not None:
+        return None  # each step begins with what the leader says
     return DecodeGraphs(model, cache=cache, capture=CudaCapture())

@@ -1,6 +1,7 @@
 """What the rows of a step are drawn from: logits, or over blocks the tokens themselves, drawn by a kernel that writes no logits."""
 
 import math
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
@@ -11,6 +12,8 @@ from ztk.inference.block_model import BlockModel
 from ztk.inference.cache import Cache
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
+from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.sample import Drawn, DrawSteps, draw_plain, draws_plainly, draws_together, noise_key, selects
 from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
@@ -21,7 +24,7 @@ _PLAIN, _SELECTED, _WRITTEN = "plain", "selected", "written"
 def lines_of(
     tokens: list[int],
     *,
-    model: InferenceModel | BlockModel,
+    model: InferenceModel | ModuleModel | OverBlocks,
     works: list[Work],
     needed: list[list[int]],
     spans: list[Span],
@@ -33,7 +36,7 @@ def lines_of(
     Which of the two depends on the sequence alone, so that its tokens do not depend on its neighbours.
     """
     rows = [[span.row + row for row in own] for span, own in zip(spans, needed, strict=True)]
-    if not isinstance(model, BlockModel):
+    if not isinstance(model, OverBlocks):
         assert isinstance(cache, Cache), "the model computes over slabs"
         flat = [row for own in rows for row in own]
         logits = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
@@ -44,7 +47,14 @@ def lines_of(
         sequences = [work.sequence for work in works]
         drawn = graphs.run(tokens, spans=spans, **_heat([(one, len(one.tokens)) for one in sequences]))
         return [[one] for one in drawn]
-    x = model.forward(torch.tensor(tokens), spans=spans, cache=cache)
+    # Other steps end with logits, of which ranks compute parts.
+    drawing = model if isinstance(model, BlockModel) and model.ranks is None else None
+    if drawing is None:
+        flat = [row for own in rows for row in own]
+        x = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
+        rows = _split(range(len(flat)), counts=[len(own) for own in rows])
+    else:
+        x = drawing.forward(torch.tensor(tokens), spans=spans, cache=cache)
     found: list[Tensor | list[Drawn]] = [torch.empty(0, model.description.vocab_size)] * len(works)
     for kind in set(kinds):
         which = [number for number, own in enumerate(kinds) if own == kind]
@@ -55,13 +65,16 @@ def lines_of(
         ]
         if not places:
             continue
-        if kind == _WRITTEN:
-            parts: list = list(model.logits(chosen).cpu().split(counts))
+        heat = _heat([(work.sequence, len(work.sequence.tokens) + offset) for work, offset in places])
+        if kind == _PLAIN and drawing is not None:
+            parts: list = _split(drawing.draw(chosen, **heat), counts=counts)
         else:
-            heat = _heat([(work.sequence, len(work.sequence.tokens) + offset) for work, offset in places])
+            logits = chosen if drawing is None else drawing.logits(chosen)
             steps = [_steps(work, offset=offset) for work, offset in places]
-            drawn = model.draw(chosen, **heat) if kind == _PLAIN else model.select(chosen, steps=steps, **heat)
-            parts = _split(drawn, counts=counts)
+            if kind == _WRITTEN:
+                parts = list(logits.cpu().split(counts))
+            else:
+                parts = _split(model.select(logits, steps=steps, **heat), counts=counts)
         for number, part in zip(which, parts, strict=True):
             found[number] = part
     return found
@@ -74,8 +87,8 @@ def _steps(work: Work, *, offset: int) -> DrawSteps:
     return DrawSteps(sampling=sequence.sampling, prompt=sequence.tokens[: sequence.prompt_length], answer=answer)
 
 
-def _split(drawn: list[Drawn], *, counts: list[int]) -> list[list[Drawn]]:
-    each = iter(drawn)
+def _split(items: Iterable, *, counts: list[int]) -> list[list]:
+    each = iter(items)
     return [list(islice(each, count)) for count in counts]
 
 

@@ -3,8 +3,6 @@
 Rows have the dtype that the engine computes in.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,13 +11,11 @@ from ztk.inference.cache import Cache
 from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
 from ztk.inference.products import Affine, Product
+from ztk.inference.ranks import Ranks
 from ztk.inference.rows import rms_norm, rope, share
 from ztk.inference.steps import Span, Step
 from ztk.inference.weights import Layer, Mlp, Weights
 from ztk.kernels import activate_cpu
-
-if TYPE_CHECKING:
-    from ztk.inference.parallel import Ranks
 
 ACTIVATIONS = {  # transformers' names -> those of `ztk.kernels`
     "silu": "silu",
@@ -40,8 +36,8 @@ class InferenceModel:
         ValueError: an activation that is not supported.
     """
 
-    def __init__(self, subject: Subject, *, weights: Weights, ranks: "Ranks | None" = None) -> None:
-        self._full, self._ranks, self.weights = subject.description, ranks, weights
+    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks | None = None) -> None:
+        self._full, self.ranks, self.weights = subject.description, ranks, weights
         self.description = self._full if ranks is None else ranks.cut.own(self._full)
         if self.description.activation not in ACTIVATIONS:
             raise ValueError(
@@ -62,6 +58,12 @@ class InferenceModel:
         """For so many sequences."""
         return Cache(self.description, slots=slots)
 
+    def scratch(self, positions: int) -> Cache:
+        """A cache for one sequence of so many tokens."""
+        cache = Cache(self.description, slots=1)
+        cache.reserve(positions)
+        return cache
+
     def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
         x = self.forward(tokens, spans=spans, cache=cache)
@@ -72,9 +74,7 @@ class InferenceModel:
     def first_broken(self, tokens: list[int]) -> int | None:
         """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
         found: list[int] = []
-        scratch = Cache(self.description, slots=1)
-        scratch.reserve(len(tokens))
-        span = Span(slot=0, start=0, length=len(tokens), row=0)
+        scratch, span = self.scratch(len(tokens)), Span(slot=0, start=0, length=len(tokens), row=0)
         self.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
         return found[0] if found else None
 
@@ -94,8 +94,8 @@ class InferenceModel:
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self.weights.head(x)
-        if self._ranks is not None:
-            found = self._ranks.join(found)[:, : self.description.vocab_size]
+        if self.ranks is not None:
+            found = self.ranks.join(found)[:, : self.description.vocab_size]
         if self.description.logit_softcap:
             cap = self.description.logit_softcap
             found = torch.tanh(found / cap) * cap
@@ -162,16 +162,14 @@ class InferenceModel:
 
     def _normed_together(self, query: Tensor, *, key: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Norms over all heads, those of other ranks included."""
-        if self._ranks is None:
+        if self.ranks is None:
             return self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)
-        cut, columns = self._ranks.cut, key.shape[1]
-        queries = self.norm(self._ranks.join(query), by=layer.query_norm)
-        keys = self.norm(self._ranks.join_keys(key, description=self._full), by=layer.key_norm)
-        first = cut.rank * self._full.kv_heads // cut.size * self._full.head_dim
-        return queries.chunk(cut.size, dim=1)[cut.rank], keys[:, first : first + columns]
+        queries = self.norm(self.ranks.join(query), by=layer.query_norm)
+        keys = self.norm(self.ranks.join_keys(key, description=self._full), by=layer.key_norm)
+        return self.ranks.own_heads(queries, keys=keys, description=self._full)
 
     def _summed(self, partial: Tensor) -> Tensor:
-        return partial if self._ranks is None else self._ranks.sum(partial)
+        return partial if self.ranks is None else self.ranks.sum(partial)
 
     def _feed_forward(self, x: Tensor, *, layer: Layer) -> Tensor:
         if layer.experts is None:

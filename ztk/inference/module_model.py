@@ -14,9 +14,9 @@ the same bits beside another sequence and in chunks, and no module looks at more
 import copy
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 from ztk.inference.cache import Cache
 from ztk.inference.describe import FAMILIES, Description
+from ztk.inference.module_cut import Linear, ModuleCut
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
+from ztk.inference.ranks import Ranks
 from ztk.inference.steps import Span, Step
 from ztk.kernels import activate_cpu
 
@@ -78,63 +80,81 @@ def _reasons(module: Any) -> Iterator[str]:
         yield f"rope_type={ropes.pop()}: its angles depend on the text's length"
 
 
-class ModuleModel:
-    """The same interface to the engine as `InferenceModel`.
+class OwnModules:
+    """A copy of a model's modules that computes rows of several sequences. What their cache is, subclasses know.
 
-    state: the parameters by name, in their full shapes and any dtype. kind: the format of the linear layers.
+    state: the parameters by name, in their full shapes and any dtype. form: what becomes of them. ranks: those that share the linear layers.
 
     Raises:
-        ValueError: a model that cannot run over the cache, with the reason.
+        ValueError: a model that cannot run over the cache, or that its ranks cannot divide, with the reason.
     """
 
-    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str) -> None:
+    def __init__(
+        self, module: Any, *, state: Mapping[str, Tensor], form: "Form", ranks: Ranks | None, device: torch.device
+    ) -> None:
         reason = refusal_of(module)
         if reason is not None:
             raise _refused(module, reason=reason)
-        self._module, self._products = _copy_over_products(module, state=state, kind=kind)
-        self.description = _description(self._module)
+        self.description, self._device = _description(module), device
+        cut = None if ranks is None else ModuleCut(module, ranks=ranks, description=self.description)
+        self._module, self._products = _copy_over_products(module, state=state, form=form, cut=cut)
+        for part in self._module.modules():
+            part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
         self._slots_of_layers = _attention_layers(self._module)
         self._blocks = _blocks(self._module, count=self.description.layers)
         self._try_out()
 
-    def products(self) -> list[Product]:
-        """Its linear layers."""
-        return self._products
+    def attention(self, spans: list[Span], *, cache: Any) -> "Attention":
+        """How a step attends over `cache`."""
+        raise NotImplementedError
 
-    def new_cache(self, *, slots: int) -> Cache:
-        """For so many sequences."""
-        return Cache(self.description, slots=slots)
+    def scratch(self, positions: int) -> Any:
+        """A cache for one sequence of so many tokens."""
+        raise NotImplementedError
 
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
-        of = self.description
-        step = Step(spans, group=of.heads // of.kv_heads, scratch=cache.scratch)
-        kept = torch.tensor(rows or [0])
-        with _computing(_Pass(step=step, cache=cache, layers=self._slots_of_layers, description=of)):
+    def own_logits(
+        self,
+        tokens: Tensor,
+        *,
+        spans: list[Span],
+        cache: Any,
+        rows: list[int],
+        heads: "dict[int, Heads] | None" = None,
+    ) -> Tensor:
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows; every rank that shares the model makes the call. heads:
+        gets those of each layer, and nothing attends."""
+        attention, device = self.attention(spans, cache=cache), self._device
+        one = _Pass(attention=attention, layers=self._slots_of_layers, description=self.description, heads=heads)
+        with _computing(one):
             found = self._module(
-                input_ids=tokens.unsqueeze(0),
-                position_ids=step.positions.unsqueeze(0),
-                attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),  # otherwise documents are looked for
+                input_ids=tokens.unsqueeze(0).to(device),
+                position_ids=attention.positions.unsqueeze(0),
+                attention_mask=torch.ones(
+                    1, len(tokens), dtype=torch.int64, device=device
+                ),  # else documents are looked for
                 use_cache=False,
-                logits_to_keep=kept,
+                logits_to_keep=torch.tensor(rows or [0]).to(device),
             )
         return found.logits[0, : len(rows)].float()
 
     def _try_out(self) -> None:
-        """One step: what the module cannot do over the cache is a refusal."""
-        cache = self.new_cache(slots=1)
-        cache.reserve(3)
+        """Two steps: the first one says which heads the layers have on this rank. What the module cannot do over the cache is a refusal."""
+        heads: dict[int, Heads] = {}
+        step: dict[str, Any] = {"spans": [Span(slot=0, start=0, length=3, row=0)], "rows": [2]}
         try:
             with torch.inference_mode():
-                self.step_logits(
-                    torch.tensor([0, 1, 0]), spans=[Span(slot=0, start=0, length=3, row=0)], cache=cache, rows=[2]
-                )
+                for found in (heads, None):
+                    self.own_logits(torch.tensor([0, 1, 0]), cache=self.scratch(3), heads=found, **step)
+                    if len(set(heads.values())) != 1:
+                        raise ValueError("has layers with heads of several shapes, or without any")
+                    own = heads[min(heads)]
+                    self.description = replace(self.description, heads=own.query, kv_heads=own.key, head_dim=own.size)
         except ValueError as error:
             raise _refused(self._module, reason=f"it {error}") from error
         except (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError) as error:
             raise _refused(self._module, reason=f"its forward fails over the cache ({error})") from error
 
-    def first_broken(self, tokens: list[int]) -> int | None:
+    def _broken(self, tokens: list[int], *, cache: Any) -> int | None:
         """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
         found: list[int] = []
 
@@ -148,26 +168,85 @@ class ModuleModel:
             for number, block in enumerate(self._blocks)
         ]
         try:
-            scratch = self.new_cache(slots=1)
-            scratch.reserve(len(tokens))
             span = Span(slot=0, start=0, length=len(tokens), row=0)
-            self.step_logits(torch.tensor(tokens), spans=[span], cache=scratch, rows=[])
+            self.own_logits(torch.tensor(tokens), spans=[span], cache=cache, rows=[])
         finally:
             for handle in handles:
                 handle.remove()
         return found[0] if found else None
 
 
-class _Linear(nn.Module):
-    """A linear layer by a product: x [..., in] -> [..., out]."""
+class ModuleModel(OwnModules):
+    """Over slabs, with the same interface to the engine as `InferenceModel`.
 
-    def __init__(self, product: Product) -> None:
-        super().__init__()
-        self.product = product
-        self.out_features, self.in_features = product.shape
+    state: the parameters by name, in their full shapes and any dtype. kind: the format of the linear layers. ranks: those that share them;
+    `description` says this rank's heads then. Raises ValueError as `OwnModules`.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None = None) -> None:
+        layer, head = FORMATS[kind]
+        cpu = torch.device("cpu")
+        super().__init__(module, state=state, form=Form(layer=layer, head=head, place=_fp32), ranks=ranks, device=cpu)
+
+    def products(self) -> list[Product]:
+        """Its linear layers."""
+        return self._products
+
+    def new_cache(self, *, slots: int) -> Cache:
+        """For so many sequences."""
+        return Cache(self.description, slots=slots)
+
+    def scratch(self, positions: int) -> Cache:
+        """A cache for one sequence of so many tokens."""
+        cache = Cache(self.description, slots=1)
+        cache.reserve(positions)
+        return cache
+
+    def attention(self, spans: list[Span], *, cache: Cache) -> "Attention":
+        """How a step attends over `cache`."""
+        of = self.description
+        step = Step(spans, group=of.heads // of.kv_heads, scratch=cache.scratch)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, **options: Any) -> Tensor:
+            step.write(key.float(), value=value.float(), cache=cache, layer=layer)
+            return step.attend(query.float(), keys=cache.keys[layer], values=cache.values[layer], **options)
+
+        return Attention(positions=step.positions, attend=attend)
+
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
+        return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
+
+    def first_broken(self, tokens: list[int]) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
+        return self._broken(tokens, cache=self.scratch(len(tokens)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """layer, head: make products of a linear layer and of the head. place: where the other parameters are, and in which dtype."""
+
+    layer: Callable[[Affine], Product]
+    head: Callable[[Affine], Product]
+    place: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """positions: int64 [M] of a step's rows. attend(query [M, H, D], key and value [M, K, D], layer=, scale=, window=, softcap=) -> [M, H, D];
+    key and value are in the cache afterwards."""
+
+    positions: Tensor
+    attend: Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """Query and key heads of a layer, and elements of a key."""
+
+    query: int
+    key: int
+    size: int
 
 
 class _Activation(nn.Module):
@@ -183,12 +262,13 @@ class _Activation(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """What attention needs of the step that is computed. layers: attention modules by id -> their place in the cache."""
+    """What attention needs of the step that is computed. layers: attention modules by id -> their place in the cache. heads: gets those of
+    each layer, in place of attention."""
 
-    step: Step
-    cache: Cache
+    attention: Attention
     layers: dict[int, int]
     description: Description
+    heads: dict[int, Heads] | None
 
 
 @contextmanager
@@ -219,15 +299,18 @@ def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
     if unknown or attention_mask is None or attention_mask.dim() != 1 or id(module) not in one.layers:
         raise ValueError(f"attends with {unknown[0] if unknown else 'a mask of its own'}")
     layer, of = one.layers[id(module)], one.description
-    q, k, v = (part[0].transpose(0, 1).float().contiguous() for part in (query, key, value))
-    if q.shape[1:] != (of.heads, of.head_dim) or k.shape[1:] != (of.kv_heads, of.head_dim):
+    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    own, width = Heads(query=q.shape[1], key=k.shape[1], size=q.shape[2]), v.shape[2]
+    if one.heads is not None:
+        one.heads[layer] = own
+        return q.new_zeros(1, len(q), own.query, width), None
+    if own != Heads(query=of.heads, key=of.kv_heads, size=of.head_dim) or width > of.head_dim:
         raise ValueError(f"has heads of another shape in layer {layer}")
-    width = v.shape[2]
-    one.step.write(k, value=F.pad(v, (0, of.head_dim - width)), cache=one.cache, layer=layer)
-    out = one.step.attend(
+    out = one.attention.attend(
         q,
-        keys=one.cache.keys[layer],
-        values=one.cache.values[layer],
+        k,
+        F.pad(v, (0, of.head_dim - width)),
+        layer=layer,
         scale=of.head_dim**-0.5 if scaling is None else scaling,
         window=int(attention_mask[0]) or None,
         softcap=softcap,
@@ -255,11 +338,12 @@ def _window_marker(
     return torch.tensor([local_size or 0])
 
 
-def _copy_over_products(module: Any, *, state: Mapping[str, Tensor], kind: str) -> tuple[Any, list[Product]]:
-    """A copy in fp32 that shares what `state` has, with products in place of linear layers; and the products."""
+def _copy_over_products(
+    module: Any, *, state: Mapping[str, Tensor], form: Form, cut: ModuleCut | None
+) -> tuple[Any, list[Product]]:
+    """A copy that shares what `state` has where it need not be moved, with products in place of linear layers; and the products."""
     shared = {id(value): value for value in (*module.parameters(), *module.buffers())}
     own = copy.deepcopy(module, memo=shared)
-    product, head_product = FORMATS[kind]
     head, products = own.get_output_embeddings(), []
     embedding = _name_of(own, own.get_input_embeddings().weight)  # the head's, too, where they are tied
     for name, part in list(own.named_modules()):
@@ -273,11 +357,15 @@ def _copy_over_products(module: Any, *, state: Mapping[str, Tensor], kind: str) 
         weight, bias = state.get(f"{name}.weight"), state.get(f"{name}.bias")
         found = _fp32(state[embedding] if weight is None else weight)
         affine = Affine(weight=found.t().contiguous() if columns else found, bias=None if bias is None else _fp32(bias))
-        products.append((head_product if part is head else product)(affine))
-        _replace(own, name=name, by=_Linear(products[-1]))
+        made = form.head if part is head else form.layer
+        layer = Linear(made(affine)) if cut is None else cut.linear(name, full=affine, product=made)
+        products.append(layer.product)
+        _replace(own, name=name, by=layer)
+    if cut is not None:
+        cut.tell_attention(own)
     for name, _ in list(own.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        setattr(own.get_submodule(owner), leaf, nn.Parameter(_fp32(state[name]), requires_grad=False))
+        setattr(own.get_submodule(owner), leaf, nn.Parameter(form.place(state[name]), requires_grad=False))
     modeling, masks = sys.modules[_MODELS], sys.modules[_MASKS]
     modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attend_over_cache)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_marker)
@@ -302,8 +390,6 @@ def _description(module: Any) -> Description:
     config = module.config
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if hasattr(config, "qk_rope_head_dim"):  # latent attention: a head has a part that turns and one that does not
-        size = config.qk_nope_head_dim + config.qk_rope_head_dim
     return Description(
         family=config.model_type,
         vocab_size=config.vocab_size,

@@ -11,27 +11,33 @@ import torch
 from torch import Tensor, nn
 
 from ztk.inference.block_model import BlockModel
-from ztk.inference.block_opening import open_blocks, placement_of
-from ztk.inference.block_weights import collect_blocks
+from ztk.inference.block_opening import check_block_rows, placement_of
+from ztk.inference.block_weights import Placement, collect_blocks
+from ztk.inference.cut import Cut
 from ztk.inference.describe import FAMILIES, Subject, describe
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_blocks import ModuleBlockModel
 from ztk.inference.module_model import ModuleModel, is_own_family
+from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed, pack
-from ztk.inference.parallel import LeadingModel, Ranks
+from ztk.inference.parallel import LeadingBlockModel, LeadingModel, LeadingModuleModel
 from ztk.inference.plan import (
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
     StreamPlan,
     first_buffers,
     free_memory,
+    largest,
     plan_stream,
     sizes_of,
+    slowest,
 )
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_module
+from ztk.inference.ranks import Ranks
 from ztk.inference.rates import measure
 from ztk.inference.stream import StreamedLayers
-from ztk.inference.weights import ResidentLayers, collect
+from ztk.inference.weights import ResidentLayers, Weights, collect
 from ztk.nn import Decoder
 from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.host_memory import return_freed_memory
@@ -75,7 +81,7 @@ class Opened:
     """A model that computes, over slabs or over blocks. plan, streamed: None where all weights are in memory and were not planned.
     packed_bytes: of the layers and the head of a packed folder."""
 
-    model: InferenceModel | ModuleModel | BlockModel
+    model: InferenceModel | ModuleModel | OverBlocks
     subject: Subject
     plan: StreamPlan | None = None
     streamed: StreamedLayers | None = None
@@ -101,19 +107,18 @@ def from_module(
     if not is_own_family(module):
         return _from_own_modules(module, state=state, policy=policy, ranks=ranks, is_checked=is_checked)
     subject, placement = describe(module), placement_of(policy, module=module)
-    if placement is not None and ranks is not None:
-        raise ValueError(
-            "inference.cache=blocks with topology.tensor above 1: ranks share layers over slabs; leave one of them out"
-        )
     if is_checked and (
         policy.weights != "stored" or policy.offload is not None or ranks is not None or placement is not None
     ):
         # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
         check_module(_built(subject, state=state, kind="stored", ranks=None), module=module)
     if placement is not None:
-        return Opened(model=open_blocks(state, subject=subject, placement=placement, policy=policy), subject=subject)
+        blocks = _over_blocks(subject, state=state, placement=placement, policy=policy, ranks=ranks)
+        if policy.exact:
+            check_block_rows(blocks)
+        return Opened(model=blocks, subject=subject)
     if policy.offload is not None:
-        return from_state(state, subject=subject, policy=policy, offload=policy.offload)
+        return from_state(state, subject=subject, policy=policy, offload=policy.offload, ranks=ranks)
     built = _built(subject, state=state, kind=policy.weights, ranks=ranks)
     if is_checked and policy.weights == "stored" and ranks is None:
         check_module(built, module=module)
@@ -123,18 +128,20 @@ def from_module(
 def reopened(
     engine: TrainingEngine,
     *,
-    model: InferenceModel | ModuleModel | BlockModel,
+    model: InferenceModel | ModuleModel | OverBlocks,
     subject: Subject,
     policy: InferencePolicy,
     ranks: Ranks | None,
-) -> InferenceModel | ModuleModel | BlockModel:
+) -> InferenceModel | ModuleModel | OverBlocks:
     """The same `model` with the weights that a training engine has now. A collective call."""
     state, kind = _gathered(engine), policy.weights
+    if isinstance(model, ModuleBlockModel):
+        return ModuleBlockModel(engine.module, state=state, placement=model.placement, exact=policy.exact)
     if isinstance(model, BlockModel):
-        weights = collect_blocks(state, description=subject.description, placement=model.weights.placement)
-        return BlockModel(subject, weights=weights, exact=policy.exact)
+        placement = model.weights.placement
+        return _over_blocks(subject, state=state, placement=placement, policy=policy, ranks=ranks)
     if not is_own_family(engine.module):
-        return ModuleModel(engine.module, state=state, kind=kind)
+        return _of_own_modules(engine.module, state=state, kind=kind, ranks=ranks)
     return _built(subject, state=state, kind=kind, ranks=ranks)
 
 
@@ -142,31 +149,71 @@ def _from_own_modules(
     module: nn.Module, *, state: Mapping[str, Tensor], policy: InferencePolicy, ranks: Ranks | None, is_checked: bool
 ) -> Opened:
     """A model of none of the engine's families, by its own modules."""
-    kind = getattr(getattr(module, "config", None), "model_type", "")
-    over_blocks = placement_of(policy, module=module) is not None
-    for option, is_given, fix in (
-        ("a cache of blocks", over_blocks, "use launch.device=cpu and no inference.cache"),
-        ("offload=nvme", policy.offload is not None, "leave it out"),
-        ("topology.tensor above 1", ranks is not None, "leave it out"),
+    kind, placement = getattr(module.config, "model_type", ""), placement_of(policy, module=module)
+    for option, is_given in (
+        ("offload=nvme", policy.offload is not None and placement is None),
+        ("topology.tensor above 1 with a cache of blocks", placement is not None and ranks is not None),
     ):
         if is_given:
-            raise ValueError(f"model_type={kind}: {option} is for {', '.join(sorted(FAMILIES))}; {fix}")
-    model = ModuleModel(module, state=state, kind=policy.weights)
-    if is_checked:
-        exact = model if policy.weights == "stored" else ModuleModel(module, state=state, kind="stored")
-        check_module(exact, module=module, eager=True)
+            raise ValueError(f"model_type={kind}: {option} is for {', '.join(sorted(FAMILIES))}; leave it out")
+    if is_checked and (policy.weights != "stored" or placement is not None):
+        # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
+        check_module(_of_own_modules(module, state=state, kind="stored", ranks=ranks), module=module, eager=True)
+    if placement is not None:
+        blocks = ModuleBlockModel(module, state=state, placement=placement, exact=policy.exact)
+        if policy.exact:
+            check_block_rows(blocks)
+        return Opened(model=blocks, subject=Subject(description=blocks.description, tables=[]))
+    model = _of_own_modules(module, state=state, kind=policy.weights, ranks=ranks)
+    if is_checked and policy.weights == "stored":
+        check_module(model, module=module, eager=True)
     return Opened(model=model, subject=Subject(description=model.description, tables=[]))
+
+
+def _of_own_modules(module: nn.Module, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> ModuleModel:
+    """The model by its own modules, or this rank's part of it."""
+    if ranks is not None and ranks.comm.rank == 0:
+        return LeadingModuleModel(module, state=state, kind=kind, ranks=ranks)
+    return ModuleModel(module, state=state, kind=kind, ranks=ranks)
 
 
 def _built(subject: Subject, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> InferenceModel:
     """The model over a state in memory, or this rank's part of it."""
-    cut = None if ranks is None else ranks.cut
-    if cut is not None:
-        cut.own(subject.description)  # says what cannot be divided
-    weights = collect(state, description=subject.description, kind=kind, cut=cut)
+    return _over(
+        subject,
+        weights=collect(state, description=subject.description, kind=kind, cut=_cut(subject, ranks=ranks)),
+        ranks=ranks,
+    )
+
+
+def _over(subject: Subject, *, weights: Weights, ranks: Ranks | None) -> InferenceModel:
     if ranks is not None and ranks.comm.rank == 0:
         return LeadingModel(subject, weights=weights, ranks=ranks)
     return InferenceModel(subject, weights=weights, ranks=ranks)
+
+
+def _over_blocks(
+    subject: Subject,
+    *,
+    state: Mapping[str, Tensor],
+    placement: Placement,
+    policy: InferencePolicy,
+    ranks: Ranks | None,
+) -> BlockModel:
+    """The model over a cache of blocks, or this rank's part of it."""
+    cut = _cut(subject, ranks=ranks)
+    weights = collect_blocks(state, description=subject.description, placement=placement, cut=cut)
+    if ranks is not None and ranks.comm.rank == 0:
+        return LeadingBlockModel(subject, weights=weights, exact=policy.exact, ranks=ranks)
+    return BlockModel(subject, weights=weights, exact=policy.exact, ranks=ranks)
+
+
+def _cut(subject: Subject, *, ranks: Ranks | None) -> Cut | None:
+    """Raises ValueError for what cannot be divided."""
+    if ranks is None:
+        return None
+    ranks.cut.own(subject.description)
+    return ranks.cut
 
 
 def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
@@ -199,14 +246,20 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
 
 
 def from_state(
-    state: Mapping[str, Tensor], *, subject: Subject, policy: InferencePolicy, offload: OffloadPolicy
+    state: Mapping[str, Tensor],
+    *,
+    subject: Subject,
+    policy: InferencePolicy,
+    offload: OffloadPolicy,
+    ranks: Ranks | None = None,
 ) -> Opened:
-    """Packs parameters of any shape into `offload.nvme_path` and streams them. The files have no name afterwards and end with the model."""
+    """Packs parameters of any shape into `offload.nvme_path` and streams them, each of `ranks` its part. The files have no name afterwards
+    and end with the model."""
     assert offload.nvme_path is not None, "the policy has a folder"
     folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
     try:
-        packed = pack(folder, subject=subject, state=state, weights=policy.weights)
-        return _streamed(packed, policy=policy, offload=offload)
+        packed = pack(folder, subject=subject, state=state, weights=policy.weights, cut=_cut(subject, ranks=ranks))
+        return _streamed(packed, policy=policy, offload=offload, ranks=ranks)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -220,12 +273,16 @@ def settled(policy: InferencePolicy, *, plan: StreamPlan | None) -> InferencePol
     )
 
 
-def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy) -> Opened:
-    of = packed.description
+def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy, ranks: Ranks | None = None) -> Opened:
+    """Ranks that share the model make the same plan: of the largest part, the least memory and the slowest rank."""
+    of = packed.description if ranks is None else ranks.cut.own(packed.description)
     positions = min(policy.max_model_len or of.max_len, of.max_len)
     fixed = packed.rest_bytes + offload.threads * offload.block_bytes
     sizes = sizes_of(of, items=packed.items, layer_bytes=packed.layer_bytes, fixed=fixed, positions=positions)
     budget = policy.memory_bytes or free_memory()
+    if ranks is not None:
+        share = budget if policy.memory_bytes else budget // ranks.comm.size
+        budget, sizes = min(ranks.gather(share)), largest(ranks.gather(sizes))
     chosen = {
         "budget": budget,
         "positions": positions,
@@ -237,8 +294,9 @@ def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy
     layers = StreamedLayers(packed, policy=offload, buffers=buffers)
     try:
         weights.layers = layers
-        model = InferenceModel(subject, weights=weights)
-        plan = plan_stream(sizes, rates=measure(model, layers=layers, positions=positions), **chosen)
+        model = _over(subject, weights=weights, ranks=ranks)
+        rates = measure(model, layers=layers, positions=positions)
+        plan = plan_stream(sizes, rates=rates if ranks is None else slowest(ranks.gather(rates)), **chosen)
         layers.keep(plan.resident, buffers=plan.buffers)
         return_freed_memory()  # what was measured with, and what layers of zeros were built from
     except BaseException:

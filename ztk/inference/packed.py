@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
 from ztk.inference.parts import (
     Item,
@@ -149,6 +150,7 @@ def pack(
     subject: Subject,
     state: Mapping[str, Tensor],
     weights: str,
+    cut: Cut | None = None,
     key: str = "",
     extra: dict[str, Any] | None = None,
     beside: Sequence[tuple[Path, str]] = (),
@@ -156,7 +158,8 @@ def pack(
     """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any
     shape, is asked for those of one layer at a time.
 
-    key, extra: kept in the manifest. beside: files and folders that are copied into it, each with its name there.
+    cut: a tensor-parallel rank's part of them is written. key, extra: kept in the manifest. beside: files and folders that are copied into it,
+    each with its name there.
 
     Raises:
         FolderTaken: the folder exists and has something in it.
@@ -174,7 +177,7 @@ def pack(
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        reader = WeightReader(state, description=subject.description, products=products_of(weights))
+        reader = WeightReader(state, description=subject.description, products=products_of(weights), cut=cut)
         manifest = _write(partial, subject=subject, reader=reader)
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")

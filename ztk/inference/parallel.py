@@ -7,15 +7,23 @@ gathered and added in the order of the ranks, on each rank, so a row has the sam
 joined. Followers draw nothing, so ranks cannot disagree about a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.block_model import BlockModel
+from ztk.inference.block_swap import Swap
+from ztk.inference.block_weights import BlockWeights
 from ztk.inference.cache import Cache
-from ztk.inference.cut import Cut
-from ztk.inference.describe import Description, Subject
+from ztk.inference.describe import Subject
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
+from ztk.inference.over_blocks import OverBlocks
+from ztk.inference.ranks import Ranks
+from ztk.inference.recorded import RecordedBlocks, RecordedCache, Repeating
 from ztk.inference.steps import Span
 from ztk.inference.weights import Weights
 from ztk.runtime.comm import Comm
@@ -23,80 +31,21 @@ from ztk.runtime.comm import Comm
 BEAT_SECONDS = 2.0  # an idle leader says so this often: followers wait for it, and it hears of a follower that is gone
 _INLINE = 4096  # numbers of the broadcast of a step; a longer message has a second one
 _STEP, _LOCATE, _BEAT, _END = range(4)
-_RESERVE, _COPY, _CLEAR = range(3)
 
 
-class Ranks:
-    """Sums and joins among the ranks that share a model. comm: theirs."""
+class Leading:
+    """A model on rank 0: what it is asked to compute, all ranks compute."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm, self.cut = comm, Cut(rank=comm.rank, size=comm.size)
-
-    def sum(self, partial: Tensor) -> Tensor:
-        """Of all ranks' partial, fp32 [M, C], in their order."""
-        parts = self._gathered(partial)
-        found = parts[0] + parts[1]
-        for part in parts[2:]:
-            found += part
-        return found
-
-    def join(self, part: Tensor) -> Tensor:
-        """All ranks' columns: fp32 [M, N] -> [M, size N]."""
-        return torch.cat(list(self._gathered(part)), dim=1)
-
-    def join_keys(self, part: Tensor, *, description: Description) -> Tensor:
-        """The columns of all key heads, each once: fp32 [M, own heads D] -> [M, all heads D]."""
-        copies = max(1, self.cut.size // description.kv_heads)
-        return torch.cat(list(self._gathered(part)[::copies]), dim=1)
-
-    def _gathered(self, part: Tensor) -> Tensor:
-        with torch.inference_mode(False):  # the thread that communicates writes into it
-            full = torch.empty(self.cut.size, *part.shape)
-        full[self.cut.rank] = part
-        self.comm.all_gather(full.view(-1), label="inference").wait()
-        return full
-
-
-class RecordedCache(Cache):
-    """The leader's cache, which remembers what was done to it for the others."""
-
-    def __init__(self, description: Description, *, slots: int) -> None:
-        super().__init__(description, slots=slots)
-        self.log: list[int] = []
-
-    def reserve(self, positions: int) -> None:
-        if positions > self.positions:
-            self.log += [_RESERVE, positions, 0, 0]
-        super().reserve(positions)
-
-    def copy(self, source: int, *, target: int, positions: int) -> None:
-        self.log += [_COPY, source, target, positions]
-        super().copy(source, target=target, positions=positions)
-
-    def clear(self, slot: int) -> None:
-        self.log += [_CLEAR, slot, 0, 0]
-        super().clear(slot)
-
-
-class LeadingModel(InferenceModel):
-    """The model on rank 0: what it is asked to compute, all ranks compute."""
-
-    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks) -> None:
-        super().__init__(subject, weights=weights, ranks=ranks)
+    def __init__(self, ranks: Ranks) -> None:
         self._channel = Channel(ranks.comm)
 
-    def new_cache(self, *, slots: int) -> Cache:
-        return RecordedCache(self.description, slots=slots)
-
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        assert isinstance(cache, RecordedCache), "new_cache has made it"
-        log, cache.log = cache.log, []
+    def tell_step(self, tokens: Tensor, *, spans: list[Span], log: list[int], rows: list[int]) -> None:
+        """The others compute this step: tokens int64 [M]."""
         self._channel.send(_STEP, tokens.tolist(), log, _flat(spans), rows)
-        return super().step_logits(tokens, spans=spans, cache=cache, rows=rows)
 
-    def first_broken(self, tokens: list[int]) -> int | None:
+    def tell_to_locate(self, tokens: list[int]) -> None:
+        """The others compute a sequence once more, alone."""
         self._channel.send(_LOCATE, tokens)
-        return super().first_broken(tokens)
 
     def beat(self) -> None:
         """Says that it is idle."""
@@ -107,23 +56,96 @@ class LeadingModel(InferenceModel):
         self._channel.send(_END)
 
 
-def follow(model: InferenceModel, *, cache: Cache, ranks: Ranks) -> None:
+class LeadingModel(Leading, InferenceModel):
+    """Over slabs."""
+
+    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks) -> None:
+        InferenceModel.__init__(self, subject, weights=weights, ranks=ranks)
+        Leading.__init__(self, ranks)
+
+    def new_cache(self, *, slots: int) -> Cache:
+        return RecordedCache(self.description, slots=slots)
+
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        assert isinstance(cache, RecordedCache), "new_cache has made it"
+        self.tell_step(tokens, spans=spans, log=cache.take_log(), rows=rows)
+        return super().step_logits(tokens, spans=spans, cache=cache, rows=rows)
+
+    def first_broken(self, tokens: list[int]) -> int | None:
+        self.tell_to_locate(tokens)
+        return super().first_broken(tokens)
+
+
+class LeadingBlockModel(Leading, BlockModel):
+    """Over blocks; tensors are those of `BlockModel`, of the same shapes and dtypes: fp32 [R, V] logits."""
+
+    def __init__(self, subject: Subject, *, weights: BlockWeights, exact: bool, ranks: Ranks) -> None:
+        BlockModel.__init__(self, subject, weights=weights, exact=exact, ranks=ranks)
+        Leading.__init__(self, ranks)
+
+    def new_cache(
+        self, *, slots: int, blocks: int, dtype: torch.dtype | None = None, swap: Swap | None = None
+    ) -> BlockCache:
+        of, kind = self.description, self.dtype if dtype is None else dtype
+        return RecordedBlocks(of, slots=slots, blocks=blocks, device=self.device, dtype=kind, swap=swap)
+
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
+        assert isinstance(cache, RecordedBlocks), "new_cache has made it"
+        self.tell_step(tokens, spans=spans, log=cache.take_log(spans), rows=rows)
+        return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
+
+    def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
+        self.tell_to_locate(tokens)
+        return super().first_broken(tokens, dtype=dtype)
+
+
+class LeadingModuleModel(Leading, ModuleModel):
+    """A model's own modules; tensors are those of `ModuleModel`, of the same shapes and dtypes: fp32 [R, V] logits."""
+
+    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks) -> None:
+        ModuleModel.__init__(self, module, state=state, kind=kind, ranks=ranks)
+        Leading.__init__(self, ranks)
+
+    def new_cache(self, *, slots: int) -> Cache:
+        return RecordedCache(self.description, slots=slots)
+
+    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        assert isinstance(cache, RecordedCache), "new_cache has made it"
+        self.tell_step(tokens, spans=spans, log=cache.take_log(), rows=rows)
+        return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
+
+    def first_broken(self, tokens: list[int]) -> int | None:
+        self.tell_to_locate(tokens)
+        return super().first_broken(tokens)
+
+
+def follow(model: InferenceModel | ModuleModel | OverBlocks, *, cache: Cache | BlockCache, ranks: Ranks) -> None:
     """Computes this rank's part of what the leader is asked, until it dismisses the others.
 
     Raises:
         PeerLost: the leader is gone.
     """
-    channel = Channel(ranks.comm)
+    channel, repeating = Channel(ranks.comm), Repeating(cache)
     while True:
         kind, *lists = channel.receive()
         if kind == _END:
             return
         if kind == _STEP:
             tokens, log, spans, rows = lists
-            _repeat(log, cache=cache)
+            repeating.repeat(log)
             model.step_logits(torch.tensor(tokens), spans=_spans(spans), cache=cache, rows=rows)
         elif kind == _LOCATE:
-            model.first_broken(lists[0])
+            first_broken(lists[0], model=model, cache=cache)
+
+
+def first_broken(
+    tokens: list[int], *, model: InferenceModel | ModuleModel | OverBlocks, cache: Cache | BlockCache
+) -> int | None:
+    """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are."""
+    if isinstance(model, OverBlocks):
+        assert isinstance(cache, BlockCache), "the model computes over blocks"
+        return model.first_broken(tokens, dtype=cache.dtype)
+    return model.first_broken(tokens)
 
 
 class Channel:
@@ -171,15 +193,3 @@ def _flat(spans: list[Span]) -> list[int]:
 def _spans(numbers: list[int]) -> list[Span]:
     four = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
     return [Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in four]
-
-
-def _repeat(log: list[int], *, cache: Cache) -> None:
-    """What happened to the leader's cache happens to this one."""
-    for at in range(0, len(log), 4):
-        what, first, second, third = log[at : at + 4]
-        if what == _RESERVE:
-            cache.reserve(first)
-        elif what == _COPY:
-            cache.copy(first, target=second, positions=third)
-        else:
-            cache.clear(first)

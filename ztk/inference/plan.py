@@ -1,11 +1,12 @@
 """What fits: how many layers reside in memory, how many sequences share a pass, and how many tokens per second that gives.
 
 [Note: Tokens per second of streamed weights]
-A pass reads S = layers - resident layers of W bytes each while it computes, so it takes max(S W / link, c0 + c1 B) seconds for B sequences
-and gives B tokens: more where drafts are accepted. Memory holds the resident layers, a ring of buffers, the head, B caches of keys and
-values, and what a step computes with. A byte for the cache lets one pass serve more sequences; a byte for a layer saves reading it. The
-search over B takes the fewest sequences within 2 % of the most tokens per second. Keys and values stay in main memory: they would be worth
-offloading only where fewer than S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.06865, section 4).
+A pass reads S = layers - resident layers of W bytes each in R = S W / link seconds, and computes for C = c0 + c1 B seconds for B sequences.
+It takes max(R, C) + s min(R, C): s is 0 where the threads that read have a core of their own, and is measured. It gives B tokens: more
+where drafts are accepted. Memory holds the resident layers, a ring of buffers, the head, B caches of keys and values, and what a step computes
+with. A byte for the cache lets one pass serve more sequences; a byte for a layer saves reading it. The search over B takes the fewest
+sequences within 2 % of the most tokens per second. Keys and values stay in main memory: they would be worth offloading only where fewer than
+S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.06865, section 4).
 """
 
 from dataclasses import dataclass
@@ -50,11 +51,12 @@ class Sizes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """link: bytes per second that layers are read at. pass_seconds, row_seconds: a pass without reads takes the first, and the second for
-    each of its rows."""
+    each of its rows. serial: part of the shorter of reading and computing that the longer one does not hide, 0 to 1."""
 
     link: float
     pass_seconds: float
     row_seconds: float
+    serial: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +96,8 @@ class StreamPlan:
     @property
     def tokens_per_second(self) -> float:
         """When all sequences draw tokens."""
-        return self.sequences / max(self.read_seconds, self.compute_seconds)
+        both = self.read_seconds, self.compute_seconds
+        return self.sequences / (max(both) + self.rates.serial * min(both))
 
     def __str__(self) -> str:
         read = (
@@ -104,9 +107,9 @@ class StreamPlan:
         )
         return (
             f"plan: {self.resident} of {self.sizes.layers} layers reside in memory, {read} ({self.read_seconds:.3g} s, compute "
-            f"{self.compute_seconds:.3g} s); {self.sequences} sequences of up to {self.positions} tokens, their keys and values in memory "
-            f"({_gib(self.sequences * self.sizes.sequence)}); {_gib(self.memory_bytes)} of {_gib(self.budget)} used; expected: "
-            f"{self.tokens_per_second:.3g} tokens/s"
+            f"{self.compute_seconds:.3g} s, {1 - self.rates.serial:.0%} of the shorter behind the longer); {self.sequences} sequences of up to "
+            f"{self.positions} tokens, their keys and values in memory ({_gib(self.sequences * self.sizes.sequence)}); "
+            f"{_gib(self.memory_bytes)} of {_gib(self.budget)} used; expected: {self.tokens_per_second:.3g} tokens/s"
         )
 
 
@@ -125,6 +128,17 @@ def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, f
         row=4 * (_WIDTH_COPIES * max(of.dim, of.heads * of.head_dim) + _INNER_COPIES * inner),
         logits=of.vocab_size * (4 + 2 * 8),  # fp32, and log-probabilities in fp64
     )
+
+
+def largest(each: list[Sizes]) -> Sizes:
+    """What every one of several ranks has room for."""
+    return Sizes(**{name: max(getattr(one, name) for one in each) for name in Sizes.__slots__})
+
+
+def slowest(each: list[Rates]) -> Rates:
+    """What every one of several ranks reaches."""
+    found = {name: max(getattr(one, name) for one in each) for name in Rates.__slots__}
+    return Rates(**found | {"link": min(one.link for one in each)})
 
 
 def plan_stream(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.inference.block_model import BlockModel
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
+from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.products import Product
 from ztk.inference.steps import Span
 from ztk.inference.weights import Mlp
@@ -21,10 +21,10 @@ _TOKENS = 48
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def check_model(model: InferenceModel | ModuleModel | BlockModel) -> frozenset[tuple[str, tuple[int, int]]]:
+def check_model(model: InferenceModel | ModuleModel | OverBlocks) -> frozenset[tuple[str, tuple[int, int]]]:
     """`check_rows`; of a model that runs its own modules their products, and texts beside each other; one over blocks has been checked when
     it was opened. Raises ValueError as they do."""
-    if isinstance(model, BlockModel):
+    if isinstance(model, OverBlocks):
         return frozenset()
     if isinstance(model, InferenceModel):
         return check_rows(model)
@@ -34,10 +34,10 @@ def check_model(model: InferenceModel | ModuleModel | BlockModel) -> frozenset[t
 
 
 def allow_lone_rows(
-    model: InferenceModel | ModuleModel | BlockModel, *, exact: frozenset[tuple[str, tuple[int, int]]]
+    model: InferenceModel | ModuleModel | OverBlocks, *, exact: frozenset[tuple[str, tuple[int, int]]]
 ) -> None:
     """Products of these kinds and shapes need not compute a lone row twice."""
-    if isinstance(model, BlockModel):
+    if isinstance(model, OverBlocks):
         return  # its kernels have one path for every number of rows
     for product in model.products():
         product.doubles = product_key(product) not in exact
@@ -96,16 +96,15 @@ def check_schedules(model: ModuleModel) -> None:
     of = model.description
     text = random_tokens(of.vocab_size, count=min(_TOKENS, of.max_len))
     middle, rows = len(text) // 3, list(range(len(text)))
-    alone = model.new_cache(slots=1)
-    alone.reserve(len(text))
-    expected = model.step_logits(text, spans=[Span(slot=0, start=0, length=len(text), row=0)], cache=alone, rows=rows)
+    alone, span = model.scratch(len(text)), Span(slot=0, start=0, length=len(text), row=0)
+    expected = model.own_logits(text, spans=[span], cache=alone, rows=rows)
     cache, found = model.new_cache(slots=3), []
     cache.reserve(len(text))
     for start, stop in ((0, middle), (middle, middle + 1), (middle + 1, len(text))):
         other = Span(slot=0, start=start, length=stop - start, row=0)
         own = Span(slot=2, start=start, length=stop - start, row=stop - start)
         tokens, at = torch.cat([text[start:stop].flip(0), text[start:stop]]), range(own.row, own.row + own.length)
-        found.append(model.step_logits(tokens, spans=[other, own], cache=cache, rows=list(at)))
+        found.append(model.own_logits(tokens, spans=[other, own], cache=cache, rows=list(at)))
     if not torch.equal(torch.cat(found), expected):
         raise ValueError(
             f"model_type={of.family}: what its own modules compute for a sequence depends on the sequences beside it on this processor, so "
@@ -153,10 +152,10 @@ def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: boo
         ValueError: the logits differ.
     """
     of = model.description
-    dtype = next(module.parameters()).dtype
+    parameter = next(module.parameters())
+    dtype, device = parameter.dtype, parameter.device
     tokens = random_tokens(of.vocab_size, count=min(_TOKENS, of.max_len))
-    cache = model.new_cache(slots=1)
-    cache.reserve(len(tokens))
+    cache = model.scratch(len(tokens))
     span, eager = Span(slot=0, start=0, length=len(tokens), row=0), eager or of.softcap is not None
     implementation, was_training = module.config._attn_implementation, module.training
     module.eval()
@@ -164,8 +163,9 @@ def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: boo
         module.set_attn_implementation("eager")  # torch's fused attention leaves the cap out
     try:
         with torch.no_grad():  # a sharded module gathers parameters meanwhile, which later training writes
-            own = model.step_logits(tokens, spans=[span], cache=cache, rows=list(range(len(tokens))))
-            expected = module(tokens.unsqueeze(0), use_cache=False).logits[0].float()
+            compute = model.own_logits if isinstance(model, ModuleModel) else model.step_logits
+            own = compute(tokens, spans=[span], cache=cache, rows=list(range(len(tokens))))
+            expected = module(tokens.unsqueeze(0).to(device), use_cache=False).logits[0].cpu().float()
     finally:
         module.train(was_training)
         if eager:

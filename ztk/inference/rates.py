@@ -1,6 +1,7 @@
 """How fast layers are read, and how long a pass computes: measured when a model is opened, for the plan."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
 from ztk.inference.sample import draw
 from ztk.inference.steps import Span, Step
-from ztk.inference.stream import StreamedLayers
+from ztk.inference.stream import BUFFERS, StreamedLayers
+from ztk.inference.weights import Layer
 
 _READ_SECONDS = 0.3  # at least, and every buffer of the ring once
 _FEW, _MANY = 2, 64  # rows
@@ -27,11 +29,37 @@ _DRAWS = 4
 
 def measure(model: InferenceModel, *, layers: StreamedLayers, positions: int) -> Rates:
     """The rates of this machine for this model. positions: tokens of a sequence; half of them are before the rows that are measured."""
+    at = min(positions // 2, _AT)
     with torch.inference_mode():
-        few, many = (_pass_seconds(model, rows=rows, at=min(positions // 2, _AT)) for rows in (_FEW, _MANY))
+        trial = _Trial(model, rows=_FEW, at=at)
+        few, many = (_pass_seconds(one) for one in (trial, _Trial(model, rows=_MANY, at=at)))
         drawing = _seconds(lambda: _draw(model)) / _DRAWS
+        link = _link(layers)
+        serial = _serial(trial, layers=layers, link=link)
     per_row = max(1e-9, (many - few) / (_MANY - _FEW))
-    return Rates(link=_link(layers), pass_seconds=max(0.0, few - _FEW * per_row), row_seconds=per_row + drawing)
+    pass_seconds = max(0.0, few - _FEW * per_row)
+    return Rates(link=link, pass_seconds=pass_seconds, row_seconds=per_row + drawing, serial=serial)
+
+
+class _Trial:
+    """Steps of `rows` rows, of which each but the first `_SLOTS` reads the keys of another one."""
+
+    def __init__(self, model: InferenceModel, *, rows: int, at: int) -> None:
+        self.model, of = model, model.description
+        self._cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
+        self._cache.reserve(at + 1)
+        spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
+        self._step = Step(spans, group=of.heads // of.kv_heads)
+        self._tokens, self._x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, columns=of.dim)
+
+    def block(self, layer: Layer) -> None:
+        """One layer."""
+        self.model.block(self._x, layer=layer, number=0, step=self._step, cache=self._cache)
+
+    def ends(self) -> None:
+        """Embedding and head."""
+        model = self.model
+        model.logits(model.norm(model.embed(self._tokens, step=self._step), by=model.weights.norm))
 
 
 def _link(layers: StreamedLayers) -> float:
@@ -46,20 +74,27 @@ def _link(layers: StreamedLayers) -> float:
     return (layers.counters.read_bytes - before) / (time.perf_counter() - started)
 
 
-def _pass_seconds(model: InferenceModel, *, rows: int, at: int) -> float:
-    """Of all layers and the head for `rows` sequences with one row each, by the layers in memory in turn."""
-    of, held = model.description, itertools.cycle(model.weights.layers.held)
-    cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
-    cache.reserve(at + 1)
-    spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
-    tokens, x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, columns=of.dim)
+def _serial(trial: _Trial, *, layers: StreamedLayers, link: float) -> float:
+    """Which part of the shorter of reading and computing the longer one does not hide: layers are computed as they come."""
+    held, ranks = itertools.cycle(trial.model.weights.layers.held), trial.model.ranks
+    own = _seconds(lambda: trial.block(next(held)))
+    count = max(2 * BUFFERS, math.ceil(_READ_SECONDS / max(own, layers.packed.layer_bytes / link)))
+    if ranks is not None:
+        count = max(ranks.gather(count))  # ranks compute together
+    layers.settle()
+    before, started = layers.counters.read_bytes, time.perf_counter()
+    for layer in itertools.islice(itertools.chain.from_iterable(itertools.repeat(layers)), count):
+        trial.block(layer)
+    layers.settle()
+    seconds = time.perf_counter() - started
+    both = (layers.counters.read_bytes - before) / link, count * own
+    return min(1.0, max(0.0, (seconds - max(both)) / max(1e-9, min(both))))
 
-    def block() -> None:
-        model.block(x, layer=next(held), number=0, step=step, cache=cache)
 
-    step = Step(spans, group=of.heads // of.kv_heads)
-    ends = _seconds(lambda: model.logits(model.norm(model.embed(tokens, step=step), by=model.weights.norm)))
-    return of.layers * _seconds(block) + ends
+def _pass_seconds(trial: _Trial) -> float:
+    """Of all layers and the head, by the layers in memory in turn."""
+    held = itertools.cycle(trial.model.weights.layers.held)
+    return trial.model.description.layers * _seconds(lambda: trial.block(next(held))) + _seconds(trial.ends)
 
 
 def _draw(model: InferenceModel) -> None:
