@@ -16,8 +16,8 @@ from ztk.rollout import Samples
 from ztk.runtime import Process
 
 LAYOUTS = {
-    "stage1": {"zero__stage": 1},
-    "stage2": {"zero__stage": 2},
+    "stage1": {"zero__stage": 1, "zero__overlap_gather": True},
+    "stage2": {"zero__stage": 2, "zero__overlap_gather": True},
     "stage3": {"zero__stage": 3},
     "streamed": {"zero__stage": 3, "rollout__weights": RolloutWeightsName.streamed},
     "cpu": {"zero__stage": 3, "offload__optimizer": "cpu", "offload__parameters": "cpu"},

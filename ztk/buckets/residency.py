@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -16,6 +17,7 @@ from ztk.parameters.partitioned import same_bits
 from ztk.parameters.released import is_released, placeholder, release, restore
 from ztk.runtime import Tier
 from ztk.runtime.buffers import BufferPool, references
+from ztk.runtime.clock import PhaseClock
 from ztk.runtime.pending import Handle, Pending
 from ztk.runtime.planned import place_of
 from ztk.runtime.store import Store
@@ -56,6 +58,7 @@ class Residency:
         self._full: Tensor | None = None
         self._expected: Pending | None = None  # the gather of updated parameters that nobody has waited for
         self._computing: Stream | None = None  # the stream that computed when it began
+        self._clock: tuple[PhaseClock, int] | None = None  # on which the thread of this number waits for it
         self._waiting = threading.RLock()
         self.updated: Future | None = None
         self.open_units = self.pins = 0
@@ -87,10 +90,14 @@ class Residency:
         own = len(self._parameters) + 2  # the parameters, `full`, and the Python object that is asked
         return self._full is not None and references(self._full) > own
 
-    def expect(self, gather: Pending) -> None:
-        """The full buffer of a bucket that is never sharded is complete when `gather` is: whoever uses it, or a parameter, waits."""
+    def expect(self, gather: Pending, *, clock: PhaseClock) -> None:
+        """The full buffer of a bucket that is never sharded is complete when `gather` is: whoever uses it, or a parameter, waits.
+
+        clock: of this thread, where its waiting counts as communication.
+        """
         assert self._full is not None
         self._expected, self._computing = gather, stream_of(self._full)
+        self._clock = clock, threading.get_ident()
         for parameter in self._parameters:
             await_value(parameter, wait=self.wait_for_values)
 
@@ -100,8 +107,11 @@ class Residency:
         with self._waiting, torch._C.DisableTorchFunctionSubclass():
             if self._expected is None:
                 return
+            clock, thread = self._clock or (None, 0)
+            is_timed = clock is not None and thread == threading.get_ident()
             try:
-                self._expected.wait()
+                with clock.phase("communication") if is_timed else nullcontext():
+                    self._expected.wait()
                 if self._computing is not None and self._full is not None:
                     order_behind_current(self._computing, tensor=self._full)
             finally:  # only now: another thread that asks waits, too

@@ -139,7 +139,7 @@ class ZeroConfig:
         "a unit stays gathered if it is used again within this many elements", default=None
     )
     overlap_gather: bool | None = key(
-        "the next forward begins while updated parameters are gathered; between steps no extension in C++ may get parameters",
+        "the next forward begins while updated parameters are gathered, and waits per bucket at its first use",
         default=None,
     )
     param_persistence_threshold: int | None = key(

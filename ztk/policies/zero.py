@@ -37,8 +37,8 @@ class ZeroPolicy:
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
     overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
-        Whatever asks torch for a parameter waits, too. Off unless chosen: a function that torch does not see (an extension in C++) and that
-        gets a parameter between steps does not wait.
+        Whatever asks torch for a parameter waits, too. Off unless chosen, by `run.py` for its own tasks: a function that torch does not see
+        (an extension in C++) and that a script gives a parameter between steps does not wait.
 
     ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
     quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay exact.

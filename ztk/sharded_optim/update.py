@@ -229,7 +229,7 @@ class ShardUpdate:
         with clock.phase("communication"):
             for bucket, gather, expects in gathers:
                 if expects:
-                    bucket.residency.expect(gather)
+                    bucket.residency.expect(gather, clock=clock)
                 else:
                     gather.wait()
 

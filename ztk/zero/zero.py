@@ -38,8 +38,8 @@ from ztk.zero.state.shards import ModelState
 from ztk.zero.writes import ParameterWrites
 
 _NOT_SEEN = (
-    "zero.overlap_gather=true: {what} would read parameters before they are gathered, because ztk cannot see when it reads them; leave "
-    "overlap_gather out"
+    "zero.overlap_gather=true: {what} would read parameters before they are gathered, because ztk cannot see when it reads them; set "
+    "zero.overlap_gather=false"
 )
 
 
