@@ -1,6 +1,6 @@
 """All combinations of stage, tier, precision, recompute mode and layout: two steps of each on tensors without values, as on a GPU.
 
-    python scripts/check_combinations.py [--only TEXT]
+    python scripts/check_combinations.py [--only TEXT] [--part 1/24]
 
 They run on the model of streams of `tests/streams`. `tests/planner/test_combinations.py` runs a choice of them with every pair of values.
 Exit code 1 if one fails, keeps states elsewhere, or uses memory without an order.
@@ -24,8 +24,15 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="combinations whose words contain this, such as 'tp2' or 'nvme fp16'"
     )
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        metavar="I/N",
+        help="the I-th of N parts of them, for several processes or short sittings",
+    )
     options = parser.parse_args()
-    rows = [row for row in every() if options.only in " ".join(map(str, row))]
+    number, parts = map(int, options.part.split("/"))
+    rows = [row for row in every() if options.only in " ".join(map(str, row))][number - 1 :: parts]
     found, start = [], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
