@@ -1,5 +1,6 @@
 """What a kernel file owes the rest of the library: one `OpSpec`, read by tests, the AOT report and benchmarks."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,3 +112,14 @@ class OpSpec:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype a reference computes in for x of any shape: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def tokens_as_numbers(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """`function`, whose first result are tokens, int64 [...], with these as float64, which tests compare with a tolerance."""
+
+    @functools.wraps(function)
+    def compared(**inputs: Any) -> tuple[Tensor, ...]:
+        tokens, *rest = function(**inputs)
+        return tokens.double(), *rest
+
+    return compared

@@ -8,9 +8,6 @@ so a draw does not depend on other rows or on the tiles. Reads N K bytes of the 
 a second kernel merges in order.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +18,7 @@ from ztk.kernels._library import register, use_reference
 from ztk.kernels._product_tiles import product_tile, times_rows
 from ztk.kernels._rounding import mix, mix_cpu
 from ztk.kernels._sizes import cdiv, next_power_of_2
-from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
+from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype, tokens_as_numbers
 from ztk.kernels._weight_formats import format_of, quantise_weight, widen
 from ztk.kernels.linear_rows import ROWS, LaunchConfig
 
@@ -250,21 +247,10 @@ def _make_inputs(shape, *, dtype, device, kind="plain", **options) -> dict[str, 
     }
 
 
-def _compared(function: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Tokens as numbers that the tests can compare."""
-
-    @functools.wraps(function)
-    def compared(**inputs) -> tuple[Tensor, ...]:
-        tokens, *rest = function(**inputs)
-        return tokens.double(), *rest
-
-    return compared
-
-
 SPEC = OpSpec(
     name="draw_rows",
-    op=_compared(draw_rows),
-    reference=_compared(draw_rows_reference),
+    op=tokens_as_numbers(draw_rows),
+    reference=tokens_as_numbers(draw_rows_reference),
     make_inputs=_make_inputs,
     small_shapes=((3, 64, 40), (5, 48, 300)),
     reach=(Reach(shape=(66, 16, 40)),),

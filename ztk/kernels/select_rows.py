@@ -9,9 +9,7 @@ which fewer than k scores (less than p of the probability) lie above it, found b
 row for each, which the cache holds. A program has a row, so its sums do not depend on others. Reads 8 N bytes of a row from memory.
 """
 
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 import triton
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._spec import AotCase, OpSpec, Reach
+from ztk.kernels._spec import AotCase, OpSpec, Reach, tokens_as_numbers
 from ztk.kernels.draw_rows import exponential, noise
 
 BLOCK, NUM_WARPS = 2048, 8  # of a row at a time; 16 bytes of scores per thread twice
@@ -239,21 +237,10 @@ def _make_inputs(shape, *, dtype, device, **options) -> dict[str, object]:
     }
 
 
-def _compared(function: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Tokens as numbers that the tests can compare."""
-
-    @functools.wraps(function)
-    def compared(**inputs) -> tuple[Tensor, ...]:
-        tokens, *rest = function(**inputs)
-        return tokens.double(), *rest
-
-    return compared
-
-
 SPEC = OpSpec(
     name="select_rows",
-    op=_compared(select_rows),
-    reference=_compared(select_rows_reference),
+    op=tokens_as_numbers(select_rows),
+    reference=tokens_as_numbers(select_rows_reference),
     make_inputs=_make_inputs,
     small_shapes=((7, 40), (7, 301)),
     reach=(Reach(shape=(3, 2100)),),
