@@ -1,8 +1,9 @@
 """The host's time of a kernel's launch and of an op, on a machine without a GPU.
 
-`python scripts/bench_launch.py` runs the real path of an op on a GPU, with a stand-in for what the driver does: torch's dispatcher, the
-launcher with the results that it allocates, and the launch up to the call that starts a compiled kernel. Columns, in microseconds: the
-launch of Triton, the launch of `ztk.kernels._jit`, the op (by torch's dispatcher, without autograd) with each of them.
+`python scripts/bench_launch.py` runs the real path of an op on a GPU, with a stand-in for what the driver does: the way to the launcher,
+the launcher with the results that it allocates, and the launch up to the call that starts a compiled kernel. Columns, in microseconds: the
+launches of an op by Triton and by `ztk.kernels._jit`; the op without autograd, by torch's dispatcher with Triton's launch, by torch's
+dispatcher, and the short way (`ztk.kernels._direct`); what of the last is its results' allocation.
 """
 
 import os
@@ -17,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
+from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.stand_in import launching
 from ztk.kernels import _library
-from ztk.kernels._jit import LaunchedKernel
-from ztk.kernels._library import operator, set_backend
+from ztk.kernels._jit import Prepared
+from ztk.kernels._library import LAUNCHERS, operator, set_backend
 
 ROUNDS, CALLS = 60, 100
 
@@ -53,48 +55,81 @@ def microseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def usual(kernel: LaunchedKernel, grid: tuple[int, ...], *args: object, **named: object) -> object:
+def usual(prepared: Prepared, grid: tuple[int, ...], *args: object) -> object:
     """The launch of Triton."""
-    return JITFunction.run(kernel, *args, grid=grid, warmup=False, **named)
+    return JITFunction.run(prepared.kernel, *args, grid=grid, warmup=False, **prepared.named)
 
 
 def launches_of(call: Callable[[], object]) -> list[tuple]:
-    """(kernel, grid, args, named) of what `call` launches."""
+    """(kernel, grid, *args) of what `call` launches."""
     noted: list[tuple] = []
-    with mock.patch.object(
-        LaunchedKernel, "launch", lambda kernel, *args, **named: noted.append((kernel, args, named))
-    ):
+    with mock.patch.object(Prepared, "launch", lambda *given: noted.append(given)):
+        call()
+    return noted
+
+
+def allocations_of(call: Callable[[], object]) -> list[tuple]:
+    """(function, args, named) of the tensors that `call` makes."""
+    noted: list[tuple] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ in ("empty", "empty_like", "new_empty", "zeros_like"):
+                noted.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
         call()
     return noted
 
 
 def row(op: str, args: tuple) -> list[float]:
-    """The four columns; launches are summed over the op's kernels."""
-    run = operator(op)
-    noted = launches_of(lambda: run(*args))
+    """The columns; launches and allocations are summed over the op's."""
+    launcher = LAUNCHERS[op]
+    dispatched = operator(op)
+    short = _library._short_way(dispatched, launch=launcher)
+    launches, allocations = launches_of(lambda: launcher(*args)), allocations_of(lambda: launcher(*args))
 
     def launch() -> None:
-        for kernel, given, named in noted:
-            kernel[given[0]](*given[1:], **named)
+        for prepared, *given in launches:
+            prepared.launch(*given)
 
-    least = [float("inf")] * 4
-    for _ in range(ROUNDS):  # in turn: the least of many rounds is the one that other processes disturbed least
-        for place, patch in enumerate((usual, LaunchedKernel.launch)):
-            with mock.patch.object(LaunchedKernel, "launch", patch):
-                times = microseconds(launch), microseconds(lambda: run(*args))
-            least[place], least[2 + place] = min(least[place], times[0]), min(least[2 + place], times[1])
-    return least
+    def allocate() -> None:
+        for function, given, named in allocations:
+            function(*given, **named)
+
+    def usually(call: Callable[[], object]) -> Callable[[], float]:
+        def timed() -> float:
+            with mock.patch.object(Prepared, "launch", usual):
+                return microseconds(call)
+
+        return timed
+
+    columns = (
+        usually(launch),
+        lambda: microseconds(launch),
+        usually(lambda: dispatched(*args)),
+        lambda: microseconds(lambda: dispatched(*args)),
+        lambda: microseconds(lambda: short(*args)),
+        lambda: microseconds(allocate),
+    )
+    with torch.no_grad():
+        rounds = [[column() for column in columns] for _ in range(ROUNDS)]
+    # In turn: the least of many rounds is the one that other processes disturbed least.
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     set_backend("triton")
     print(f"Triton {triton.__version__}, torch {torch.__version__}; microseconds of the host")
-    print(f"{'':34}{'launch: Triton':>15}{'ztk':>8}{'op: Triton':>13}{'ztk':>8}")
+    print(f"{'':32}{'launch: Triton':>15}{'ztk':>7}{'op: Triton':>12}{'dispatcher':>12}{'short':>7}{'allocation':>12}")
     with launching(lambda *_: None), mock.patch.object(_library, "interpreting", lambda: True):
         for name, (op, args) in cases().items():
-            before, after, op_before, op_after = row(op, args)
-            print(f"{name:34}{before:15.1f}{after:8.1f}{op_before:13.1f}{op_after:8.1f}")
+            launch, short_launch, op_usual, op_dispatched, op_short, allocation = row(op, args)
+            print(
+                f"{name:32}{launch:15.1f}{short_launch:7.1f}{op_usual:12.1f}{op_dispatched:12.1f}{op_short:7.1f}{allocation:12.1f}"
+            )
 
 
 if __name__ == "__main__":

@@ -405,7 +405,10 @@ def test_launchers_do_not_wait_for_the_device():
 def implicit_fusion(tree: ast.AST) -> Iterator[str]:
     """Launches that leave FP fusion to Triton: it is on by default up to 3.9 and off from 3.10."""
     for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):  # kernel[grid](...)
+        if not isinstance(call, ast.Call):
+            continue
+        is_prepared = isinstance(call.func, ast.Name) and call.func.id == "Prepared"
+        if is_prepared or isinstance(call.func, ast.Subscript):  # kernel[grid](...)
             names = {keyword.arg for keyword in call.keywords}
             # None: unpacked options, which cannot be read here
             if "num_warps" in names and None not in names and "enable_fp_fusion" not in names:
@@ -431,6 +434,7 @@ def test_the_rules_find_planted_mistakes():
     assert not narrow_addresses(ast.parse(kernel.replace("program_id(0)", "program_id(0).to(tl.int64)")))
     assert list(host_waits(ast.parse("def launch_sum(x):\n    return x.item()")))
     assert list(implicit_fusion(ast.parse("k[grid](x, num_warps=4)")))
+    assert list(implicit_fusion(ast.parse("p = Prepared(k, num_warps=4)")))
     assert not list(implicit_fusion(ast.parse("k[grid](x, num_warps=4, enable_fp_fusion=False)")))
     assert list(positional_arguments(ast.parse("def f(x, y): ...")))
     assert not list(positional_arguments(ast.parse("def f(x, *, y): ...")))

@@ -9,6 +9,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from ztk.kernels import _library
+
 
 class Driver:
     """One device, 0, unless a test changes `device`, with one stream."""
@@ -41,7 +43,10 @@ class Program:
 
 @contextmanager
 def launching(start: Callable[..., None]) -> Iterator[Driver]:
-    """Inside, kernels are not compiled and launch on a `Driver`. start: called with the `Program` and what Triton's launcher gets."""
+    """Inside, kernels are not compiled and launch on a `Driver`, and every tensor is in its memory.
+
+    start: called with the `Program` and what Triton's launcher gets.
+    """
 
     def compiled(kernel: JITFunction, key: str, *args: Any) -> Program:
         program = Program(key, start=start)
@@ -49,5 +54,9 @@ def launching(start: Callable[..., None]) -> Iterator[Driver]:
         return program
 
     stand_in = Driver()
-    with mock.patch.object(JITFunction, "_do_compile", compiled), mock.patch.object(driver, "_active", stand_in):
+    with (
+        mock.patch.object(JITFunction, "_do_compile", compiled),
+        mock.patch.object(driver, "_active", stand_in),
+        mock.patch.object(_library, "is_on_current_gpu", lambda tensor: True),
+    ):
         yield stand_in

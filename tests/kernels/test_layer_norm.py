@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels._rows import programs_for_rows
+from ztk.kernels._machine import INTERPRETER
+from ztk.kernels._rows import resident_programs
 from ztk.kernels.layer_norm import LaunchConfig, layer_norm, layer_norm_reference
 
 
@@ -36,7 +37,7 @@ def test_partial_sums_cover_every_row():
     """More rows than programs times rows per program, and a number that does not divide."""
     rows = (
         3
-        * programs_for_rows(1000, device=torch.device("cpu"), num_warps=4)
+        * resident_programs(INTERPRETER, num_warps=4, registers=64)
         * LaunchConfig.for_features(130, warp_size=32).block_m
         + 1
     )

@@ -1,14 +1,18 @@
 """What `swiglu` and `geglu` share: both multiply an activation of one tensor with another, elementwise."""
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.kernels._cpu import pieces
+from ztk.kernels._direct import is_plain
+from ztk.kernels._jit import Prepared
 from ztk.kernels._library import register
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase
 
@@ -17,8 +21,15 @@ PER_THREAD = 8  # 16-bit elements: one 16-byte access per tensor
 AOT_SHAPE = (1024, 4096)
 
 
-def _block(x: Tensor) -> int:
-    return PER_THREAD * machine(x.device).warp_size * NUM_WARPS
+def _by_machine(kernel: Any) -> Callable[[Machine], tuple[int, Prepared]]:
+    """Elements per program, and the kernel."""
+
+    @functools.cache
+    def prepared(target: Machine) -> tuple[int, Prepared]:
+        block = PER_THREAD * target.warp_size * NUM_WARPS
+        return block, Prepared(kernel, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+
+    return prepared
 
 
 def differentiable(
@@ -34,21 +45,20 @@ def differentiable(
     forward, backward: the kernels (gate, up, out, N) and (d_out, gate, up, d_gate, d_up, N). For CPU tensors
     activation(gate, out=) and activation_backward(d_out, gate, grad_input=) stand for them.
     """
+    forward_on, backward_on = _by_machine(forward), _by_machine(backward)
 
     def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
         if N := gate.numel():
-            block = _block(gate)
-            forward[(cdiv(N, block),)](gate, up, out, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+            block, kernel = forward_on(machine(gate.device))
+            kernel.launch((cdiv(N, block),), gate, up, out, N)
         return out
 
     def launch_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         if N := gate.numel():
-            block = _block(gate)
-            backward[(cdiv(N, block),)](
-                d_out, gate, up, d_gate, d_up, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
-            )
+            block, kernel = backward_on(machine(gate.device))
+            kernel.launch((cdiv(N, block),), d_out, gate, up, d_gate, d_up, N)
         return d_gate, d_up
 
     def cpu_forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -90,7 +100,11 @@ def differentiable(
         def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor]:
             return run_backward(d_out.contiguous(), *ctx.saved_tensors)
 
-    return lambda gate, up: Gated.apply(gate.contiguous(), up.contiguous())
+    def run(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        return run_forward(gate, up) if is_plain() else Gated.apply(gate, up)
+
+    return run
 
 
 def check_inputs(op: str, *, gate: Tensor, up: Tensor) -> None:

@@ -18,7 +18,7 @@ class Architecture(StrEnum):
     cdna = "cdna"  # mfma, 64-wide waves, 64 KiB of shared memory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)  # one object per machine, which launchers' caches look up
 class Machine:
     """What a launcher may ask about the device that it launches on."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from ztk.kernels._jit import LaunchedKernel
+from ztk.kernels._jit import Prepared
 from ztk.kernels._library import LAUNCHERS, NAMESPACE
 from ztk.kernels._machine import MACHINES, assume
 from ztk.kernels._spec import AotCase, OpSpec
@@ -63,7 +63,10 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
     def run(kernel, *args, grid, warmup, **kwargs):  # of a kernel that `triton.jit` made
         launch(kernel, grid, *args, **kwargs)
 
-    patches = mock.patch.object(LaunchedKernel, "launch", launch), mock.patch.object(JITFunction, "run", run)
+    def launch_prepared(prepared, grid, *args):
+        launch(prepared.kernel, grid, *args, **prepared.named)
+
+    patches = mock.patch.object(Prepared, "launch", launch_prepared), mock.patch.object(JITFunction, "run", run)
     with assume(MACHINES[target]), patches[0], patches[1]:
         inputs = spec.make_inputs(case.shape, dtype=case.dtype, device="meta", **case.inputs)
         for name in spec.differentiable:

@@ -7,8 +7,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._jit import jit
-from ztk.kernels._machine import Architecture, machine
+from ztk.kernels._jit import Prepared, jit
+from ztk.kernels._machine import Architecture, Machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 
@@ -29,42 +29,41 @@ class RowLaunch:
     num_warps: int
 
 
-def row_launch(N: int, *, device: torch.device, max_threads: int = MAX_THREADS) -> RowLaunch:
-    """Several short rows per program, one long row; threads follow the elements held."""
-    return _row_launch(N, warp_size=machine(device).warp_size, max_threads=max_threads)
-
-
 @functools.cache
-def _row_launch(N: int, *, warp_size: int, max_threads: int) -> RowLaunch:
+def row_launch(N: int, *, warp_size: int, max_threads: int = MAX_THREADS) -> RowLaunch:
+    """Several short rows per program, one long row; threads follow the elements held."""
     block_n = next_power_of_2(N)
     block_m = max(1, min(16, TILE // block_n))
     threads = min(max_threads, block_m * block_n // ELEMENTS_PER_THREAD)
-    num_warps = max(1, threads // warp_size)
-    return RowLaunch(block_m=block_m, block_n=block_n, num_warps=num_warps)
+    return RowLaunch(block_m=block_m, block_n=block_n, num_warps=max(1, threads // warp_size))
 
 
-def programs_for_rows(num_tiles: int, *, device: torch.device, num_warps: int, registers: int = 64) -> int:
-    """Programs of a loop over row tiles: as many as stay on the machine together, so that none waits for a round of its own.
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """M and N of x [..., N], contiguous and of any dtype: M rows of N elements."""
+    N = x.shape[-1]
+    return x.numel() // N, N
+
+
+def resident_programs(target: Machine, *, num_warps: int, registers: int) -> int:
+    """Programs that stay on the machine together: of as many none waits for a round of its own.
 
     registers: a thread's, at most; the ahead-of-time budgets hold the kernel to it (`AotCase.resident`), see `register_limit`.
     """
-    fitting = _fitting(registers, num_warps=num_warps, device=device)
-    return min(num_tiles, machine(device).processors * fitting)
+    return target.processors * _fitting(registers, num_warps=num_warps, target=target)
 
 
-def register_limit(registers: int, *, num_warps: int, device: torch.device) -> dict[str, int]:
-    """The launch option under which as many programs fit as `programs_for_rows` counts on, whatever the version of the compiler chooses:
+def register_limit(registers: int, *, num_warps: int, target: Machine) -> dict[str, int]:
+    """The launch option under which as many programs fit as `resident_programs` counts on, whatever the version of the compiler chooses:
     Triton 3.6 takes 98 and 105 registers where 3.9 takes 80 and 64. Without it where one program fits anyway, and on AMD, which has none.
     """
-    fitting = _fitting(registers, num_warps=num_warps, device=device)
-    if fitting == 1 or machine(device).architecture is Architecture.cdna:
+    if target.architecture is Architecture.cdna or _fitting(registers, num_warps=num_warps, target=target) == 1:
         return {}
     return {"maxnreg": registers}
 
 
-def _fitting(registers: int, *, num_warps: int, device: torch.device) -> int:
+def _fitting(registers: int, *, num_warps: int, target: Machine) -> int:
     """Programs that one processor holds at once."""
-    return max(1, REGISTERS // (registers * num_warps * machine(device).warp_size))
+    return max(1, REGISTERS // (registers * num_warps * target.warp_size))
 
 
 @jit
@@ -81,11 +80,12 @@ def _column_sums(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.const
     tl.store(out_ptr + o_n, cast(tl.sum(b_sum, axis=0), out_ptr.dtype.element_ty), mask=m_n)
 
 
+_prepared_sums = Prepared(_column_sums, ROWS=ROWS_AT_ONCE, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=True)
+
+
 def column_sums(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The sums of float32 [P, N] over its rows, as [N] in `dtype`: the second stage of a weight's gradient."""
     P, N = partial.shape
     out = torch.empty(N, dtype=dtype, device=partial.device)
-    _column_sums[(cdiv(N, COLUMNS),)](
-        partial, out, P, N, ROWS=ROWS_AT_ONCE, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=True
-    )
+    _prepared_sums.launch((cdiv(N, COLUMNS),), partial, out, P, N)
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 from ztk.kernels._jit import jit
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._rows import column_sums, programs_for_rows
+from ztk.kernels._rows import column_sums, resident_programs, rows_of
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase
 
@@ -148,9 +148,9 @@ def _wide_norm_bwd(
 def wide_forward(
     x: Tensor, *, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out [M, N], s [M, N], mean [M], rstd [M]); s is empty without a residual, mean unless `centred`."""
-    M, N = x.shape
-    out, summed = torch.empty_like(x), torch.empty_like(x if residual is not None else x[:0])
+    """(out [..., N], s [..., N], mean [M], rstd [M]) of x [..., N] with M rows; s is empty without a residual, mean unless `centred`."""
+    M, N = rows_of(x)
+    out, summed = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for rows in (M if centred else 0, M))
     if M:
         _wide_norm_fwd[(M,)](
@@ -170,8 +170,8 @@ def wide_backward(
     rstd: Tensor,
     bias_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(d_s [M, N], d_weight [N], d_bias [N] or None) in the dtypes of s, weight and bias; without `mean` nothing was centred."""
-    (M, N), centred = s.shape, mean is not None
+    """(d_s [..., N], d_weight [N], d_bias [N] or None) in the dtypes of s, weight and bias; without `mean` nothing was centred."""
+    (M, N), centred = rows_of(s), mean is not None
     mean_g, mean_gh = torch.empty(2, M, dtype=torch.float32, device=s.device)
     _wide_norm_sums[(M,)](
         d_out, s, weight, mean, rstd, mean_g if centred else None, mean_gh, N, CENTRED=centred, BLOCK=_piece(s),
@@ -179,7 +179,8 @@ def wide_backward(
     )  # fmt: skip
     stripe = _stripe(s)
     stripes = cdiv(N, stripe)
-    programs = max(1, programs_for_rows(M * stripes, device=s.device, num_warps=STRIPE_WARPS) // stripes)
+    resident = resident_programs(machine(s.device), num_warps=STRIPE_WARPS, registers=64)
+    programs = max(1, min(M * stripes, resident) // stripes)
     d_s = torch.empty_like(s)
     partials = torch.empty(2 if centred else 1, programs, N, dtype=torch.float32, device=s.device)
     _wide_norm_bwd[(stripes, programs)](

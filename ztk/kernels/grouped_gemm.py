@@ -186,7 +186,7 @@ def _launch_fwd(
         tiles = (cdiv(S, config.block_m) + E) * cdiv(N, config.block_n)  # at most
         limit = {}
         if chip.architecture is Architecture.hopper and config.programs == 2:
-            limit = register_limit(REGISTERS // 2, num_warps=config.num_warps, device=x.device)
+            limit = register_limit(REGISTERS // 2, num_warps=config.num_warps, target=chip)
         _grouped_fwd[(min(tiles, config.programs * chip.processors),)](
             x, weight, x2, weight2, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
             E=E, BLOCK_E=next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,

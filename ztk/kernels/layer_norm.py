@@ -23,11 +23,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._direct import is_plain
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
-from ztk.kernels._rows import programs_for_rows, register_limit
+from ztk.kernels._rows import register_limit, resident_programs, rows_of
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
@@ -167,12 +168,12 @@ def _reduce_partials(
 def _launch_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    M, N = x.shape
+    M, N = rows_of(x)
     if N > WIDE:
         return wide_forward(x, residual=residual, weight=weight, bias=bias, eps=eps, centred=True)
     config = LaunchConfig.for_features(N, warp_size=machine(x.device).warp_size)
     out = torch.empty_like(x)
-    summed = torch.empty_like(x if residual is not None else x[:0])
+    summed = torch.empty_like(x) if residual is not None else x.new_empty(0)
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     if M:
         _layer_norm_fwd[(cdiv(M, config.block_m),)](
@@ -185,7 +186,7 @@ def _launch_fwd(
 def _launch_bwd(
     d_out: Tensor, d_summed: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    M, N = s.shape
+    M, N = rows_of(s)
     d_s, d_weight = torch.empty_like(s), torch.empty_like(weight)
     d_bias = torch.empty_like(weight if bias is None else bias)
     if not M:
@@ -194,16 +195,15 @@ def _launch_bwd(
         return wide_backward(
             d_out, d_summed=d_summed, s=s, weight=weight, mean=mean, rstd=rstd, bias_dtype=d_bias.dtype
         )
-    config = LaunchConfig.for_features(N, warp_size=machine(s.device).warp_size)
-    tiles = cdiv(M, config.block_m)
+    target = machine(s.device)
+    config = LaunchConfig.for_features(N, warp_size=target.warp_size)
     registers = 64 if config.prefetch or config.block_n > 8192 else 80
-    placed = {"num_warps": config.num_warps, "device": s.device}
-    programs = programs_for_rows(tiles, registers=registers, **placed)
+    programs = min(cdiv(M, config.block_m), resident_programs(target, num_warps=config.num_warps, registers=registers))
     partials = torch.empty(2, programs, N, dtype=torch.float32, device=s.device)
     _layer_norm_bwd[(programs,)](
         d_out, d_summed, s, weight, mean, rstd, d_s, partials[0], partials[1], M, N,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PREFETCH=config.prefetch, num_warps=config.num_warps,
-        enable_fp_fusion=True, **register_limit(registers, **placed),
+        enable_fp_fusion=True, **register_limit(registers, num_warps=config.num_warps, target=target),
     )  # fmt: skip
     _reduce_partials[(cdiv(N, REDUCE_COLUMNS),)](
         partials[0], partials[1], d_weight, d_bias, programs, N,
@@ -217,7 +217,7 @@ def _cpu_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     s = x if residual is None else x + residual
     out, mean, rstd = torch.native_layer_norm(s, s.shape[-1:], weight, bias, eps)
-    summed = s if residual is not None else torch.empty_like(x[:0])
+    summed = s if residual is not None else x.new_empty(0)
     return out, summed, mean.float().view(-1), rstd.float().view(-1)
 
 
@@ -225,7 +225,7 @@ def _cpu_bwd(
     d_out: Tensor, d_summed: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     shift = torch.zeros_like(weight) if bias is None else bias
-    stats = (t.to(s.dtype).view(-1, 1) for t in (mean, rstd))
+    stats = (t.to(s.dtype).view(*s.shape[:-1], 1) for t in (mean, rstd))
     d_s, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
         d_out, s, s.shape[-1:], *stats, weight, shift, [True, True, True]
     )
@@ -233,8 +233,8 @@ def _cpu_bwd(
 
 
 def _fake_fwd(x, weight, bias, residual, eps):
-    statistics = x.new_empty(x.shape[0], dtype=torch.float32)
-    summed = torch.empty_like(x if residual is not None else x[:0])
+    statistics = x.new_empty(rows_of(x)[0], dtype=torch.float32)
+    summed = torch.empty_like(x) if residual is not None else x.new_empty(0)
     return torch.empty_like(x), summed, statistics, torch.empty_like(statistics)
 
 
@@ -292,11 +292,11 @@ def layer_norm(
         )
     if use_reference():
         return layer_norm_reference(x, weight, bias, eps=eps, residual=residual)
-    rows = x.reshape(-1, N).contiguous()
-    if residual is None:
-        return _LayerNorm.apply(rows, weight, bias, None, eps).view(x.shape)
-    out, summed = _LayerNorm.apply(rows, weight, bias, residual.reshape(-1, N).contiguous(), eps)
-    return out.view(x.shape), summed.view(x.shape)
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    if is_plain():
+        out, summed, _, _ = _forward(x, weight, bias, residual, eps)
+        return out if residual is None else (out, summed)
+    return _LayerNorm.apply(x, weight, bias, residual, eps)
 
 
 def layer_norm_reference(

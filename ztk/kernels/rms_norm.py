@@ -13,15 +13,19 @@ programs' partial sums are added by a second kernel: no atomics. Rows above 1638
 Zhang and Sennrich, https://arxiv.org/abs/1910.07467
 """
 
+import functools
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
-from ztk.kernels._jit import jit
+from ztk.kernels._direct import is_plain
+from ztk.kernels._jit import Prepared, jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
-from ztk.kernels._rows import column_sums, programs_for_rows, register_limit, row_launch
+from ztk.kernels._rows import column_sums, register_limit, resident_programs, row_launch, rows_of
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._wide_norm import WIDE, wide_backward, wide_forward
@@ -98,67 +102,81 @@ def _rms_norm_bwd(
     tl.store(partial_ptr + i_program * N + o_n, tl.sum(b_d_w, axis=0), mask=m_n)
 
 
+@functools.cache
+def _forward_for(N: int, *, has_residual: bool, warp_size: int) -> tuple[int, Prepared]:
+    """Rows per program, and the kernel."""
+    launch = row_launch(N, warp_size=warp_size)
+    return launch.block_m, Prepared(
+        _rms_norm_fwd, HAS_RESIDUAL=has_residual, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        num_warps=launch.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
 def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    M, N = x.shape
+    M, N = rows_of(x)
     if N > WIDE:
         y, total, _, rstd = wide_forward(x, residual=residual, weight=weight, bias=None, eps=eps, centred=False)
         return y, x.new_empty(0) if residual is None else total, rstd
     y, total = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if M:
-        launch = row_launch(N, device=x.device)
-        _rms_norm_fwd[(cdiv(M, launch.block_m),)](
-            x, x if residual is None else residual, weight, total, y, rstd, M, N, eps,
-            HAS_RESIDUAL=residual is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-            num_warps=launch.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+        block_m, forward = _forward_for(N, has_residual=residual is not None, warp_size=machine(x.device).warp_size)
+        of_residual = x if residual is None else residual
+        forward.launch((cdiv(M, block_m),), x, of_residual, weight, total, y, rstd, M, N, eps)
     return y, total, rstd
 
 
+@functools.cache
+def _backward_for(target: Machine, *, N: int, has_d_sum: bool) -> tuple[int, int, Prepared]:
+    """Rows per program, programs that stay on the machine, and the kernel."""
+    launch = row_launch(N, warp_size=target.warp_size, max_threads=BACKWARD_THREADS)
+    registers = 64 if launch.block_n >= LONG_ROW and not has_d_sum else 80
+    # With d_sum the kernel takes 72 at most by itself; under a limit of 80 the assembler of Triton 3.9 takes them all and spills.
+    limit = {} if has_d_sum else register_limit(registers, num_warps=launch.num_warps, target=target)
+    kernel = Prepared(
+        _rms_norm_bwd, HAS_D_SUM=has_d_sum, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        num_warps=launch.num_warps, enable_fp_fusion=True, **limit,
+    )  # fmt: skip
+    return launch.block_m, resident_programs(target, num_warps=launch.num_warps, registers=registers), kernel
+
+
 def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    M, N = x.shape
+    M, N = rows_of(x)
     d_x = torch.empty_like(x)
     if M == 0:
         return d_x, torch.zeros_like(weight)
     if N > WIDE:
         return wide_backward(d_y, d_summed=d_sum, s=x, weight=weight, mean=None, rstd=rstd)[:2]
-    launch = row_launch(N, device=x.device, max_threads=BACKWARD_THREADS)
-    num_tiles = cdiv(M, launch.block_m)
-    registers = 64 if launch.block_n >= LONG_ROW and d_sum is None else 80
-    placed = {"num_warps": launch.num_warps, "device": x.device}
-    programs = programs_for_rows(num_tiles, registers=registers, **placed)
-    # With d_sum the kernel takes 72 at most by itself; under a limit of 80 the assembler of Triton 3.9 takes them all and spills.
-    limit = register_limit(registers, **placed) if d_sum is None else {}
+    block_m, resident, backward = _backward_for(machine(x.device), N=N, has_d_sum=d_sum is not None)
+    num_tiles = cdiv(M, block_m)
+    programs = min(num_tiles, resident)
     partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
-    _rms_norm_bwd[(programs,)](
-        d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial, M, N, num_tiles,
-        HAS_D_SUM=d_sum is not None, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        num_warps=launch.num_warps, enable_fp_fusion=True, **limit,
-    )  # fmt: skip
+    backward.launch((programs,), d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial, M, N, num_tiles)
     return d_x, column_sums(partial, dtype=weight.dtype)
 
 
 def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    M, N = x.shape
+    M, N = rows_of(x)
     y, total = torch.empty_like(x), x if residual is None else x + residual
     rstd = torch.empty((M, 1), dtype=torch.float32, device="cpu")
     weight32 = weight.float()
-    rows = rows_per_piece(N)
+    rows, y_rows, total_rows = rows_per_piece(N), y.view(M, N), total.view(M, N)
     for start in range(0, M, rows):
         cut = slice(start, start + rows)
-        x32 = scaled_float32(total[cut].view(-1), scale=1.0).view(-1, N)
+        x32 = scaled_float32(total_rows[cut].view(-1), scale=1.0).view(-1, N)
         r = torch.linalg.vector_norm(x32, dim=1, keepdim=True, out=rstd[cut])
         r.square_().div_(N).add_(eps).rsqrt_()
         if y.dtype == torch.float32:
-            torch.mul(x32, r, out=y[cut]).mul_(weight32)
+            torch.mul(x32, r, out=y_rows[cut]).mul_(weight32)
         else:
-            y[cut].copy_(x32.mul_(r).mul_(weight32))
+            y_rows[cut].copy_(x32.mul_(r).mul_(weight32))
     return y, x.new_empty(0) if residual is None else total, rstd.view(M)
 
 
 def _cpu_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     # Through u = d_y * x: mean(d_y * weight * x) is the matrix-vector product u @ weight, d_weight is rstd @ u.
-    M, N = x.shape
+    (M, N), shape = rows_of(x), x.shape
+    d_y, x, d_sum = (None if t is None else t.view(M, N) for t in (d_y, x, d_sum))
     d_x = torch.empty_like(x)
     weight32 = weight.float()
     d_weight = torch.zeros(N, dtype=torch.float32, device="cpu")
@@ -177,7 +195,7 @@ def _cpu_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd:
             target.add_(d_sum[cut])
         if target is u:
             d_x[cut].copy_(u)
-    return d_x, d_weight.to(weight.dtype)
+    return d_x.view(shape), d_weight.to(weight.dtype)
 
 
 _forward = register(
@@ -187,7 +205,7 @@ _forward = register(
     fake=lambda x, residual, weight, eps: (
         torch.empty_like(x),
         x.new_empty(0) if residual is None else torch.empty_like(x),
-        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty(rows_of(x)[0], dtype=torch.float32),
     ),
 )
 _backward = register(
@@ -241,11 +259,11 @@ def rms_norm(
         )
     if use_reference():
         return rms_norm_reference(x, weight, eps=eps, residual=residual)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if residual is None:
-        return _RMSNorm.apply(rows, weight, eps).view(x.shape)
-    y, total = _ResidualRMSNorm.apply(rows, residual.reshape(rows.shape).contiguous(), weight, eps)
-    return y.view(x.shape), total.view(x.shape)
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    if is_plain():
+        y, total, _ = _forward(x, residual, weight, eps)
+        return y if residual is None else (y, total)
+    return _RMSNorm.apply(x, weight, eps) if residual is None else _ResidualRMSNorm.apply(x, residual, weight, eps)
 
 
 def rms_norm_reference(

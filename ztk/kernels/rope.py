@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._direct import is_plain
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
@@ -149,7 +150,8 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
         return rope_reference(x, cos=cos, sin=sin, interleaved=interleaved)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return _RoPE.apply(x, cos.contiguous(), sin.contiguous(), interleaved)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _op(x, cos, sin, interleaved, False) if is_plain() else _RoPE.apply(x, cos, sin, interleaved)
 
 
 def rope_reference(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, UPDATE_PIECE, scaled_float32
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Prepared, jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach
@@ -66,6 +66,10 @@ def _total(partial_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
     tl.store(out_ptr, tl.sum(b_partial, axis=0))
 
 
+_prepared_partial_sums = Prepared(_partial_sums, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
+_prepared_total = Prepared(_total, BLOCK_P=MAX_PROGRAMS, num_warps=4, enable_fp_fusion=True)
+
+
 def _launch(grad: Tensor) -> Tensor:
     N = grad.numel()
     num_tiles = cdiv(N, BLOCK)
@@ -74,8 +78,8 @@ def _launch(grad: Tensor) -> Tensor:
     if programs == 0:
         return out.zero_()
     partial = torch.empty(MAX_PROGRAMS, dtype=torch.float64, device=grad.device)
-    _partial_sums[(programs,)](grad, partial, N, num_tiles, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    _total[(1,)](partial, out, programs, BLOCK_P=MAX_PROGRAMS, num_warps=4, enable_fp_fusion=True)
+    _prepared_partial_sums.launch((programs,), grad, partial, N, num_tiles)
+    _prepared_total.launch((1,), partial, out, programs)
     return out
 
 
