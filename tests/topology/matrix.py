@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.runs import canonical
-from tests.topology.runs import BATCH, CONFIG, Strategy, alone, arranged, batch, make_engine
+from tests.topology.runs import BATCH, CONFIG, LENGTH, Strategy, alone, arranged, batch, make_engine
 from ztk.checkpoint import load, save
 from ztk.engine import Engine
 from ztk.runtime import Process, Topology
@@ -38,6 +38,7 @@ LAYOUTS = {
 STAGES, TIERS, PRECISIONS = (0, 1, 2, 3), ("none", "cpu", "nvme"), ("fp32", "bf16", "fp16")
 BETA = 0.9  # of AdamW's first moment
 ALIKE = 0.25  # of a walk's steps at least; wrong routing would leave none, of 128 choices a step
+TOKENS = BATCH * LENGTH  # of a step
 MICRO_BATCHES = 2  # of a pipeline; elsewhere one, for which stages promise equal bits
 # A sum split over ranks is rounded in another order, by a few units of 6e-8 a step, which 20 steps of training amplify.
 RELATIVE_FP32 = 1e-5
@@ -80,9 +81,15 @@ class Distance:
     alike: float
 
     def within(self, own: "Distance") -> bool:
-        """Of two walks, in 16 bit, of which one has the error `own`: the other may be as exact as that one, by the triangle inequality."""
+        """Of two walks, in 16 bit, of which one has the error `own`: the other may be as exact as that one, by the triangle inequality.
+
+        A gradient's error has as many parts as the model has elements, a loss's one per step: where these cancel by chance, they say nothing
+        of another walk's. A token's loss is as exact as its forward, of which gradients are made, and the mean over a batch is better by the
+        root of the tokens.
+        """
         enough = self.alike >= ALIKE and own.alike >= ALIKE
-        return enough and self.loss <= 2 * own.loss and self.gradient <= 2 * own.gradient
+        loss = max(own.loss, own.gradient / math.sqrt(TOKENS))
+        return enough and self.loss <= 2 * loss and self.gradient <= 2 * own.gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

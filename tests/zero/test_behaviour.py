@@ -297,7 +297,7 @@ def test_a_killed_rank_is_noticed_at_once(moment):
         start = time.monotonic()
         with pytest.raises(RankFailed):
             pool.run(dying_run, moment=moment)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 15  # a second here; a rank that waits for the dead one ends after minutes
     finally:
         pool.close()
 
