@@ -64,15 +64,19 @@ def test_a_failing_rank_stops_the_others_and_is_named(tmp_path):
             """,
             output_dir=tmp_path,
         )
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # the other one would wait for a minute
 
 
 def test_the_first_cause_beats_the_loss_of_a_peer(tmp_path):
     with pytest.raises(RankError, match="rank 2: OSError: disk full"):
         run(
             """
+            ready = os.path.join(sys.argv[1], "ready")
             if rank < 2:
+                while not os.path.exists(ready):
+                    time.sleep(0.01)
                 fail(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
+            open(ready, "w").close()
             time.sleep(0.3)
             fail(OSError("disk full"))
             """,
@@ -85,8 +89,12 @@ def test_a_killed_rank_is_named_although_its_peers_complain_first(tmp_path):
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         run(
             """
+            dying = os.path.join(sys.argv[1], "dying")
             if rank == 1:
+                open(dying, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
+            while not os.path.exists(dying):
+                time.sleep(0.01)
             fail(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
             """,
             output_dir=tmp_path,
@@ -114,7 +122,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
             """,
             output_dir=tmp_path,
         )
-    assert time.monotonic() - start < 6.5  # half a second until the failure, five from there, one for starting
+    assert time.monotonic() - start < 30  # about four; the other one and its child would wait for a minute
     assert not any(alive(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 

@@ -175,20 +175,25 @@ def test_a_write_that_somebody_waits_for_goes_before_reads_ahead(make_store, fau
     assert faults.log == [("write", 0), ("write", 2 * PAGE), ("read", 3 * PAGE), ("write", PAGE)]
 
 
-def test_read_update_and_write_overlap(make_store, faults) -> None:
-    """Fetch k+1 while k is updated and k-1 is written: 8 groups of 3 x 30 ms take about 10 x 30 ms, not 24 x 30."""
+def test_a_slot_is_read_while_one_is_updated_and_one_is_written(make_store, faults) -> None:
     store = make_store(threads=2)
-    slots = _slots(store, 8)
-    faults.read_delay = faults.write_delay = 0.03
-    start = time.perf_counter()
-    ahead = store.fetch(slots[0])
-    for i, slot in enumerate(slots):
-        current, ahead = ahead, store.fetch(slots[i + 1]) if i + 1 < len(slots) else None
-        tensor = current.wait()
-        time.sleep(0.03)
-        store.put(slot, value=tensor)
+    slots = _slots(store, 3)
+    offsets = [PAGE * number for number in range(3)]
+    first, second = (store.fetch(slot).wait() for slot in slots[:2])
+    faults.log.clear()
+    faults.hold_writes.clear()
+    store.put(slots[0], value=first)  # returns, and the write waits
+    third = store.fetch(slots[2])
+    second.add_(1)
+    until = time.monotonic() + 10
+    while not faults.log and time.monotonic() < until:  # nobody waits for the read
+        time.sleep(0.001)
+    assert faults.log == [("read", offsets[2])]
+    faults.hold_writes.set()
+    third.wait()
+    store.put(slots[1], value=second)
     store.flush()
-    assert time.perf_counter() - start < 15 * 0.03
+    assert sorted(faults.log[1:]) == [("write", offsets[0]), ("write", offsets[1])]
 
 
 def test_a_fetch_without_a_buffer_starts_when_a_write_ends(make_store, faults) -> None:
