@@ -9,6 +9,7 @@ from tests.deepspeed import hybrid
 from ztk.deepspeed.asked import read_call
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.hybrid_texts import Situation, structure_refusal
+from ztk.inference.sample import DrawSteps, _cut, penalised
 from ztk.rollout.weights import RolloutWeights
 
 CASES = {
@@ -106,6 +107,32 @@ def test_calls_that_transformers_loop_answers(more, reason):
     options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": hybrid.PAD} | more
     found = read_call(hybrid.tiny(), args=(torch.tensor([[5, 6, 7]]),), kwargs=options)
     assert reason in found if isinstance(found, str) else reason is None and found.longest == 7
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3},
+        {"top_k": 0, "top_p": 0.4},
+        {"temperature": 2.0, "min_p": 0.2},
+    ],
+    ids=lambda given: ",".join(given) or "defaults",
+)
+def test_the_distribution_that_a_token_is_drawn_from_is_transformers(more):
+    """The same tokens, each with the same probability, for random logits."""
+    model, tokens = hybrid.tiny(), torch.tensor([[5, 6, 7, 6]])
+    options = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": hybrid.PAD} | more
+    settings, _ = model._prepare_generation_config(None, **options)
+    processors = model._get_logits_processor(settings, input_ids_seq_length=4, device="cpu")
+    [sampling] = read_call(model, args=(tokens,), kwargs=options).sampling
+    assert sampling.top_k == more.get("top_k", 50)  # which transformers cuts to where nothing is said
+    for seed in range(20):
+        logits = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
+        expected = torch.softmax(processors(tokens, logits.clone()), dim=-1)[0]
+        scores = penalised(logits[0], steps=DrawSteps(sampling=sampling, prompt=tokens[0].tolist(), answer=[]))
+        found = torch.softmax(_cut(torch.log_softmax(scores / sampling.temperature, dim=-1), sampling=sampling), dim=-1)
+        assert torch.equal(found > 0, expected > 0) and torch.allclose(found, expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

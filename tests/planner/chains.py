@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ztk
 from ztk.planner.trace import STEPS
 from ztk.planner.tracker import StepTracker, is_work, written
 
+PACKAGE = Path(ztk.__file__).parent
 SMALL = 4096  # bytes: scalars and rows of them are latency, whatever computes them
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 _ALSO = {"aten::add_", "aten::mul_", "aten::div_"}
@@ -107,6 +110,7 @@ def _is_elementwise(func: torch._ops.OpOverload) -> bool:
 def _place() -> str:
     """The innermost function of ztk that is no kernel's, or autograd."""
     for frame in reversed(traceback.extract_stack(limit=40)):
-        if "/ztk/" in frame.filename and "/ztk/planner/" not in frame.filename:
-            return f"{frame.filename.rpartition('/ztk/')[2].removesuffix('.py').replace('/', '.')}.{frame.name}"
+        path = Path(frame.filename)
+        if path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "planner"):
+            return f"{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.{frame.name}"
     return "autograd"
