@@ -1,5 +1,7 @@
 """Models outside of the engine's families run their own modules over its cache, as exactly, or are refused by name."""
 
+import threading
+
 import pytest
 import torch
 import transformers
@@ -80,6 +82,27 @@ def test_random_schedules_over_blocks_change_no_bit():
         assert found == expected, seed
         preempted += generator.preempted
     assert preempted > 0
+
+
+def test_two_threads_compute_two_models():
+    """A step of one model begins while the other one is in the middle of its own."""
+    first, second = (Generator(build_other(name)) for name in ("cohere", "smollm3"))
+    inside, others = [], []
+
+    def answers(generator):
+        found = generator.generate(PROMPTS, sampling=SamplingParams(max_tokens=3, temperature=0))
+        return [(answer.tokens, answer.logprobs.tolist()) for [answer] in found]
+
+    expected = [answers(generator) for generator in (first, second)]
+
+    def begin_the_other(module, given):
+        if not inside:
+            inside.append(threading.Thread(target=lambda: others.append(answers(second))))
+            inside[0].start()
+            inside[0].join()
+
+    first._model._blocks[1].register_forward_pre_hook(begin_the_other)
+    assert [answers(first), *others] == expected
 
 
 def test_a_layer_that_is_not_finite_is_named():

@@ -10,9 +10,13 @@ from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import run_schedule
 from tests.inference.test_own_modules import OTHERS, build_other
 from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.block_cache import BlockCache
 from ztk.inference.cut import Cut
+from ztk.inference.describe import describe
 from ztk.inference.parallel import _INLINE
 from ztk.inference.products import Affine
+from ztk.inference.recorded import RecordedBlocks, Repeating
+from ztk.inference.steps import Span
 from ztk.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
@@ -71,6 +75,18 @@ def schedules_of_leader(process: ztk.Process, *, name: str, seeds: list[int], we
 def test_random_schedules_change_no_bit(ranks, name, weights):
     first, *others = ranks(2).run(schedules_of_leader, name=name, seeds=[0, 1], weights=weights)[0]
     assert all(other == first for other in others)
+
+
+def test_followers_are_told_new_blocks_alone():
+    """Of a sequence that goes on; of one that took another's slot, all that differ. Their tables are the leader's then."""
+    of, place = describe(build_decoder()).description, {"device": torch.device("cpu"), "dtype": torch.float32}
+    leader, follower = (kind(of, slots=2, blocks=9, **place) for kind in (RecordedBlocks, BlockCache))
+    repeating, span = Repeating(follower), Span(slot=1, start=0, length=1, row=0)
+    for table, told in (([3, 4], 2), ([3, 4, 7], 1), ([3, 4, 7], 0), ([5, 4], 2), ([8], 2)):
+        leader.tables[1] = list(table)
+        log = leader.take_log([span])
+        repeating.repeat(log)
+        assert follower.tables[1] == table and len(log) == 4 * told
 
 
 def test_heads_that_cannot_be_divided_are_refused():

@@ -10,6 +10,7 @@ from torch import Tensor
 from ztk.inference.cache import Cache
 from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
+from ztk.inference.over_slabs import OverSlabs
 from ztk.inference.products import Affine, Product
 from ztk.inference.ranks import Ranks
 from ztk.inference.rows import rms_norm, rope, share
@@ -27,7 +28,7 @@ ACTIVATIONS = {  # transformers' names -> those of `ztk.kernels`
 }
 
 
-class InferenceModel:
+class InferenceModel(OverSlabs):
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
 
     ranks: those that share the model; `weights` are this rank's part then, and `description` says its heads.
@@ -54,28 +55,18 @@ class InferenceModel:
         """Those in memory, the head last."""
         return self.weights.products()
 
-    def new_cache(self, *, slots: int) -> Cache:
-        """For so many sequences."""
-        return Cache(self.description, slots=slots)
-
-    def scratch(self, positions: int) -> Cache:
-        """A cache for one sequence of so many tokens."""
-        cache = Cache(self.description, slots=1)
-        cache.reserve(positions)
-        return cache
-
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
+    def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        """As `step_logits`, where every rank that shares the model makes the call: tokens int64 [M]."""
         x = self.forward(tokens, spans=spans, cache=cache)
         if not rows:
             return x.new_empty(0, self.description.vocab_size)
         return self.logits(x if rows == list(range(len(x))) else x[rows])
 
-    def first_broken(self, tokens: list[int]) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
+    def own_broken(self, tokens: list[int], *, cache: Cache) -> int | None:
+        """As `first_broken`, where every rank that shares the model makes the call. cache: an empty one with room for `tokens`."""
         found: list[int] = []
-        scratch, span = self.scratch(len(tokens)), Span(slot=0, start=0, length=len(tokens), row=0)
-        self.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
+        span = Span(slot=0, start=0, length=len(tokens), row=0)
+        self.forward(torch.tensor(tokens), spans=[span], cache=cache, broken=found)
         return found[0] if found else None
 
     def forward(self, tokens: Tensor, *, spans: list[Span], cache: Cache, broken: list[int] | None = None) -> Tensor:

@@ -59,10 +59,6 @@ class ModuleBlockModel(OwnModules, OverBlocks):
         """Of the products' weights and scales."""
         return sum(product.nbytes for product in self._products)
 
-    def scratch(self, positions: int, *, dtype: torch.dtype | None = None) -> BlockCache:
-        """A cache for one sequence of so many tokens."""
-        return OverBlocks.scratch(self, positions, dtype=dtype)
-
     def attention(self, spans: list[Span], *, cache: BlockCache) -> Attention:
         """How a step attends over `cache`."""
         of = self.description
@@ -100,4 +96,4 @@ class ModuleBlockModel(OwnModules, OverBlocks):
 
     def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
         """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
-        return self._broken(tokens, cache=self.scratch(len(tokens), dtype=dtype))
+        return self.own_broken(tokens, cache=self.scratch(len(tokens), dtype=dtype))

@@ -14,6 +14,8 @@ the same bits beside another sequence and in chunks, and no module looks at more
 import copy
 import inspect
 import sys
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from ztk.inference.cache import Cache
 from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.module_cut import Linear, ModuleCut
+from ztk.inference.over_slabs import OverSlabs
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
@@ -41,7 +44,7 @@ _ACTIVATIONS = {
 }  # classes of torch and transformers -> ours
 _LENGTH_ROPES = {"dynamic", "longrope"}  # angles follow the longest position of a step
 _ELSEWHERE = "generate with the model's own generate()"
-_current: "_Pass | None" = None  # of the thread that computes; the engine computes one step at a time
+_computed = threading.local()  # `step`: the `_Pass` of this thread, which computes one step at a time
 
 
 def is_own_family(module: nn.Module) -> bool:
@@ -80,7 +83,7 @@ def _reasons(module: Any) -> Iterator[str]:
         yield f"rope_type={ropes.pop()}: its angles depend on the text's length"
 
 
-class OwnModules:
+class OwnModules(ABC):
     """A copy of a model's modules that computes rows of several sequences. What their cache is, subclasses know.
 
     state: the parameters by name, in their full shapes and any dtype. form: what becomes of them. ranks: those that share the linear layers.
@@ -88,6 +91,8 @@ class OwnModules:
     Raises:
         ValueError: a model that cannot run over the cache, or that its ranks cannot divide, with the reason.
     """
+
+    scratch: Callable[..., Any]  # of the class beside this one: a cache for one sequence of so many tokens
 
     def __init__(
         self, module: Any, *, state: Mapping[str, Tensor], form: "Form", ranks: Ranks | None, device: torch.device
@@ -104,13 +109,9 @@ class OwnModules:
         self._blocks = _blocks(self._module, count=self.description.layers)
         self._try_out()
 
+    @abstractmethod
     def attention(self, spans: list[Span], *, cache: Any) -> "Attention":
         """How a step attends over `cache`."""
-        raise NotImplementedError
-
-    def scratch(self, positions: int) -> Any:
-        """A cache for one sequence of so many tokens."""
-        raise NotImplementedError
 
     def own_logits(
         self,
@@ -154,8 +155,8 @@ class OwnModules:
         except (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError) as error:
             raise _refused(self._module, reason=f"its forward fails over the cache ({error})") from error
 
-    def _broken(self, tokens: list[int], *, cache: Any) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
+    def own_broken(self, tokens: list[int], *, cache: Any) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed alone in an empty cache; None: all are."""
         found: list[int] = []
 
         def look(number: int, out: Any) -> None:
@@ -176,7 +177,7 @@ class OwnModules:
         return found[0] if found else None
 
 
-class ModuleModel(OwnModules):
+class ModuleModel(OwnModules, OverSlabs):
     """Over slabs, with the same interface to the engine as `InferenceModel`.
 
     state: the parameters by name, in their full shapes and any dtype. kind: the format of the linear layers. ranks: those that share them;
@@ -192,16 +193,6 @@ class ModuleModel(OwnModules):
         """Its linear layers."""
         return self._products
 
-    def new_cache(self, *, slots: int) -> Cache:
-        """For so many sequences."""
-        return Cache(self.description, slots=slots)
-
-    def scratch(self, positions: int) -> Cache:
-        """A cache for one sequence of so many tokens."""
-        cache = Cache(self.description, slots=1)
-        cache.reserve(positions)
-        return cache
-
     def attention(self, spans: list[Span], *, cache: Cache) -> "Attention":
         """How a step attends over `cache`."""
         of = self.description
@@ -212,14 +203,6 @@ class ModuleModel(OwnModules):
             return step.attend(query.float(), keys=cache.keys[layer], values=cache.values[layer], **options)
 
         return Attention(positions=step.positions, attend=attend)
-
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
-        return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
-
-    def first_broken(self, tokens: list[int]) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
-        return self._broken(tokens, cache=self.scratch(len(tokens)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,12 +256,11 @@ class _Pass:
 
 @contextmanager
 def _computing(one: _Pass) -> Iterator[None]:
-    global _current  # noqa: PLW0603  # transformers' interface passes nothing of ours
-    _current = one
+    _computed.step = one  # transformers' interface passes nothing of ours
     try:
         yield
     finally:
-        _current = None
+        del _computed.step
 
 
 def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
@@ -293,8 +275,7 @@ def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """As transformers' attention functions: query [1, H, M, D], key and value [1, K, M, D]; returns [1, M, H, D of the values]."""
-    one = _current
-    assert one is not None, "a ModuleModel computes"
+    one: _Pass = _computed.step
     unknown = [name for name in ("s_aux", "position_bias", "head_mask", "sinks") if kwargs.get(name) is not None]
     if unknown or attention_mask is None or attention_mask.dim() != 1 or id(module) not in one.layers:
         raise ValueError(f"attends with {unknown[0] if unknown else 'a mask of its own'}")

@@ -1,5 +1,7 @@
 """What every model over a cache of blocks has: its cache, a step's logits, and draws from them on the device."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from ztk.inference.steps import Span
 from ztk.kernels import select_rows
 
 
-class OverBlocks:
+class OverBlocks(ABC):
     """A model whose keys and values are in blocks. device, dtype: of its weights and activations. ranks: those that share it."""
 
     description: Description
@@ -22,17 +24,17 @@ class OverBlocks:
         self.device, self.dtype, self.ranks = device, dtype, ranks
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Of the products' weights and scales."""
-        raise NotImplementedError
 
+    @abstractmethod
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
         """As `step_logits`, where every rank that shares the model makes the call: tokens int64 [M]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
         """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
-        raise NotImplementedError
 
     def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows, on the device."""

@@ -22,6 +22,7 @@ from ztk.inference.describe import Subject
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.over_blocks import OverBlocks
+from ztk.inference.over_slabs import OverSlabs
 from ztk.inference.ranks import Ranks
 from ztk.inference.recorded import RecordedBlocks, RecordedCache, Repeating
 from ztk.inference.steps import Span
@@ -56,12 +57,8 @@ class Leading:
         self._channel.send(_END)
 
 
-class LeadingModel(Leading, InferenceModel):
-    """Over slabs."""
-
-    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks) -> None:
-        InferenceModel.__init__(self, subject, weights=weights, ranks=ranks)
-        Leading.__init__(self, ranks)
+class LeadingOverSlabs(Leading, OverSlabs):
+    """In front of a model over slabs; tensors are those of the model, of the same shapes and dtypes: fp32 [R, V] logits."""
 
     def new_cache(self, *, slots: int) -> Cache:
         return RecordedCache(self.description, slots=slots)
@@ -74,6 +71,14 @@ class LeadingModel(Leading, InferenceModel):
     def first_broken(self, tokens: list[int]) -> int | None:
         self.tell_to_locate(tokens)
         return super().first_broken(tokens)
+
+
+class LeadingModel(LeadingOverSlabs, InferenceModel):
+    """By the engine's own forward."""
+
+    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks) -> None:
+        InferenceModel.__init__(self, subject, weights=weights, ranks=ranks)
+        Leading.__init__(self, ranks)
 
 
 class LeadingBlockModel(Leading, BlockModel):
@@ -99,24 +104,12 @@ class LeadingBlockModel(Leading, BlockModel):
         return super().first_broken(tokens, dtype=dtype)
 
 
-class LeadingModuleModel(Leading, ModuleModel):
-    """A model's own modules; tensors are those of `ModuleModel`, of the same shapes and dtypes: fp32 [R, V] logits."""
+class LeadingModuleModel(LeadingOverSlabs, ModuleModel):
+    """By a model's own modules. state: parameters of any shape and dtype."""
 
     def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks) -> None:
         ModuleModel.__init__(self, module, state=state, kind=kind, ranks=ranks)
         Leading.__init__(self, ranks)
-
-    def new_cache(self, *, slots: int) -> Cache:
-        return RecordedCache(self.description, slots=slots)
-
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        assert isinstance(cache, RecordedCache), "new_cache has made it"
-        self.tell_step(tokens, spans=spans, log=cache.take_log(), rows=rows)
-        return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
-
-    def first_broken(self, tokens: list[int]) -> int | None:
-        self.tell_to_locate(tokens)
-        return super().first_broken(tokens)
 
 
 def follow(model: InferenceModel | ModuleModel | OverBlocks, *, cache: Cache | BlockCache, ranks: Ranks) -> None:

@@ -163,8 +163,7 @@ def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: boo
         module.set_attn_implementation("eager")  # torch's fused attention leaves the cap out
     try:
         with torch.no_grad():  # a sharded module gathers parameters meanwhile, which later training writes
-            compute = model.own_logits if isinstance(model, ModuleModel) else model.step_logits
-            own = compute(tokens, spans=[span], cache=cache, rows=list(range(len(tokens))))
+            own = model.own_logits(tokens, spans=[span], cache=cache, rows=list(range(len(tokens))))
             expected = module(tokens.unsqueeze(0).to(device), use_cache=False).logits[0].cpu().float()
     finally:
         module.train(was_training)

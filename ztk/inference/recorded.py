@@ -95,10 +95,11 @@ class RecordedBlocks(BlockCache):
             if len(told) > len(own):
                 self._log += [_SHORTEN, span.slot, len(own), 0]
                 del told[len(own) :]
-            for place, block in enumerate(own):
+            same = len(told) if own[: len(told)] == told else 0  # a sequence that goes on: its new blocks alone
+            for place, block in enumerate(own[same:], start=same):
                 if place >= len(told) or told[place] != block:
                     self._log += [_PLACE, span.slot, place, block]
-            self._told[span.slot] = list(own)
+            told[:] = own
         log, self._log = self._log, []
         return log
 

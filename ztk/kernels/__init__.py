@@ -46,6 +46,7 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
+from ztk.kernels._cpu import is_cut_evenly
 from ztk.kernels._flat import tiles_of
 from ztk.kernels._library import Backend, behind_step, get_backend, op_names, operator, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
@@ -171,6 +172,7 @@ __all__ = [
     "get_backend",
     "grouped_matmul",
     "grouped_matmul_pair",
+    "is_cut_evenly",
     "layer_norm",
     "linear_cross_entropy",
     "linear_logprob",

@@ -64,3 +64,9 @@ def even_cuts(numel: int, *, among_all: bool = False) -> Iterator[slice]:
         if stop > start:
             yield slice(start, stop)
         start = stop
+
+
+def is_cut_evenly(numel: int) -> bool:
+    """Whether every thread of an elementwise operation over so many elements has full vectors, see `even_cuts`."""
+    part = -(-numel // min(torch.get_num_threads(), -(-numel // GRAIN)))
+    return numel % VECTORS == 0 and part % VECTORS == 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.inference.steps import Span
+from ztk.kernels import is_cut_evenly
 from ztk.nn import Decoder, Documents
 from ztk.nn.attention import CausalAttention
 from ztk.nn.linear import Linear, linear
@@ -22,8 +23,6 @@ from ztk.nn.moe import SparseMLP
 from ztk.rollout.attention import CachedAttention, use_cached_attention
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
-_VECTORS = 32  # elements of fp32 that torch's loops over AVX512 take at once
-_GRAIN = 32768  # elements that torch gives a thread at least
 _PAD = 0
 
 
@@ -165,12 +164,6 @@ def _missing(count: int, *, module: nn.Module) -> int:
     """Tokens that fill a pack of `count` up: every thread's part of an activation is full vectors, and no product has a lone row."""
     assert isinstance(module, Decoder)
     width, filled = module.config.hidden_dim, max(2, count)
-    while not _is_even(filled * width):
+    while not is_cut_evenly(filled * width):
         filled += 1
     return filled - count
-
-
-def _is_even(numel: int) -> bool:
-    """Torch gives as many threads as have `_GRAIN` elements an equal part each."""
-    part = -(-numel // min(torch.get_num_threads(), -(-numel // _GRAIN)))
-    return numel % _VECTORS == 0 and part % _VECTORS == 0
