@@ -1,5 +1,7 @@
 """`task=generate`, `task=serve` and `task=eval` train nothing: what has no effect there is refused with the fix."""
 
+import json
+
 import pytest
 
 from tests.config.test_config import composed, faults
@@ -99,6 +101,22 @@ def test_a_packed_model_is_read_where_it_is(tmp_path):
     assert any("packed folders have full layers" in fault for fault in faults(*words, "topology=tp2"))
     assert any("which is packed and read where it is" in fault for fault in faults(*words))
     assert composed(*words[:-1]).offload.nvme_path is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "fault"),
+    [
+        ("cohere", ("offload=nvme",), "whose layers are not streamed"),
+        ("cohere", ("topology=tp2", "inference.cache=blocks"), "which ranks share over slabs alone"),
+        ("cohere", ("inference.cache=blocks", "offload=nvme"), None),
+        ("cohere", ("topology=tp2",), None),
+        ("llama", ("topology=tp2", "offload=nvme"), None),
+    ],
+)
+def test_models_that_run_their_own_modules(tmp_path, kind, more, fault):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    found = faults("task=generate", f"inference.model={tmp_path}", "inference.prompts=p.jsonl", *more)
+    assert any(fault in line for line in found) if fault else not any("own modules" in line for line in found)
 
 
 def test_a_model_is_needed():

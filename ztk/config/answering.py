@@ -1,12 +1,13 @@
 """What `task=generate`, `task=serve` and `task=eval` accept: they train nothing. The inference engine cuts layers between ranks at most; what
 `task=eval` accepts by the engine that trains is in `evaluating.py`."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of, streams_layers
 from ztk.config.evaluating import evaluating_faults, is_of_training
-from ztk.config.inference_schema import WeightFormat
+from ztk.config.inference_schema import CacheKind, WeightFormat
 from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
@@ -49,6 +50,7 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
         yield from _cut_faults(config, task=task)
     yield from _cache_faults(config, machine=machine)
     yield from _offload_faults(config, given=given, task=task)
+    yield from _own_module_faults(config)
     yield from _file_faults(config, task=task)
     if config.task.name in DRAWING:
         yield from _held_out_faults(config)
@@ -96,6 +98,26 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
             f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be "
             "compared; leave one of them out"
         )
+
+
+def _own_module_faults(config: Config) -> Iterator[str]:
+    """Of a model of transformers outside of the families that the engine computes itself."""
+    over_blocks, is_cut = config.inference.cache is CacheKind.blocks, config.topology.tensor > 1
+    if not streams_layers(config) and not (is_cut and over_blocks):
+        return
+    file = Path(config.inference.model or "", "config.json").expanduser()
+    if config.inference.model is None or not file.is_file():
+        return
+    from ztk.inference.describe import FAMILIES  # here: it takes torch
+
+    kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    if kind is None or kind in FAMILIES:
+        return
+    own = f"inference.model={config.inference.model} (model_type={kind}) runs its own modules"
+    if streams_layers(config):
+        yield f"{own}, whose layers are not streamed: leave offload=nvme out, or use topology.tensor"
+    if is_cut and over_blocks:
+        yield f"{own}, which ranks share over slabs alone: leave inference.cache=blocks or topology.tensor={config.topology.tensor} out"
 
 
 def _is_packed(config: Config) -> bool:
