@@ -14,7 +14,7 @@ from ztk.inference.describe import describe
 from ztk.inference.packed import LAYERS, MANIFEST
 from ztk.inference.plan import BUFFERS, Rates, Sizes, free_memory, plan_stream
 from ztk.inference.stream import StreamedLayers
-from ztk.offload import DiskError, OffloadPolicy
+from ztk.offload import DiskError, OffloadPolicy, engine
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7] * 20, [9] * 70]
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.8, seed=3, prompt_logprobs=True)
@@ -101,6 +101,17 @@ def test_a_buffer_that_is_refilled_too_early_is_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(StreamedLayers, "__iter__", early)
     assert values(generator.generate(PROMPTS, sampling=SAMPLING)) != values(expected)
+    generator.close()
+
+
+@pytest.mark.parametrize("weights", ["stored", "int4"])
+def test_layers_are_read_where_they_are_computed(weights, tmp_path, monkeypatch):
+    """No byte of them is copied, those in oneDNN's layout included."""
+    packed = packed_model(build_decoder(layers=6), folder=tmp_path / "packed", weights=weights)
+    generator = with_layers(packed, resident=0, folder=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_copy", None)
+        assert len(generator.generate(PROMPTS, sampling=SAMPLING)) == 3
     generator.close()
 
 

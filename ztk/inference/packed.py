@@ -43,7 +43,7 @@ from ztk.inference.weights import ResidentLayers, WeightReader, Weights, product
 from ztk.policies.offload import PAGE_BYTES
 
 MANIFEST, LAYERS, REST = "packed.json", "layers.bin", "rest.bin"
-VERSION = 2
+VERSION = 3
 _PROCESSOR_OWN = ("stored", "int4")  # formats whose layout follows the processor
 
 
@@ -115,14 +115,13 @@ class Packed:
         """One layer, in memory of its own, read through the page cache. Raises ValueError where the file ends."""
         buffer = layer_buffer(self.items)
         with open(self.path / LAYERS, "rb", buffering=0) as file:
-            for piece in buffer.pieces:
-                file.seek(number * self.layer_bytes + piece.offset)
-                view = memoryview(piece.memory.numpy())
-                while len(view) > 0:
-                    count = file.readinto(view)
-                    if not count:
-                        raise ValueError(f"{self.path / LAYERS} ends inside layer {number}: pack the model again")
-                    view = view[count:]
+            file.seek(number * self.layer_bytes)
+            view = memoryview(buffer.memory.numpy())
+            while len(view) > 0:
+                count = file.readinto(view)
+                if not count:
+                    raise ValueError(f"{self.path / LAYERS} ends inside layer {number}: pack the model again")
+                view = view[count:]
         buffer.number = number
         return buffer
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import Int4Product, Int8Product
 from ztk.inference.weights import Layer, Mlp
+from ztk.offload.engine import Transfer
 from ztk.offload.pool import AlignedRegion
 from ztk.policies.offload import PAGE_BYTES
 
@@ -30,36 +31,25 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One tensor of a layer. offset: from the layer's first byte; that of an opaque part is a multiple of 4096."""
+    """One tensor of a layer. offset: from the layer's first byte."""
 
     path: str
     offset: int
     nbytes: int
-    is_opaque: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """memory: uint8 [bytes], which the file has at `offset` from the layer's first byte."""
-
-    offset: int
-    memory: Tensor
 
 
 @dataclass(kw_only=True, eq=False)
 class LayerBuffer:
-    """A layer over memory that is filled by reads. number: of the layer that it has or is about to have; None: none."""
+    """A layer over `memory`, uint8 [bytes of a layer], which is filled by reads.
+
+    number: of the layer that it has or is about to have; None: none. under_way: the read that fills it.
+    """
 
     layer: Layer
-    pieces: list[Piece]
+    memory: Tensor
+    region: AlignedRegion
     number: int | None = None
-    region: AlignedRegion | None = None
-    under_way: list = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its memory."""
-        return sum(piece.memory.numel() for piece in self.pieces)
+    under_way: Transfer | None = None
 
 
 def items_of(layer: Layer) -> list[Item]:
@@ -90,46 +80,32 @@ def tensors_of(value: Product | Affine) -> dict[str, Tensor]:
 
 
 def lay_out(layer: Layer) -> tuple[list[Part], int]:
-    """Where each tensor of the layer lies, and the layer's bytes, a multiple of 4096.
-
-    Tensors that may lie anywhere come first, in one range; those in memory of oneDNN follow, each on a page of its own.
-    """
+    """Where each tensor of the layer lies, one after the other, and the layer's bytes, a multiple of 4096."""
     found, at = [], 0
-    ordered = sorted(_memory(layer), key=lambda entry: entry[2])
-    for path, tensor, is_opaque in ordered:
-        at = _up(at, PAGE_BYTES if is_opaque else _ALIGNMENT)
-        found.append(Part(path=path, offset=at, nbytes=tensor.nbytes, is_opaque=is_opaque))
+    for path, tensor in _memory(layer):
+        at = _up(at, _ALIGNMENT)
+        found.append(Part(path=path, offset=at, nbytes=tensor.nbytes))
         at += tensor.nbytes
     return found, _up(at, PAGE_BYTES)
 
 
 def layer_buffer(items: list[Item]) -> LayerBuffer:
-    """A layer of zeros, whose memory but for oneDNN's is one page-aligned region."""
+    """A layer of zeros over one page-aligned region: a read of all its bytes is the disk's own work."""
     values = {item.path: blank(item) for item in items}
     layer = assemble(values)
-    parts, _ = lay_out(layer)
-    plain = max((part.offset + part.nbytes for part in parts if not part.is_opaque), default=0)
-    region, pieces = None, []
-    if plain:
-        region = AlignedRegion(nbytes=plain, pin=False)
-        pieces.append(Piece(offset=0, memory=region.bytes))
-    by_path = {path: tensor for path, tensor, _ in _memory(layer)}
+    parts, nbytes = lay_out(layer)
+    region, by_path = AlignedRegion(nbytes=nbytes, pin=False), dict(_memory(layer))
     for part in parts:
-        own = by_path[part.path]
-        if part.is_opaque:
-            pieces.append(Piece(offset=part.offset, memory=own))
-            continue
-        assert region is not None, "there are plain parts"
-        path, _, name = part.path.rpartition(".")
+        own, (path, _, name) = by_path[part.path], part.path.rpartition(".")
         memory = region.bytes[part.offset : part.offset + part.nbytes].view(own.dtype).view(own.shape)
         _adopt(values[path], name=name, memory=memory)
-    return LayerBuffer(layer=layer, pieces=pieces, region=region)
+    return LayerBuffer(layer=layer, memory=region.bytes, region=region)
 
 
 def write_layer(layer: Layer) -> Iterator[tuple[int, Tensor]]:
     """(offset, uint8 [bytes]) of every tensor of a layer, in the file's order."""
     parts, _ = lay_out(layer)
-    by_path = {path: tensor for path, tensor, _ in _memory(layer)}
+    by_path = dict(_memory(layer))
     for part in parts:
         yield part.offset, bytes_of(by_path[part.path])
 
@@ -184,11 +160,10 @@ def _mlps(name: str, *, value: object) -> Iterator[tuple[str, Mlp]]:
             yield f"{name}.{number}", mlp
 
 
-def _memory(layer: Layer) -> Iterator[tuple[str, Tensor, bool]]:
+def _memory(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     for path, value in _leaves(layer):
-        opaque = value.opaque if isinstance(value, Product) else frozenset()
         for name, tensor in tensors_of(value).items():
-            yield f"{path}.{name}", tensor, name in opaque
+            yield f"{path}.{name}", tensor
 
 
 def _adopt(value: Product | Affine, *, name: str, memory: Tensor) -> None:

@@ -5,7 +5,6 @@ differ), oneDNN 590 / 1240 / 2500, oneDNN with the weight in its own layout 780 
 loaded. From 2 rows on oneDNN's rows have the same bits; one row alone may take another path, and is then computed twice.
 """
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ztk.inference.onednn import memory_of, over
 from ztk.nn.linear import HAS_ONEDNN, linear
 
 _PACKED_FOR = 64  # rows that the packed layout is best for
@@ -55,26 +55,19 @@ class Product:
         """Its memory by name, [*] of any dtype: what is written there changes the product. An opaque part is uint8 [bytes]."""
         found = {name: getattr(self, f"_{name}") for name in self.parts}
         return {
-            name: _memory_of(tensor) if name in self.opaque else tensor
+            name: memory_of(tensor) if name in self.opaque else tensor
             for name, tensor in found.items()
             if tensor is not None
         }
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Computes with other memory of the same shapes and dtypes [*] from now on; not for opaque parts."""
+        """Computes with other memory of the same shapes and dtypes [*], as of `tensors`, from now on."""
         for name, tensor in tensors.items():
-            assert name not in self.opaque, "oneDNN allocates what only it knows"
-            setattr(self, f"_{name}", tensor)
+            own = over(tensor, like=getattr(self, f"_{name}")) if name in self.opaque else tensor
+            setattr(self, f"_{name}", own)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product, whatever one row alone gives."""
         if HAS_ONEDNN:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return linear(x, weight=self._weight, bias=self._bias)
-
-
-def _memory_of(weight: Tensor) -> Tensor:
-    """The bytes of a tensor in oneDNN's own layout, which depends on its shape and the processor."""
-    memory = (ctypes.c_char * torch.ops.mkldnn._nbytes(weight)).from_address(torch.ops.mkldnn.data_ptr(weight))
-    memory.owner = weight  # lives as long as who reads its memory
-    return torch.frombuffer(memory, dtype=torch.uint8)

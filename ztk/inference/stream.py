@@ -12,7 +12,7 @@ from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer, Urgency
 from ztk.offload.pool import AlignedRegion
 from ztk.offload.probe import check_disk
-from ztk.policies.offload import PAGE_BYTES, OffloadPolicy
+from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.io import Direction, IoCounters
 
 BUFFERS = 3  # one that is computed with, one that is read, and one that is complete
@@ -71,7 +71,7 @@ class StreamedLayers:
     def memory_bytes(self) -> int:
         """Bytes of resident layers, ring and the blocks of the threads."""
         own = (*self._resident.values(), *self._ring, *self._spare)
-        return sum(buffer.nbytes for buffer in own) + self._staging.bytes.nbytes
+        return sum(buffer.memory.nbytes for buffer in own) + self._staging.bytes.nbytes
 
     def keep(self, count: int, *, buffers: int) -> None:
         """Makes `count` layers resident, at equal distances, so that their time is there for what is read. buffers: of the ring from now on."""
@@ -127,33 +127,29 @@ class StreamedLayers:
             self._next = (self._next + 1) % len(self._order)
 
     def _read(self, buffer: LayerBuffer, *, number: int) -> None:
-        first = number * self.packed.layer_bytes
-        buffer.number, buffer.under_way = number, []
-        for piece in buffer.pieces:
-            nbytes = piece.memory.numel()
-            transfer = Transfer(
-                direction=Direction.read,
-                offset=first + piece.offset,
-                nbytes=nbytes,
-                padded_bytes=-(-nbytes // PAGE_BYTES) * PAGE_BYTES,
-                urgency=Urgency.ahead,
-                memory=piece.memory,
-            )
-            buffer.under_way.append(transfer)
-            self._engine.submit(transfer, after=())
+        nbytes = self.packed.layer_bytes
+        buffer.number = number
+        buffer.under_way = Transfer(
+            direction=Direction.read,
+            offset=number * nbytes,
+            nbytes=nbytes,
+            padded_bytes=nbytes,
+            urgency=Urgency.ahead,
+            memory=buffer.memory,
+        )
+        self._engine.submit(buffer.under_way, after=())
 
     def _wait(self, buffer: LayerBuffer) -> None:
-        """Raises DiskError if a read has failed; the next pass reads again."""
+        """Raises DiskError if the read has failed; the next pass reads again."""
         self._ended(buffer)
-        error = next((transfer.error for transfer in buffer.under_way if transfer.error is not None), None)
-        buffer.under_way = []
-        if error is not None:
+        ended, buffer.under_way = buffer.under_way, None
+        if ended is not None and ended.error is not None:
             buffer.number = None
-            raise error
+            raise ended.error
 
     def _ended(self, buffer: LayerBuffer) -> None:
         with self._engine.changed:
-            while not all(transfer.done for transfer in buffer.under_way):
+            while buffer.under_way is not None and not buffer.under_way.done:
                 self._engine.changed.wait()
 
 
