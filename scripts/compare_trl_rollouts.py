@@ -2,7 +2,7 @@
 
     pip install trl
     python scripts/compare_trl_rollouts.py              every case, 6 optimizer steps
-    python scripts/compare_trl_rollouts.py --speed      instead tokens per second of training and generation, of the larger shape in `SPEED`
+    python scripts/compare_trl_rollouts.py --speed      instead tokens per second of training and generation, of the larger shapes in `SPEEDS`
 
 Prints the largest difference of a step's loss per case, and that of the gradients' norm in units of it: the loss of a first step depends on the
 answers alone, the gradient does not. Exit code 1 if a loss differs by more than 1e-5, or a norm by more than 1e-4 of it.
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from experiments.rollout_run import Run
 from scripts.compare_trl import TOLERANCE, byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
 from ztk.report import plot
-from ztk.rollout import Samples
+from ztk.rollout import Samples, guards
 from ztk.runtime import Process
 
 NORM_TOLERANCE = 1e-4  # of a gradient's norm, relative: products of two programs round differently
@@ -49,12 +50,18 @@ SMALL = (
     *("data.seq_len=14", "warm_start.steps=60", "warm_start.lr=1e-2", "warm_start.batch_size=32"),
     *("train.global_batch_size=16", "train.micro_batch_size=16"),  # two steps per rollout: the second's ratios are not 1
 )  # fmt: skip
-# Answers of an untrained model: a line feed ends one in four or five before it is cut.
+# Answers of an untrained model: a line feed ends one in four or five of 64 tokens before it is cut.
 SPEED = (
     *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "warm_start.steps=0"),
-    *("data.seq_len=72", "rollout.max_tokens=64", "rollout.prompts=4", "rollout.group_size=8", "kl.reference=none"),
-    *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=4", "optimizer.lr=1e-7"),
+    *("rollout.prompts=4", "rollout.group_size=8", "kl.reference=none", "rollout.max_tokens=64"),
+    *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=6", "optimizer.lr=1e-7"),
 )  # fmt: skip
+LONG = 192  # tokens of a long prompt
+# Of prompts -> further choices. Long prompts are as a task with a description has them.
+SPEEDS = {
+    "prompts of 6 tokens": ("data.seq_len=72",),
+    f"prompts of {LONG} tokens": (f"data.seq_len={LONG + 64}", f"model.max_seq_len={LONG + 64}", "rollout.task=null"),
+}
 ONE_STEP = ("rollout.prompts=4",)  # per rollout
 # Case -> ztk's choices, TRL's.
 CASES = {
@@ -83,12 +90,14 @@ CASES = {
 
 @dataclass(kw_only=True)
 class Record:
-    """What a trainer did, a number per optimizer step. seconds: of training, of generation per rollout; answers: tokens of a rollout."""
+    """What a trainer did, a number per optimizer step. training, generation: seconds, of a rollout; texts, answers: tokens of a rollout,
+    with prompts and without."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     training: list[float] = field(default_factory=list)
     generation: list[float] = field(default_factory=list)
+    texts: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
 
 
@@ -124,18 +133,28 @@ def compare_losses(process: Process, *, steps: int) -> bool:
 
 def compare_speed(process: Process) -> None:
     """Prints tokens per second, medians over rollouts but the first. Of training: of prompts and answers, without padding."""
-    print("tokens per second         training   generation")
-    records, prompts = {}, 32 * 6
-    for engine in ("trainer", "generator"):
-        identity = "exact" if engine == "trainer" else "corrected"
-        choices = (*SPEED, f"rollout.engine={engine}", f"rollout.identity={identity}")
-        ours, theirs = run_both(
-            choices, process=process, options={"loss_type": "bnpo", "beta": 0.0}, generates=engine == "generator"
-        )
-        records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
-    for name, record in records.items():
-        training = rate([answers + prompts for answers in ours.answers], seconds=record.training)  # the same samples
-        print(f"{name:25} {training:8.0f}   {rate(record.answers, seconds=record.generation):10.0f}")
+    guards.MAX_TRUNCATED = 1.0  # nothing is to be learnt here
+    for title, shape in SPEEDS.items():
+        print(f"{title:27} training   generation   of TRL's")
+        records = {}
+        for engine in ("trainer", "generator"):
+            identity = "exact" if engine == "trainer" else "corrected"
+            choices = (*SPEED, *shape, f"rollout.engine={engine}", f"rollout.identity={identity}")
+            ours, theirs = run_both(
+                choices, process=process, options={"loss_type": "bnpo", "beta": 0.0}, generates=engine == "generator"
+            )
+            records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
+        rates = {
+            # Training: of the samples of the last run, which TRL has replayed; an update is the same for both engines.
+            name: (
+                rate(record.texts or ours.texts, seconds=record.training),
+                rate(record.answers, seconds=record.generation),
+            )
+            for name, record in records.items()
+        }
+        for name, (training, generation) in rates.items():
+            shares = ", ".join(f"{own / of:.2f}" for own, of in zip(rates[name], rates["TRL"], strict=True))
+            print(f"{name:27} {training:8.0f}   {generation:10.0f}   {shares}", flush=True)
 
 
 def rate(tokens: list[int], *, seconds: list[float]) -> float:
@@ -151,6 +170,8 @@ def run_both(
         reward = Path(folder, "mine.py")
         reward.write_text("def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n")
         overrides = (*COMMON, *choices, f"reward.function={reward}:score")
+        if "rollout.task=null" in choices:
+            overrides += (f"data.path={write_prompts(Path(folder, 'prompts.jsonl'))}",)
         config = compose(*overrides, output_dir=folder, machine=CPU)
         values = warm_start(config, process=process)
         rollout_loop.warm_start = lambda config, *, process: values
@@ -161,6 +182,14 @@ def run_both(
             model.save_pretrained(Path(folder, "model"))
             theirs = replay(config, folder=folder, recorded=recorded, options=options, generates=generates)
     return ours, theirs
+
+
+def write_prompts(path: Path) -> Path:
+    """Prompts of `LONG` letters, no two alike."""
+    letters = random.Random(0)
+    texts = ("".join(letters.choices("abcdefghij", k=LONG)) for _ in range(64))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +222,7 @@ def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]
     def fill(run: Run, scored: rollouts.Scored) -> None:
         grpo.fill(run, scored)
         recorded.append(scored.samples)
+        record.texts.append(int(scored.samples.lengths.sum()))
         record.answers.append(int(scored.samples.answer_lengths.sum()))
 
     def update(run: Run) -> Update:

@@ -71,6 +71,24 @@ def test_a_processor_whose_lone_rows_differ_computes_them_twice(monkeypatch):
     assert run_schedule(model, seed=1)[0] == expected
 
 
+def test_a_processor_whose_narrow_products_differ_attends_in_full_tiles(monkeypatch):
+    """Planted: products of fewer than 8 rows are others."""
+    model, product = build_decoder(), torch.bmm
+    expected = alone(model)
+
+    def planted(left, right, *, out=None):
+        found = product(left, right, out=out)
+        return found.mul_(1.0001) if left.shape[1] < 8 else found
+
+    monkeypatch.setattr(torch, "bmm", planted)
+    attention._lone_tile.cache_clear()
+    try:
+        assert attention.lone_tile_of(1, head_dim=16) == attention.tile_of(1)
+        assert alone(model) == expected
+    finally:
+        attention._lone_tile.cache_clear()
+
+
 @pytest.mark.parametrize("window, softcap, alibi", [(None, None, False), (20, 3.0, False), (None, None, True)])
 def test_attention_equals_its_definition(window, softcap, alibi):
     """In float64, key by key; two sequences at different positions."""
@@ -85,7 +103,7 @@ def test_attention_equals_its_definition(window, softcap, alibi):
     ]
     query = torch.randn(11, H, D)
     found = torch.full_like(query, float("nan"))
-    for tiles in Step(spans, group=H // K).groups:
+    for tiles in Step(spans, group=H // K, head_dim=D).groups:
         options = {"scale": 0.3, "window": window, "softcap": softcap, "slopes": slopes}
         found[tiles.targets] = attention.attend(query, tiles=tiles, keys=keys, values=values, **options)
     for span in spans:
@@ -142,9 +160,9 @@ def test_many_sequences_attend_as_one_does(lengths):
     ]
     each = torch.zeros_like(query)
     options = {"keys": keys, "values": values, "scale": 0.25}
-    together = Step(spans, group=2).attend(query, **options)
+    together = Step(spans, group=2, head_dim=16).attend(query, **options)
     for span in spans:
         alone = Span(slot=span.slot, start=span.start, length=span.length, row=0)
         own = slice(span.row, span.row + span.length)
-        each[own] = Step([alone], group=2).attend(query[own], **options)
+        each[own] = Step([alone], group=2, head_dim=16).attend(query[own], **options)
     assert torch.equal(together, each) and together.abs().amax(dim=(1, 2)).min() > 0

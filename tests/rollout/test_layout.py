@@ -1,6 +1,7 @@
 """Packed texts: each has the bits that it has alone, and the gradient of rows with padding behind."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import CausalAttention
 from ztk.nn.lora import LoraPolicy, add_adapters
-from ztk.rollout import CachedAttention, TextCache, lay_out, pack_exactly
+from ztk.rollout import CachedAttention, RolloutPolicy, TextCache, hybrid, lay_out, pack_exactly
 from ztk.rollout.layout import lay_out_new
 
 CPU = torch.device("cpu")
@@ -114,3 +115,32 @@ def test_what_cannot_pack_exactly_stays_as_it_is():
         kinds = {type(part) for part in model.modules() if isinstance(part, CausalAttention)}
         assert CachedAttention not in kinds
     assert not pack_exactly(decoder(), device=torch.device("cuda"))
+
+
+class _Engine:
+    """What a rollout's forwards ask of an engine. tokens: of each forward."""
+
+    def __init__(self, module: Decoder) -> None:
+        self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU), []
+
+    def __call__(self, tokens: torch.Tensor, **options) -> torch.Tensor:
+        self.tokens.append(tokens.numel())
+        return self.module(tokens, **options)
+
+
+@torch.no_grad()
+def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
+    model, options = decoder(), {"length": 72, "micro_batch": 6, "max_tokens": 8, "stop": 0, "pad": 0, "packs": True}
+    assert pack_exactly(model, device=CPU)
+    policy, tokens = RolloutPolicy(**options), texts()
+    tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
+    lengths, rows = torch.tensor([60, 60, 5, 60, 12, 59]), torch.arange(6)
+    forwards = hybrid._Forwards(_Engine(model), policy=policy, texts=6)
+    for step in range(3):
+        found = forwards.logits(tokens, rows=rows, lengths=lengths + step, large=None)
+        layout = lay_out(tokens, lengths=lengths + step, packs=True, device=CPU, module=model)
+        expected = layout.forward(model).flatten(0, 1)[layout.at(lengths + step - 1)]
+        assert torch.equal(found, expected), step
+    first, *later = forwards._engine.tokens
+    assert 60 + 5 + 12 + 59 <= first < 2 * 60 + 5 + 12 + 59
+    assert all(6 <= count < 60 for count in later)

@@ -3,7 +3,8 @@
 [Note: Exactness]
 A sequence's logits must not depend on what is computed beside it: other sequences, how its prompt was cut, drafts. A matrix product of a
 library may sum in another order when it has another number of rows. So here
-- every product has one shape: a tile of query rows (a query's row follows from its absolute position) times `BLOCK` keys;
+- every product has one shape: a tile of query rows (a query's row follows from its absolute position) times `BLOCK` keys; a query without
+  neighbours is in a narrower one where this processor gives both the same bits (`lone_tile_of` tries it);
 - keys are summed in blocks of 64 from position 0 on, and the blocks' results are added in order, in double precision;
 - the maximum that is taken off before exp is over all keys of the query: exact in any order.
 Keys that are not there or not seen are masked and add exactly nothing; rows that are not there are copies, and are not read. The linear
@@ -11,6 +12,7 @@ layers keep the same promise by oneDNN or by a row at a time, see `ztk.inference
 is loaded.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,12 +22,49 @@ from torch import Tensor
 
 BLOCK = 64  # keys that are summed at once
 _ROWS = 8  # query rows of a product, at least
+_LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
+_BATCHES = (1, 4, 33)  # of products that are tried
 _KEPT = 4  # groups of tiles whose views are kept from step to step
 
 
 def tile_of(group: int) -> int:
     """Positions whose queries share a product, for `group` query heads per key head."""
     return max(1, _ROWS // group)
+
+
+def lone_tile_of(group: int, *, head_dim: int) -> int:
+    """Positions in the product of a query that has none beside it, fewer than a tile's where rows have the same bits in both.
+
+    Most of what a decoding step multiplies are copies of its queries. fp32, one core of an EPYC with AVX512, 32 sequences, 4 heads of 64,
+    microseconds for 8 / 4 / 2 rows per head: 195 / 152 / 134; 2 rows and 1 have other bits there.
+    """
+    return _lone_tile(group, head_dim, torch.get_num_threads())
+
+
+@functools.cache
+@torch.inference_mode()
+def _lone_tile(group: int, head_dim: int, threads: int) -> int:
+    """threads: torch's, by which a library may divide a product."""
+    tile, narrow = tile_of(group), -(-_LONE_ROWS // group)
+    if narrow >= tile:
+        return tile
+    generator = torch.Generator().manual_seed(0)
+    for count in _BATCHES:
+        for left, right in (
+            ((group, tile, head_dim), (BLOCK, head_dim)),  # queries, keys
+            ((group, tile, BLOCK), (head_dim, BLOCK)),  # weights, values, whose memory is the other way round
+        ):
+            x = torch.randn(count, *left, generator=generator)
+            other = torch.randn(count, *right, generator=generator).mT
+            if right[0] == head_dim:
+                other = other.contiguous()
+            full = torch.bmm(x.flatten(1, 2), other).view(count, group, tile, -1)
+            for place in range(tile):
+                copies = x[:, :, place : place + 1].repeat(1, 1, narrow, 1).flatten(1, 2)
+                found = torch.bmm(copies, other).view(count, group, narrow, -1)
+                if not torch.equal(found, full[:, :, place : place + 1].expand_as(found)):
+                    return tile
+    return narrow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -427,7 +427,7 @@ class Generator:
     def _reason_to_stop(self, sequence: Sequence) -> str | None:
         if sequence.tokens[-1] in sequence.sampling.stop_token_ids:
             return "stop"
-        return "length" if len(sequence.answer) >= sequence.limit else None
+        return "length" if len(sequence.tokens) - sequence.prompt_length >= sequence.limit else None
 
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""

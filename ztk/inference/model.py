@@ -74,7 +74,8 @@ class InferenceModel(OverSlabs):
 
         broken: gets the number of the first layer whose output is not finite.
         """
-        step = Step(spans, group=self.description.heads // self.description.kv_heads, scratch=cache.scratch)
+        of = self.description
+        step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
         x = self.embed(tokens, step=step)
         for number, layer in enumerate(self.weights.layers):
             x = self.block(x, layer=layer, number=number, step=step, cache=cache)

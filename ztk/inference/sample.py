@@ -102,9 +102,12 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
     else:
         tokens, processed = torch.empty(len(draws), dtype=torch.int64), [0.0] * len(draws)
     if hot:
-        own = scores if len(hot) == len(draws) else scores[hot]
-        heat = torch.tensor([draws[row][0].temperature for row in hot], dtype=torch.float64)
-        kept = torch.log_softmax(own / heat.unsqueeze(1), dim=-1)
+        heat = [draws[row][0].temperature for row in hot]
+        if len(hot) == len(draws) and all(temperature == 1 for temperature in heat):
+            kept = raw
+        else:
+            own = scores if len(hot) == len(draws) else scores[hot]
+            kept = torch.log_softmax(own / torch.tensor(heat, dtype=torch.float64).unsqueeze(1), dim=-1)
         sums = kept.exp().cumsum(-1)
         totals = sums[:, -1].tolist()
         places = [_place(*draws[row]) * total for row, total in zip(hot, totals, strict=True)]
@@ -118,7 +121,8 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
         if sampling.fp32_logprobs:
             as_trainer.setdefault(sampling.temperature, []).append(row)
     for temperature, rows in as_trainer.items():
-        found = fp32_logprobs(logits[rows], temperature=temperature).gather(1, tokens[rows].unsqueeze(1))
+        own, at = (logits, tokens) if len(rows) == len(draws) else (logits[rows], tokens[rows])
+        found = fp32_logprobs(own, temperature=temperature).gather(1, at.unsqueeze(1))
         for row, logprob in zip(rows, found.squeeze(1).tolist(), strict=True):
             processed[row] = logprob
     # A row with an infinite logit has NaN among its log-probabilities, or their sum is.

@@ -88,9 +88,10 @@ class Scheduler:
         return works
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
-        """The first `computed` tokens of `sequence` are in its slot."""
+        """The first `computed` tokens of `sequence` are in its slot, which had those that were computed before."""
+        held = self._contents[sequence.slot]
+        held += sequence.tokens[len(held) : computed]
         sequence.computed = computed
-        self._contents[sequence.slot] = sequence.tokens[:computed]
 
     def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
         """Frees the slot; what it has stays for sequences that begin alike, unless the sequence ended with an error."""
@@ -125,6 +126,7 @@ class Scheduler:
             sequence.slot = slot
             self.reused_tokens += length
             self.running.append(sequence)
+            self._contents[slot] = []
             self.advance(sequence, computed=length)
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[int, int]:
@@ -146,6 +148,8 @@ class Scheduler:
     def _drafts(self, ready: list[Sequence], *, room: int) -> dict[Sequence, list[int]]:
         """Tokens that may come next, `room` in all: those that followed the last two tokens before, else the draft model's."""
         found, asked = {}, []
+        if not self._policy.lookup_tokens and self._draft_model is None:
+            return found
         for sequence in ready:
             found[sequence] = self._looked_up(
                 sequence, count=self._most(sequence, wanted=self._policy.lookup_tokens, room=room)

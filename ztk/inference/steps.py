@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, tile_of
+from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, tile_of
 from ztk.inference.cache import Cache
 
 QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
@@ -24,19 +24,20 @@ class Span:
 
 
 class Step:
-    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head. scratch: memory for attention."""
+    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head. head_dim: elements of a head. scratch: memory for
+    attention."""
 
-    def __init__(self, spans: list[Span], *, group: int, scratch: Scratch | None = None) -> None:
+    def __init__(self, spans: list[Span], *, group: int, head_dim: int, scratch: Scratch | None = None) -> None:
         at = [(span.slot, place) for span in spans for place in range(span.start, span.start + span.length)]
         self.positions = torch.tensor([place for _, place in at])
         self._at, self._places = at, {}
         self._scratch = scratch or Scratch()
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        tile = tile_of(group)
-        size = max(1, QUERIES // tile)
+        lone = lone_tile_of(group, head_dim=head_dim)
+        size = max(1, QUERIES // lone)
         single = [span for span in spans if span.length == 1]
-        self.groups = [_single(single[first : first + size], tile=tile) for first in range(0, len(single), size)]
-        self.groups += _many([span for span in spans if span.length > 1], tile=tile)
+        self.groups = [_single(single[first : first + size], tile=lone) for first in range(0, len(single), size)]
+        self.groups += _many([span for span in spans if span.length > 1], tile=tile_of(group))
 
     def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The rows of one of the model's rotary tables, (cosine, sine) [M, rotary_dims / 2] each."""
@@ -76,7 +77,7 @@ class Step:
 
 
 def _single(spans: list[Span], *, tile: int) -> Tiles:
-    """Sequences with one row each."""
+    """Sequences with one row each. tile: places of each one's product, all of which have its row."""
     starts, rows = torch.tensor([span.start for span in spans]), [span.row for span in spans]
     lines = torch.remainder(starts, tile)
     shared = {

@@ -18,6 +18,7 @@ result rounded once, which is also closer to the exact product. Results have the
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
@@ -65,6 +66,8 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if _is_for_onednn(x, weight):
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # apply takes longer than a small product
+            return _product(x, weight, bias)
         return _LinearByOneDNN.apply(x, weight, bias)
     if _has_place(x, weight):
         return _LinearIntoPlace.apply(x, weight, bias)

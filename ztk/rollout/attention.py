@@ -49,6 +49,8 @@ class TextCache:
     def __init__(self, *, texts: int, longest: int) -> None:
         self.texts, self._blocks = texts, -(-longest // BLOCK)
         self._slabs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [texts + 1, blocks, K, BLOCK, D] each
+        self._layers: list[CachedAttention] = []
+        self._module: nn.Module | None = None  # whose layers they are
         self._spans: list[Span] = []
         self._step: Step | None = None
         self._scratch = Scratch()
@@ -56,21 +58,30 @@ class TextCache:
     @contextmanager
     def used(self, module: nn.Module, *, spans: list[Span]) -> Iterator[None]:
         """Inside, one forward of `module`, whose attention is `CachedAttention`, computes the tokens of `spans`; slots are texts."""
-        layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
+        if self._module is not module:
+            self._module = module
+            self._layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
         self._spans, self._step = spans, None
-        for layer in layers:
+        for layer in self._layers:
             layer.cache = self
         try:
             yield
         finally:
-            for layer in layers:
+            for layer in self._layers:
                 layer.cache = None
+
+    def copy(self, source: int, *, target: int, positions: int) -> None:
+        """The first `positions` of one text become another's."""
+        blocks = -(-positions // BLOCK)
+        for slabs in self._slabs.values():
+            for slab in slabs:
+                slab[target, :blocks] = slab[source, :blocks]
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor, layer: nn.Module) -> Tensor:
         """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
         (_, _, H, D), K = query.shape, key.shape[2]
         if self._step is None:
-            self._step = Step(self._spans, group=H // K, scratch=self._scratch)
+            self._step = Step(self._spans, group=H // K, head_dim=D, scratch=self._scratch)
         step, shape = self._step, (self.texts + 1, self._blocks, K, BLOCK, D)
         if layer not in self._slabs:
             self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
@@ -87,7 +98,7 @@ class _Attention(torch.autograd.Function):
         ctx.documents = documents
         B, T, H, _ = query.shape
         starts = tuple(range(0, B * T, T)) if documents is None else _starts(documents, T=T)
-        return _attend(query, key=key, value=value, places=_places(starts, B * T, H // key.shape[2]))
+        return _attend(query, key=key, value=value, places=_places(starts, B * T, H // key.shape[2], query.shape[3]))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,7 +126,7 @@ def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
-def _places(starts: tuple[int, ...], total: int, group: int) -> _Places:
+def _places(starts: tuple[int, ...], total: int, group: int, head_dim: int) -> _Places:
     """starts: of texts that lie one after another; total: tokens of all. group: query heads per key head."""
     lengths = [stop - start for start, stop in zip(starts, (*starts[1:], total), strict=True)]
     spans = [
@@ -123,7 +134,7 @@ def _places(starts: tuple[int, ...], total: int, group: int) -> _Places:
         for slot, (row, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     scratch = Scratch()
-    step = Step(spans, group=group, scratch=scratch)
+    step = Step(spans, group=group, head_dim=head_dim, scratch=scratch)
     return _Places(step=step, scratch=scratch, texts=len(spans), blocks=-(-max(lengths) // BLOCK))
 
 

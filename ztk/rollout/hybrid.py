@@ -161,18 +161,43 @@ class _Forwards:
             module = engine.module if self._packs else None
             layout = lay_out(tokens[rows], lengths=lengths, packs=self._packs, device=device, module=module)
             return self._of(layout, last=layout.at(lengths - 1), large=large)
+        if self._computed.any():
+            return self._continued(tokens, rows=rows, lengths=lengths, cache=self._cache, large=large)
+        return self._begun(tokens, rows=rows, lengths=lengths, cache=self._cache, large=large)
+
+    def _begun(
+        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
+    ) -> Tensor:
+        """As `logits`, of prompts, of which equal ones are computed once."""
+        prompts = [tuple(tokens[row, :length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        firsts = torch.tensor([prompts.index(prompt) for prompt in numbers])
+        found = self._continued(tokens, rows=rows[firsts], lengths=lengths[firsts], cache=cache, large=large)
+        which = torch.tensor([numbers[prompt] for prompt in prompts])
+        sources = rows[firsts[which]]
+        for source, row, length in zip(sources.tolist(), rows.tolist(), lengths.tolist(), strict=True):
+            if source != row:
+                cache.copy(source, target=row, positions=length)
+        self._computed[rows] = lengths
+        return found[which]
+
+    def _continued(
+        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
+    ) -> Tensor:
+        """As `logits`, over the cache of what came before."""
+        engine = self._engine
         since = self._computed[rows].minimum(lengths - 1)
         new = lay_out_new(
             tokens,
             rows=rows,
             since=since,
             until=lengths,
-            filling=self._cache.texts,
+            filling=cache.texts,
             module=engine.module,
-            device=device,
+            device=engine.process.device,
         )
         self._computed[rows] = lengths
-        with self._cache.used(engine.module, spans=new.spans):
+        with cache.used(engine.module, spans=new.spans):
             return self._of(new.layout, last=new.layout.at(lengths - since - 1), large=large)
 
     def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
