@@ -161,7 +161,7 @@ def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     rstd = torch.empty((M, 1), dtype=torch.float32, device="cpu")
     weight32 = weight.float()
     rows, y_rows, total_rows = rows_per_piece(N), y.view(M, N), total.view(M, N)
-    if M <= rows and y.dtype == torch.float32:  # a decoding step: one piece, without cuts
+    if rows >= M and y.dtype == torch.float32:  # a decoding step: one piece, without cuts
         torch.linalg.vector_norm(total_rows, dim=1, keepdim=True, out=rstd)
         rstd.square_().div_(N).add_(eps).rsqrt_()
         torch.mul(total_rows, rstd, out=y_rows).mul_(weight32)
