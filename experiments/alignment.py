@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from experiments.examples import Examples, ExampleStream, Step
 from experiments.pretrain import load_past, open_saver
+from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine
+from ztk.nn.balance import weighing
 from ztk.report import Reporter
 from ztk.runtime import Process
 
@@ -83,6 +85,7 @@ def train(
     with open_saver(config, engine=engine) as saver:
         for number in range(engine.global_steps + 1, settings.steps + 1):
             step = stream.next_step()
+            seed_dropout(config, process=engine.process, step=number)
             found = train_step(step)
             saves = saver is not None and number % config.checkpoint.every == 0
             is_due = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
@@ -113,9 +116,10 @@ def train_pairs(
     """One optimizer step. forward(step, micro-batch) -> this micro-batch's part of the step's loss, and sums over its pairs."""
     losses, sums = [], []
     for index, batch in enumerate(step.micro_batches):
-        loss, found = forward(step, index)
-        loss = loss * (0 if batch.is_filler else step.parts)  # the engine divides by as much
-        engine.backward(loss)
+        with weighing(engine.module, weight=step.weight(batch)):
+            loss, found = forward(step, index)
+            loss = loss * (0 if batch.is_filler else step.parts)  # the engine divides by as much
+            engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
         sums.append(_counted(found, is_filler=batch.is_filler))

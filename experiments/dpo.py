@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from experiments import policies
@@ -24,7 +23,6 @@ from ztk.align import DpoPolicy, dpo_loss, dpo_losses
 from ztk.config import Config
 from ztk.engine import Engine
 from ztk.runtime import Process
-from ztk.runtime.seed import derive_seed
 
 
 def main(config: Config) -> None:
@@ -40,7 +38,6 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     first_values = None if continues else warm_start(config, process=process)
     engine = build(config, process=process, values=first_values, lr_table=policies.learning_rates(config))
     start_from(config, engine=engine)
-    torch.manual_seed(derive_seed(config.train.seed, "dropout", process.mesh.replica))
     reference = open_reference(config, engine=engine, stream=stream, first_values=first_values)
     past, loaded = resume(config, engine=engine, stream=stream)
     if loaded is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from experiments import policies
 from experiments.limits import Limits
-from experiments.ranks import started
+from experiments.ranks import seed_dropout, started
 from experiments.streams import Corpus, held_out_sequences, on_device, open_corpus, open_held_out, open_stream
 from ztk import checkpoint
 from ztk.config import Config
@@ -29,7 +29,6 @@ from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
 from ztk.runtime.part import InitialValues
-from ztk.runtime.seed import derive_seed
 
 SAMPLE_BYTES = 160
 PROMPT_BYTES = 48
@@ -49,9 +48,6 @@ def run(config: Config, *, process: Process) -> None:
     stream = open_stream(config, corpus=corpus, process=process)
     held_out = open_held_out(config, corpus=corpus, process=process)
     engine = build_engine(config, process=process)
-    torch.manual_seed(
-        derive_seed(config.train.seed, "dropout", process.mesh.replica)
-    )  # ranks of one replica draw alike
     past = resume(config, engine=engine, stream=stream)
     limits = Limits(config.train, engine=engine)
     first_loss = None
@@ -165,6 +161,7 @@ def train(
     tokens = stream.share.global_batch * config.data.seq_len
     with open_saver(config, engine=engine) as saver:
         for step in range(engine.global_steps + 1, train.steps + 1):
+            seed_dropout(config, process=engine.process, step=step)
             loss = train_step(engine, stream=stream)
             over = limits.is_over()
             measured = {} if saver is None else {"checkpoint.stall_seconds": saver.stall_seconds}
@@ -216,10 +213,9 @@ def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManag
 
 def micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
     placed = on_device(batch, device=device)
-    if batch.positions is None:
-        return MicroBatch(args=(placed.tokens, placed.targets), weight=batch.weight)
-    documents = Documents.at(batch.positions).to(device)
-    return MicroBatch(args=(placed.tokens, placed.targets, documents), weight=batch.weight)
+    documents = () if batch.positions is None else (Documents.at(batch.positions).to(device),)
+    args = (placed.tokens, placed.targets, *documents)
+    return MicroBatch(args=args, weight=batch.weight, token_weight=batch.token_weight)
 
 
 def finish(

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from experiments import policies
 from ztk import kernels
 from ztk.config import Config
 from ztk.runtime import Process
+from ztk.runtime.seed import derive_seed
 
 
 @contextmanager
@@ -19,3 +22,10 @@ def started(config: Config) -> Iterator[Process]:
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
     yield process.arrange(policies.topology(config))
     process.stop()
+
+
+def seed_dropout(config: Config, *, process: Process, step: int) -> None:
+    """What dropout draws in optimizer step `step` depends on train.seed, the replica and the pipeline stage, not on when the run started: a
+    resumed run draws what the uninterrupted one would. Tensor-parallel ranks draw alike, because they drop the same values of full tensors."""
+    mesh = process.mesh
+    torch.manual_seed(derive_seed(config.train.seed, "dropout", mesh.replica, mesh.comm("pp").rank, step))

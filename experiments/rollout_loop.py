@@ -14,7 +14,7 @@ from experiments.models import warm_start
 from experiments.policy_update import Update
 from experiments.pretrain import build_reporter
 from experiments.prompts import Prompts
-from experiments.ranks import started
+from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
 from experiments.rollouts import Evaluated, Scored, draw, drawing, evaluate, measure, score_samples
 from ztk import checkpoint
@@ -98,6 +98,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
         for step in range(engine.global_steps + 1, config.train.steps + 1):
             if run.buffer.is_used_up:
                 roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
+            seed_dropout(config, process=run.process, step=step)
             updated = update(run)
             run.buffer.position += 1
             run.metrics |= {"entropy": updated.entropy}

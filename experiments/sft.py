@@ -1,6 +1,5 @@
 """Supervised fine-tuning, the answers of records with prompts masked: the program of every rank of `task=sft`."""
 
-import torch
 from torch import Tensor
 
 from experiments.alignment import Measured, open_stream, resume, start_from, train
@@ -11,7 +10,6 @@ from ztk.config import Config
 from ztk.engine import Engine
 from ztk.pipeline import MicroBatch
 from ztk.runtime import Process
-from ztk.runtime.seed import derive_seed
 
 
 def main(config: Config) -> None:
@@ -25,7 +23,6 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     stream = open_stream(config, process=process)
     engine = build_engine(config, process=process)
     start_from(config, engine=engine)
-    torch.manual_seed(derive_seed(config.train.seed, "dropout", process.mesh.replica))
     past, _ = resume(config, engine=engine, stream=stream)
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(stream.examples))
@@ -68,5 +65,6 @@ def micro_batches(step: Step, *, engine: Engine) -> list[MicroBatch]:
         counted = 0 if batch.is_filler else int(batch.sequences.answer.sum())
         targets = batch.sequences.targets(length=step.length).to(device)
         weight = counted * step.parts / step.num_answer_tokens
-        batches.append(MicroBatch(args=(step.rows(batch, device=device), targets), weight=weight))
+        args = (step.rows(batch, device=device), targets)
+        batches.append(MicroBatch(args=args, weight=weight, token_weight=step.weight(batch)))
     return batches

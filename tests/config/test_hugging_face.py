@@ -75,6 +75,7 @@ def test_what_does_not_fit_is_refused(folder, overrides, message):
         ("Bloom", {}, "topology=sp2", "topology.sequence: sequences of models of type bloom are not divided, only"),
         ("Falcon", {}, "topology=cp2", "topology.context: sequences of models of type falcon are not divided, only"),
         ("GPT2", {"resid_pdrop": 0.1}, "topology=sp2", r"in dropout \(resid_pdrop=0.1 in config.json .*: set it to 0"),
+        ("GPT2", {}, "topology=cp2 lora=adapter lora.dropout=0.1", "lora.dropout=0.1: ranks .*, or topology.context=1"),
         ("Qwen3Moe", {"output_router_logits": True}, "topology=sp2", "set output_router_logits to false"),
         (
             "Llama",
@@ -89,7 +90,7 @@ def test_what_does_not_fit_is_refused(folder, overrides, message):
             "does not combine it with the window of 8 tokens",
         ),
     ],
-    ids=["Bloom", "Falcon", "dropout", "router", "rotary", "window and documents"],
+    ids=["Bloom", "Falcon", "dropout", "dropout of adapters", "router", "rotary", "window and documents"],
 )
 def test_models_whose_sequences_are_not_divided(tmp_path, family, changes, overrides, message):
     model = make(family, vocab_size=300)

@@ -48,6 +48,11 @@ def weighted(batches) -> torch.Tensor:
     return total / len(batches)
 
 
+def over_tokens(batches) -> torch.Tensor:
+    """The same of means over all tokens, as routers' losses are."""
+    return sum(batch.token_weight * batch.tokens.double().mean() for batch in batches) / len(batches)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     "world_size,micro_batch,accumulation_steps", [(2, 3, 1), (3, 1, 2), (4, 2, 1), (1, 1, 6), (8, 1, 1)]
@@ -61,6 +66,7 @@ def test_the_mean_over_a_step_does_not_depend_on_its_division(mixed, world_size,
         parts = [rank.next_batch() for rank in ranks for _ in range(accumulation_steps)]
         assert one.weight == 1.0
         torch.testing.assert_close(weighted(parts), weighted([one]), rtol=1e-12, atol=0)
+        torch.testing.assert_close(over_tokens(parts), over_tokens([one]), rtol=1e-12, atol=0)
     assert all(rank.state_dict() == entire.state_dict() for rank in ranks)
 
 

@@ -8,12 +8,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.moe.runs import CONFIG, Expert
+from ztk.engine.batches import train_batch
 from ztk.kernels import moe_route
 from ztk.moe import MoE, expert_metrics
 from ztk.moe.rows import gather_rows
 from ztk.nn import DecoderConfig
 from ztk.nn.mlp import SwiGLU
 from ztk.nn.moe import Router, SparseMLP
+from ztk.pipeline import MicroBatch
 from ztk.runtime import Comm
 from ztk.runtime.comm.transport import SingleRankTransport
 
@@ -83,6 +85,29 @@ def test_a_token_has_the_same_gradient_wherever_its_slots_are_added_up(dtype):
     there = layer.experts(gather_rows(x, **where), offsets=routing.offsets)
     (d_here,), (d_there,) = (torch.autograd.grad(rows, x, d_rows) for rows in (here, there))
     assert torch.equal(here, there) and torch.equal(d_here, d_there)
+
+
+def test_router_losses_have_the_weight_of_a_micro_batchs_tokens():
+    """Where fewer targets count, the loss has another weight than the means over all tokens."""
+    layer = sparse(balance_loss_weight=0.3)
+    x = torch.randn(11, CONFIG.dim)
+
+    class Engine:  # what `train_batch` reads of one
+        module, accumulation_steps = layer, 1
+        backward, step = staticmethod(torch.Tensor.backward), staticmethod(lambda: None)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return layer(x).sum()
+
+    def gradient(**weights: float) -> torch.Tensor:
+        layer.zero_grad()
+        train_batch(Engine(), micro_batches=[MicroBatch(args=(x,), **weights)])
+        return layer.router.weight.grad
+
+    full = gradient(weight=0.0, token_weight=1.0)
+    assert full.any() and layer.losses.weight == 1.0
+    assert torch.equal(gradient(weight=0.0, token_weight=0.5), full / 2)
+    assert not gradient(weight=0.0).any()
 
 
 def test_router_losses_reach_the_router_whatever_the_loss_is():

@@ -161,6 +161,10 @@ def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
             f"{key}: ranks with parts of one sequence would draw the same numbers in dropout ({name}={value:g} in config.json of "
             f"{config.model.path}): set it to 0 there, or use {key}=1"
         )
+    if config.lora.rank and config.lora.dropout and config.task.name != "eval":
+        yield (
+            f"lora.dropout={config.lora.dropout:g}: ranks with parts of one sequence draw the same numbers; use lora.dropout=0, or {key}=1"
+        )
     window = getattr(read.get_text_config(), "sliding_window", None) or 0
     if config.topology.context > 1 and config.data.packing is Packing.documents and 0 < window < config.data.seq_len:
         yield (

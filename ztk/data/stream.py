@@ -30,13 +30,15 @@ MAPPED_BYTES = 1 << 26  # of a mapped file that a stream keeps in memory, about
 class Batch:
     """One micro-batch of one rank, on CPU: `targets[b, t]` is the token that follows `tokens[b, t]`.
 
-    weight: of its mean loss, see [Note: Uneven parts]; 1 if all micro-batches have equally many targets that count.
+    weight: of its mean loss, see [Note: Uneven parts]; 1 if all micro-batches have equally many targets that count. token_weight: of means
+    over all its tokens, whether their targets count or not, as of a router's losses; 1 if all micro-batches have equally many sequences.
     positions: places in documents where these are kept apart, see [Note: Documents in a sequence]; else None.
     """
 
     tokens: Tensor  # int64 [micro_batch, seq_len]
     targets: Tensor  # int64 [micro_batch, seq_len], -100 where they do not count
     weight: float = 1.0
+    token_weight: float = 1.0
     positions: Tensor | None = None  # int64 [micro_batch, seq_len]
 
 
@@ -107,7 +109,7 @@ class Stream:
         else:
             if not step:
                 self._targets = self._count_targets(self.end)
-            batch = _apart(sequences, share=share, is_filler=not numbers, total=self._targets, end=self.end)
+            batch = _apart(sequences, share=share, step=step, total=self._targets, end=self.end)
         self._micro_step += 1
         if self._micro_step == share.accumulation_steps:
             self._position += share.global_batch
@@ -245,7 +247,7 @@ def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: 
         if end is None:
             yield _batch(sequences, weight=own.weight(step))
         else:
-            yield _apart(sequences, share=own, is_filler=not numbers, total=total, end=end)
+            yield _apart(sequences, share=own, step=step, total=total, end=end)
 
 
 def sequences_in(data: Tensor, *, seq_len: int) -> int:
@@ -269,16 +271,17 @@ def window(data: Tensor, *, index: int, seq_len: int) -> Tensor:
 def _batch(sequences: list[Tensor], *, weight: float) -> Batch:
     """From the tokens of its sequences, int64 [seq_len + 1] each."""
     stacked = torch.stack(sequences)
-    return Batch(tokens=stacked[:, :-1].contiguous(), targets=stacked[:, 1:].contiguous(), weight=weight)
+    tokens, targets = stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
+    return Batch(tokens=tokens, targets=targets, weight=weight, token_weight=weight)
 
 
-def _apart(sequences: list[Tensor], *, share: Share, is_filler: bool, total: int, end: int) -> Batch:
-    """As `_batch`, with documents kept apart. total: targets of the step that count. is_filler: no sequence of the micro-batch counts."""
-    counts = [] if is_filler else [num_targets(sequence, end=end) for sequence in sequences]
-    parts = share.world_size * share.accumulation_steps
-    batch = _batch(sequences, weight=share_of_targets(counts, total=total, parts=parts))
+def _apart(sequences: list[Tensor], *, share: Share, step: int, total: int, end: int) -> Batch:
+    """As `_batch`, with documents kept apart. step: of the micro-batch. total: targets of the optimizer step that count."""
+    counts = [num_targets(sequence, end=end) for sequence in sequences] if share.sequences(step) else []
+    weight = share_of_targets(counts, total=total, parts=share.world_size * share.accumulation_steps)
+    batch = _batch(sequences, weight=share.weight(step))
     targets = without_borders(batch.targets, tokens=batch.tokens, end=end)
-    return replace(batch, targets=targets, positions=positions_of(batch.tokens, end=end))
+    return replace(batch, weight=weight, targets=targets, positions=positions_of(batch.tokens, end=end))
 
 
 def _part(numbers: range, *, index: int, parts: int) -> range:

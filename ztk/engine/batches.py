@@ -27,7 +27,7 @@ def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
     """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, a scalar on the device."""
     losses = []
     for batch in take(micro_batches, count=engine.accumulation_steps):
-        with weighing(engine.module, weight=batch.weight):  # the backward too, which may recompute
+        with weighing(engine.module, weight=batch.router_weight):  # the backward too, which may recompute
             loss = batch.weigh(engine(*batch.args, **batch.kwargs))
             engine.backward(loss)
         engine.step()

@@ -76,7 +76,7 @@ class PipelineRun:
         self.outputs: list[Carry] = [None] * len(batches)
         self._stages, self._schedule, self._rank, self._wire = stages, schedule, rank, wire
         self._batches, self._clock, self._trainer, self._record = batches, clock, trainer, record
-        self._weights: list[float] = []
+        self._router_weights: list[float] = []
         self._now = now
         # Keyed by (stage, micro-batch); each entry is taken out when it is used.
         self._arriving: dict[tuple[int, int], Incoming] = {}
@@ -88,7 +88,7 @@ class PipelineRun:
 
     def run(self) -> None:
         """Runs the batch."""
-        self._weights = self._wire.open(self._batches)  # the first rank's: others may have no micro-batches
+        self._router_weights = self._wire.open(self._batches)  # the first rank's: others may have no micro-batches
         for action in self._schedule.ranks[self._rank]:
             self._do(action)
         self._wire.finish()
@@ -165,7 +165,7 @@ class PipelineRun:
     @contextmanager
     def _computing(self, action: Action, *, phase: str) -> Iterator[None]:
         start = self._now()
-        weight = self._weights[action.micro_batch]
+        weight = self._router_weights[action.micro_batch]
         with self._clock.phase(phase), weighing(self._stages.module, weight=weight):
             yield
         if self._record is not None:

@@ -12,11 +12,15 @@ Carry = Any  # what flows between layers: a tensor, or any nesting of tuples, li
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """The arguments of one call of a model, and the weight of its loss."""
+    """The arguments of one call of a model, and the weight of its loss.
+
+    token_weight: of means over all its tokens, as of a router's losses, whether the loss counts these tokens or not; None: `weight`.
+    """
 
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
     weight: float = 1.0
+    token_weight: float | None = None
 
     @staticmethod
     def of(value: object) -> "MicroBatch":
@@ -30,6 +34,11 @@ class MicroBatch:
                 return MicroBatch(args=tuple(value))
             case _:
                 return MicroBatch(args=(value,))
+
+    @property
+    def router_weight(self) -> float:
+        """The weight of its routers' losses."""
+        return self.weight if self.token_weight is None else self.token_weight
 
     def weigh(self, loss: Tensor) -> Tensor:
         """`loss`, one number of any shape, times the weight. Raises ValueError for a model's output that is no loss."""

@@ -73,14 +73,16 @@ class Wire:
         self._is_training = True
 
     def open(self, batches: Sequence[MicroBatch | None]) -> list[float]:
-        """Begins a batch: sends the shapes and weights of the first stage's micro-batches to every rank. A collective call.
+        """Begins a batch: sends the shapes and router weights of the first stage's micro-batches to every rank. A collective call.
 
-        Returns the weight of each micro-batch. Raises ValueError on all ranks if some have documents, which every stage needs, and
+        Returns the router weight of each micro-batch. Raises ValueError on all ranks if some have documents, which every stage needs, and
         some have none.
         """
         self._is_training = torch.is_grad_enabled()
         keys = torch.tensor([_key(batch) for batch in batches], dtype=torch.int64)  # on the host: no device waits
-        weights = torch.tensor([1.0 if batch is None else batch.weight for batch in batches], dtype=torch.float64)
+        weights = torch.tensor(
+            [1.0 if batch is None else batch.router_weight for batch in batches], dtype=torch.float64
+        )
         apart = torch.tensor([_has_documents(batch) for batch in batches], dtype=torch.int64)
         own = torch.cat([keys, weights.view(torch.int64), apart])
         rows = self._comm.gather_scalars(own, label="shapes of micro-batches")
