@@ -9,15 +9,17 @@ import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import run_schedule
 from tests.inference.test_own_modules import OTHERS, build_other
-from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.cut import Cut
 from ztk.inference.describe import describe
 from ztk.inference.parallel import _INLINE
 from ztk.inference.products import Affine
+from ztk.inference.ranks import Ranks
 from ztk.inference.recorded import RecordedBlocks, Repeating
 from ztk.inference.steps import Span
 from ztk.offload import OffloadPolicy
+from ztk.runtime import PeerLost
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -227,3 +229,58 @@ def test_each_rank_reads_its_part_of_every_layer(ranks, tmp_path):
     (nbytes, moved, (one, two)), (other,) = ranks(2).run(streamed_by_both, folder=str(tmp_path))
     assert one == two and nbytes == other and moved and moved % nbytes == 0
     assert not list(tmp_path.iterdir())
+
+
+class Planted(Exception):
+    pass
+
+
+def fail(*given, **named):
+    raise Planted("planted")
+
+
+def refused_by_one(process: ztk.Process, *, refusing: int) -> list[str]:
+    """What a rank raises when one of them refuses alone: between exchanges, and where the other waits for its part of a sum."""
+    found = []
+    for what, name in ((probe, "check_products"), (Ranks, "sum")):
+        with pytest.MonkeyPatch.context() as patch:
+            if process.rank == refusing:
+                patch.setattr(what, name, fail)
+            with pytest.raises((Planted, PeerLost)) as caught:
+                Generator(build_other("smollm3") if what is Ranks else build_decoder(), comm=process.comm)
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+    generator = Generator(build_decoder(), comm=process.comm)  # and they open a model afterwards
+    if generator.leads:
+        generator.submit(PROMPTS[0], sampling=GREEDY)
+    with pytest.raises(RuntimeError, match="load: requests are not answered yet"):
+        generator.load(None)
+    if generator.follows:
+        generator.follow()
+    generator.close()
+    return found
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_what_one_rank_refuses_all_refuse_with_its_reason(ranks, refusing):
+    found = ranks(2).run(refused_by_one, refusing=refusing)
+    assert found[refusing] == ["Planted: planted"] * 2
+    between, within = found[1 - refusing]
+    assert between == f"PeerLost: rank {refusing} could not open the model: Planted: planted"
+    assert "another rank has stopped to open the model" in within and "end of opening" in within
+
+
+def failing_step(process: ztk.Process, *, failing: int) -> str:
+    """What a rank raises when one of them fails in the middle of a step; over connections of its own, which end with it."""
+    comm = process.arrange(ztk.Topology(tensor=2)).mesh.comm("tp")
+    generator = Generator(build_decoder(), comm=comm)
+    if process.rank == failing:
+        generator._model.mlp = fail
+    with pytest.raises((Planted, PeerLost)) as caught:
+        generator.follow() if generator.follows else generator.generate([PROMPTS[0]], sampling=GREEDY)
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_in_a_step_is_heard_of(ranks, failing):
+    found = ranks(2).run(failing_step, failing=failing)
+    assert found[failing] == "Planted" and found[1 - failing] == "PeerLost"

@@ -2,6 +2,10 @@ import os
 import subprocess
 import sys
 
+import torch
+
+from ztk.runtime.host_memory import use_huge_pages
+
 SCRIPT = """
 import resource, sys, torch
 from ztk.runtime.host_memory import keep_freed_memory
@@ -70,3 +74,11 @@ def test_memory_of_weights_that_an_engine_has_taken_goes_back():
     by_itself, returned = map(int, ran.stdout.split())
     pages = 32 * (4 << 20) // 4096
     assert by_itself < pages / 4 and returned > pages / 2
+
+
+def test_huge_pages_change_no_value():
+    """Of the tensor, and of those beside it."""
+    many = [torch.full((3 << 18,), float(number)) for number in range(4)]
+    for tensor in many:
+        use_huge_pages(tensor)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(many))

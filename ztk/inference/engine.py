@@ -22,8 +22,8 @@ from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Leading, first_broken, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import allow_lone_rows, check_model, check_module
-from ztk.inference.ranks import Ranks
+from ztk.inference.probe import check_model, check_module, settle_products
+from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.sample import Drawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
@@ -53,6 +53,7 @@ class Generator:
     Raises:
         ValueError: a model that the engine does not compute or that its ranks cannot divide, or a processor whose products differ by the
             number of rows.
+        PeerLost: another of the ranks could not open it; the text has its reason.
     """
 
     def __init__(
@@ -69,19 +70,20 @@ class Generator:
             raise ValueError(
                 f"topology.tensor above 1 with {model.path}, which has full layers: name the model that was packed; each rank packs its part"
             )
-        opened = (
-            from_packed(model, policy=chosen)
-            if isinstance(model, Packed)
-            else from_module(model, policy=chosen, ranks=self._ranks)
-        )
-        self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
-        self._packed_bytes = opened.packed_bytes
-        self.policy = settled(chosen, plan=self.plan)
-        self._subject, self.description = opened.subject, opened.subject.description
-        self._lone = check_model(self._model)
-        allow_lone_rows(self._model, exact=self._lone)
-        self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-        self._cache, self._scheduler = self._memory(drafts=self._drafts(draft))
+        with opening(self._ranks):
+            opened = (
+                from_packed(model, policy=chosen)
+                if isinstance(model, Packed)
+                else from_module(model, policy=chosen, ranks=self._ranks)
+            )
+            self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
+            self._packed_bytes = opened.packed_bytes
+            self.policy = settled(chosen, plan=self.plan)
+            self._subject, self.description = opened.subject, opened.subject.description
+            self._lone = check_model(self._model)
+            settle_products(self._model, exact=self._lone)
+            self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
+            self._cache, self._scheduler = self._memory(drafts=self._drafts(draft))
         self._graphs: DecodeGraphs | None = graphs_of(self._model, cache=self._cache)
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
@@ -106,7 +108,7 @@ class Generator:
         size, own = model.description.vocab_size, self.description.vocab_size
         if size != own:
             raise ValueError(f"the draft model has {size} tokens and the model {own}: use one with the same tokenizer")
-        allow_lone_rows(model, exact=check_model(model))
+        settle_products(model, exact=check_model(model))
         return DraftModel(model, slots=self.policy.max_sequences, count=count)
 
     # Complete answers
@@ -216,7 +218,8 @@ class Generator:
             tokens += work.tokens
         needed = [self._rows_with_logits(work) for work in works]
         step = {"spans": spans, "cache": self._cache, "graphs": self._graphs}
-        lines = lines_of(tokens, model=self._model, works=works, needed=needed, **step)
+        with computing(self._ranks):
+            lines = lines_of(tokens, model=self._model, works=works, needed=needed, **step)
         return [
             output
             for work, own, part in zip(works, needed, lines, strict=True)
@@ -236,14 +239,13 @@ class Generator:
             RuntimeError: requests are not answered yet, or layers are streamed.
             ValueError: the engine lacks a parameter of this model.
         """
-        if self._streamed is not None:
-            raise RuntimeError(
-                "load: the weights are read from a packed folder; build a Generator of the engine without offload"
+        with opening(self._ranks):  # the first rank alone has requests
+            self._check_idle()
+        with opening(self._ranks):
+            self._model = reopened(
+                engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks
             )
-        if self.has_work:
-            raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
-        self._model = reopened(engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks)
-        allow_lone_rows(self._model, exact=self._lone)
+        settle_products(self._model, exact=self._lone)
         self._graphs = graphs_of(self._model, cache=self._cache)
         self._scheduler.forget()
 
@@ -299,7 +301,8 @@ class Generator:
             PeerLost: the first rank is gone.
         """
         assert self._ranks is not None and self.follows, "a rank that follows"
-        follow(self._model, cache=self._cache, ranks=self._ranks)
+        with computing(self._ranks):
+            follow(self._model, cache=self._cache, ranks=self._ranks)
 
     def dismiss(self) -> None:
         """On the first rank: ends `follow` on the others, so that all can call `load`; they may follow again."""
@@ -316,6 +319,13 @@ class Generator:
         self._scheduler.forget()
 
     # Parts
+
+    def _check_idle(self) -> None:
+        """Raises RuntimeError as `load`."""
+        if self._streamed is not None:
+            raise RuntimeError("load: the weights are read from a packed folder; make a Generator without offload")
+        if self.has_work:
+            raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
 
     def _memory(self, *, drafts: DraftModel | None) -> tuple[Cache | BlockCache, Scheduler]:
         """The cache of all sequences, and who shares it."""
@@ -431,7 +441,8 @@ class Generator:
 
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
-        found = first_broken(sequence.tokens, model=self._model, cache=self._cache)
+        with computing(self._ranks):
+            found = first_broken(sequence.tokens, model=self._model, cache=self._cache)
         place = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
         error = f"the logits are not finite, first {place}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
         self._scheduler.finish(sequence, reason="error", error=error)

@@ -34,6 +34,7 @@ from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
 from ztk.inference.steps import Span, Step
 from ztk.kernels import activate_cpu
+from ztk.runtime import CommMismatch, PeerLost
 
 NAME = "ztk_cache"
 _MODELS, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"
@@ -150,6 +151,8 @@ class OwnModules(ABC):
                         raise ValueError("has layers with heads of several shapes, or without any")
                     own = heads[min(heads)]
                     self.description = replace(self.description, heads=own.query, kv_heads=own.key, head_dim=own.size)
+        except (PeerLost, CommMismatch):
+            raise  # nothing that the module does
         except ValueError as error:
             raise _refused(self._module, reason=f"it {error}") from error
         except (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError) as error:

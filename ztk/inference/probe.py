@@ -33,14 +33,15 @@ def check_model(model: InferenceModel | ModuleModel | OverBlocks) -> frozenset[t
     return exact
 
 
-def allow_lone_rows(
+def settle_products(
     model: InferenceModel | ModuleModel | OverBlocks, *, exact: frozenset[tuple[str, tuple[int, int]]]
 ) -> None:
-    """Products of these kinds and shapes need not compute a lone row twice."""
+    """Products compute where they are from now on, in huge pages; those of these kinds and shapes need not compute a lone row twice."""
     if isinstance(model, OverBlocks):
         return  # its kernels have one path for every number of rows
     for product in model.products():
         product.doubles = product_key(product) not in exact
+        product.use_huge_pages()
 
 
 def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:

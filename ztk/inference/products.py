@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ztk.inference.onednn import memory_of, over
 from ztk.nn.linear import HAS_ONEDNN, linear
+from ztk.runtime.host_memory import use_huge_pages
 
 _PACKED_FOR = 64  # rows that the packed layout is best for
 
@@ -65,6 +66,11 @@ class Product:
         for name, tensor in tensors.items():
             own = over(tensor, like=getattr(self, f"_{name}")) if name in self.opaque else tensor
             setattr(self, f"_{name}", own)
+
+    def use_huge_pages(self) -> None:
+        """Moves what it computes with into huge pages."""
+        for tensor in self.tensors().values():
+            use_huge_pages(tensor)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product, whatever one row alone gives."""

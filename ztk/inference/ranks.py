@@ -1,5 +1,7 @@
 """Sums and joins among the tensor-parallel ranks that share a model, in the order of the ranks, so that all have the same bits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
-from ztk.runtime.comm import Comm
+from ztk.runtime.comm import Comm, CommMismatch, PeerLost
 
 T = TypeVar("T")
 
@@ -53,3 +55,48 @@ class Ranks:
         full[self.cut.rank] = part
         self.comm.all_gather(full.view(-1), label="inference").wait()
         return full
+
+
+@contextmanager
+def opening(ranks: Ranks | None) -> Iterator[None]:
+    """What ranks do to open a model. If one of them fails in it, all do: it by its own error, the others by `PeerLost` with its text.
+
+    Afterwards they can communicate as before, where none of them was in the middle of an exchange.
+
+    Raises:
+        PeerLost: another rank has failed, or is gone.
+    """
+    if ranks is None:
+        yield
+        return
+    own: Exception | None = None
+    try:
+        yield
+    except PeerLost:
+        raise
+    except CommMismatch as error:
+        raise PeerLost(f"another rank has stopped to open the model: {error}") from error
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        own = error
+    try:
+        # A label of its own: a rank that waits for anything else sees that this one has come to the end.
+        failed = [bool(one) for (one,) in ranks.comm.gather_numbers([own is not None], label="end of opening")]
+        texts = ranks.gather(None if own is None else f"{type(own).__name__}: {own}") if any(failed) else []
+    except (PeerLost, CommMismatch) as error:
+        raise own or PeerLost(f"another rank has stopped to open the model: {error}") from None
+    if own is not None:
+        raise own
+    if any(failed):
+        first = failed.index(True)
+        raise PeerLost(f"rank {first} could not open the model: {texts[first]}")
+
+
+@contextmanager
+def computing(ranks: Ranks | None) -> Iterator[None]:
+    """A step of all ranks. One that fails in it has not computed what the others wait for: it hangs up, and they raise `PeerLost` at once."""
+    try:
+        yield
+    except BaseException:
+        if ranks is not None:
+            ranks.comm.close()
+        raise
