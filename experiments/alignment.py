@@ -14,7 +14,6 @@ from experiments.streams import share_of
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine
-from ztk.nn.balance import weighing
 from ztk.report import Reporter
 from ztk.runtime import Process
 
@@ -116,10 +115,9 @@ def train_pairs(
     """One optimizer step. forward(step, micro-batch) -> this micro-batch's part of the step's loss, and sums over its pairs."""
     losses, sums = [], []
     for index, batch in enumerate(step.micro_batches):
-        with weighing(engine.module, weight=step.weight(batch)):
-            loss, found = forward(step, index)
-            loss = loss * (0 if batch.is_filler else step.parts)  # the engine divides by as much
-            engine.backward(loss)
+        loss, found = forward(step, index)
+        loss = loss * (0 if batch.is_filler else step.parts)  # the engine divides by as much
+        engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
         sums.append(_counted(found, is_filler=batch.is_filler))

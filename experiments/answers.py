@@ -12,7 +12,7 @@ from ztk.data import ByteTokenizer
 from ztk.engine import Engine
 from ztk.rollout import Requests, RolloutPolicy, Samples, generate, token_logprobs
 
-PROMPTS = 256  # at least, over all ranks
+PROMPTS = 256  # over all ranks
 GREEDY = 1e-6  # a temperature at which the largest logit has all probability
 LONGEST = 8  # tokens of an answer
 
@@ -24,7 +24,9 @@ class Answers:
         """reference: the engine that the divergence is measured to; None: it is not measured."""
         self._config, self._engine, self._reference = config, engine, reference
         process, size = engine.process, config.train.micro_batch_size
-        per_rank = -(-PROMPTS // (process.world_size * size)) * size  # in full micro-batches
+        per_rank = (
+            -(-PROMPTS // (process.world_size * size)) * size
+        )  # in full micro-batches; what is over counts nowhere
         self._numbers = torch.arange(per_rank) * process.world_size + process.rank
 
     def measure(self) -> dict[str, float]:
@@ -35,8 +37,10 @@ class Answers:
         found = {"reward": sampled.rewards, "greedy_reward": greedy.rewards}
         if self._reference is not None:
             found["kl"] = self._divergence(sampled)
-        own = torch.stack([values.mean() for values in found.values()]).to(self._engine.process.device)
-        totals = self._engine.process.comm.gather_scalars(own, label="answers").mean(0)
+        counted = self._numbers < PROMPTS
+        own = torch.stack([values[counted].double().sum() for values in found.values()])
+        totals = self._engine.process.comm.gather_scalars(own.to(self._engine.process.device), label="answers").sum(0)
+        totals /= PROMPTS
         return dict(zip(found, totals.tolist(), strict=True))
 
     def _drawn(self, *, temperature: float) -> Samples:

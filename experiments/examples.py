@@ -52,10 +52,6 @@ class Step:
         """int64 [S, length]."""
         return batch.sequences.rows(length=self.length, pad=PAD).to(device)
 
-    def weight(self, batch: MicroBatch) -> float:
-        """With it the mean over micro-batches and ranks of means over a micro-batch's rows is the mean over all rows."""
-        return 0.0 if batch.is_filler else len(batch.numbers) * self.parts / self.num_examples
-
 
 class Examples:
     """The training examples by position, endless, in a new order in every pass over a file; and those held out.

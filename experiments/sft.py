@@ -65,6 +65,5 @@ def micro_batches(step: Step, *, engine: Engine) -> list[MicroBatch]:
         counted = 0 if batch.is_filler else int(batch.sequences.answer.sum())
         targets = batch.sequences.targets(length=step.length).to(device)
         weight = counted * step.parts / step.num_answer_tokens
-        args = (step.rows(batch, device=device), targets)
-        batches.append(MicroBatch(args=args, weight=weight, token_weight=step.weight(batch)))
+        batches.append(MicroBatch(args=(step.rows(batch, device=device), targets), weight=weight))
     return batches
