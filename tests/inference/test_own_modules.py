@@ -22,6 +22,18 @@ OTHERS = {
     ),
 }
 
+LONGCAT = {
+    **{
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 32,
+        "expert_ffn_hidden_size": 16,
+    },
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 8},
+}
+
 
 def build_other(name: str, **options):
     kind, own = OTHERS[name]
@@ -129,6 +141,7 @@ def test_the_module_itself_stays_as_it_is():
     [
         ("MambaConfig", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "mamba: it is recurrent"),
         ("GPTJConfig", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}, "gptj: it does not use transformers' attention interface"),
+        ("LongcatFlashConfig", LONGCAT, "longcat_flash: it multiplies by a linear layer's weight itself"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_over_the_cache_is_refused_by_name(kind, options, reason):

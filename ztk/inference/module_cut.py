@@ -29,6 +29,11 @@ class Linear(nn.Module):
         self.product = product
         self.out_features, self.in_features = product.shape
 
+    @property
+    def weight(self) -> Tensor:
+        """Raises ValueError: the product alone has it, in a layout of its own."""
+        raise ValueError("multiplies by a linear layer's weight itself, as some routers of experts do")
+
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
