@@ -3,10 +3,10 @@
     python scripts/frontier.py --work FOLDER                       all methods: about ten minutes on two cores
     python scripts/frontier.py --work FOLDER --methods grpo dpo --steps 150 --jobs 1
 
-Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.png and
-FOLDER/frontier.csv (method, step, kl in nats per answer, reward, the most reward of that divergence, the least divergence of that reward); a
-run's folder is FOLDER/METHOD. GRPO and its kin are measured by the answers that they train on, of WINDOW steps each; DPO by answers to prompts
-of its own.
+Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.png, the
+same as frontier.svg, and FOLDER/frontier.csv (method, step, kl in nats per answer, reward, the most reward of that divergence, the least
+divergence of that reward); a run's folder is FOLDER/METHOD. GRPO and its kin are measured by the answers that they train on, of WINDOW steps
+each; DPO by answers to prompts of its own.
 
 The most reward is the closed form of `ztk.align.Frontier`, over prompts that training does not see; `least` is the least divergence of the
 reward that was reached.
@@ -179,6 +179,7 @@ def draw(points: list[Point], *, frontier: Frontier, to: Path) -> None:
     axes.grid(alpha=0.25)
     axes.legend()
     figure.savefig(to, dpi=120)
+    figure.savefig(to.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
