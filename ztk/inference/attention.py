@@ -14,7 +14,7 @@ is loaded.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -112,17 +112,16 @@ class Tiles:
             return query[self.rows].view(Q, kv_heads, H // kv_heads, 1, D).expand(-1, -1, -1, self.tile, -1)
         return query[self.rows].view(Q, self.tile, kv_heads, H // kv_heads, D).permute(0, 2, 3, 1, 4)
 
-    def counted(self, results: Tensor, *, dim: int) -> Tensor:
-        """Of results [..., G, tile, X], with Q in dimension `dim`, the places that count: [..., G, places, X]."""
+    def counted(self, results: Tensor) -> Tensor:
+        """Of results [Q, N, K, G, tile, X], the places that count: [Q, N, K, G, places, X]."""
         if self.lines is None or self.tile == 1:
             return results
-        *sizes, tile, X = results.shape
-        key = (*sizes, dim)
-        if key not in self._lines:
-            starts = torch.arange(0, math.prod(sizes) * tile, tile).view(sizes)
-            lines = self.lines.view([-1 if number == dim else 1 for number in range(len(sizes))])
-            self._lines[key] = (starts + lines).view(-1)
-        return results.view(-1, X).index_select(0, self._lines[key]).view(*sizes, 1, X)
+        Q, *sizes, tile, X = results.shape
+        each = math.prod(sizes)
+        if each not in self._lines:
+            starts = torch.arange(0, Q * each * tile, tile).view(Q, each)
+            self._lines[each] = (starts + self.lines.unsqueeze(1)).view(-1)
+        return results.view(-1, X).index_select(0, self._lines[each]).view(Q, *sizes, 1, X)
 
 
 class Scratch:
@@ -164,49 +163,30 @@ class Scratch:
 class _Memory:
     """fp32: queries [Q, N, K, G, T, D], scores and weights [Q, N, K, G, T, BLOCK], and results of each block [Q, N, K, G, T, D].
 
-    Queries and weights share memory, unless the weights are computed where the scores are: where all places count. Where that is fewer calls,
-    lone queries of consecutive slots are multiplied at once, a block and a head at a time: memory is [N, K, Q, ...] then.
+    Queries and weights share memory, unless the weights are computed where the scores are: where all places count.
     """
 
     def __init__(self, tiles: Tiles, *, sizes: tuple[int, int, int], scratch: Scratch) -> None:
         K, G, D = sizes
-        Q, N = len(tiles.slots), max(tiles.blocks)
-        self._runs = _runs(tiles) if tiles.lines is not None and joins(tiles.blocks, kv_heads=K) else []
-        self._is_joined = 0 < len(self._runs) * K < Q
-        inner = (N, K, Q, G, tiles.tile) if self._is_joined else (Q, N, K, G, tiles.tile)
+        inner = (len(tiles.slots), max(tiles.blocks), K, G, tiles.tile)
         is_copied = tiles.lines is not None and tiles.tile > 1
         scratch.take("queries", shape=(*inner, max(D, BLOCK)))
-        queries = scratch.take("queries", shape=(*inner, D))
-        self._scores = scratch.take("scores", shape=(*inner, BLOCK))
-        weights = scratch.take("queries", shape=(*inner, BLOCK)) if is_copied else self._scores
-        self._parts = scratch.take("parts", shape=(*inner, D))
-        self.queries, self.weights, self.parts = (self._seen(part) for part in (queries, weights, self._parts))
+        self.queries = scratch.take("queries", shape=(*inner, D))
+        self.scores = scratch.take("scores", shape=(*inner, BLOCK))
+        self.weights = scratch.take("queries", shape=(*inner, BLOCK)) if is_copied else self.scores
+        self.parts = scratch.take("parts", shape=(*inner, D))
         self._tiles, self._rows = tiles, G * tiles.tile
-        by = self._by_run if self._is_joined else self._by_tile
-        self._own = [list(by(part)) for part in (queries, self._scores, weights, self._parts)]
+        self._own = [list(self._by_tile(part)) for part in (self.queries, self.scores, self.weights, self.parts)]
         self._products: dict[int, tuple] = {}
 
-    def scores(self, tiles: Tiles) -> Tensor:
-        """Those of the places that count. tiles: this step's."""
-        return self._counted(self._scores, tiles=tiles)
-
-    def results(self, tiles: Tiles) -> Tensor:
-        """Each block's, of the places that count."""
-        return self._counted(self._parts, tiles=tiles)
-
-    def _counted(self, part: Tensor, *, tiles: Tiles) -> Tensor:
-        return self._seen(tiles.counted(part, dim=2 if self._is_joined else 0))
-
-    def _seen(self, part: Tensor) -> Tensor:
-        """[Q, N, K, ...], however it lies in memory."""
-        return part.permute(2, 0, 1, 3, 4, 5) if self._is_joined else part
-
     def products(self, keys: Tensor, *, values: Tensor) -> tuple[list[tuple], list[tuple]]:
-        """(left, right, out) of the products with keys and with values, one for each tile, or for each head and run."""
+        """(left, right, out) of the products with keys and with values, one for each tile."""
         found = self._products.get(id(keys))
         if found is None:
             queries, scores, weights, parts = self._own
-            own = [(key.mT, value) for key, value in zip(self._read(keys), self._read(values), strict=True)]
+            own = [
+                (keys[slot, :count].flatten(0, 1).mT, values[slot, :count].flatten(0, 1)) for slot, count in self._reads
+            ]
             first = list(zip(queries, (key for key, _ in own), scores, strict=True))
             second = list(zip(weights, (value for _, value in own), parts, strict=True))
             found = self._products[id(keys)] = (
@@ -216,57 +196,14 @@ class _Memory:
             )  # with the keys themselves, so that no other tensor has their id
         return found[0], found[1]
 
-    def _read(self, slabs: Tensor) -> Iterator[Tensor]:
-        """What each product reads of keys or values."""
-        if not self._is_joined:
-            yield from (
-                slabs[slot, :count].flatten(0, 1)
-                for slot, count in zip(self._tiles.slots, self._tiles.blocks, strict=True)
-            )
-        for run in self._runs if self._is_joined else ():
-            slot = self._tiles.slots[run.first]
-            yield from (slabs[slot : slot + run.stop - run.first, run.block, head] for head in range(slabs.shape[2]))
-
-    def _by_run(self, part: Tensor) -> Iterator[Tensor]:
-        """[tiles, G T, X] of each head of each run."""
-        _, K, Q, *_, X = part.shape
-        lines = part.view(-1, K, Q, self._rows, X)
-        for run in self._runs:
-            yield from (lines[run.block, head, run.first : run.stop] for head in range(K))
+    @property
+    def _reads(self) -> Iterator[tuple[int, int]]:
+        return zip(self._tiles.slots, self._tiles.blocks, strict=True)
 
     def _by_tile(self, part: Tensor) -> Iterator[Tensor]:
         """[blocks that it reads x K, G T, X] of each tile."""
         for q, count in enumerate(self._tiles.blocks):
             yield part[q, :count].view(-1, self._rows, part.shape[-1])
-
-
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """Tiles from `first` to `stop`, of consecutive slots, that read `block`."""
-
-    block: int
-    first: int
-    stop: int
-
-
-def joins(blocks: Sequence[int], *, kv_heads: int) -> bool:
-    """Products of several lone queries at once, which read so many blocks, may be fewer than one of each."""
-    return max(blocks) * kv_heads < len(blocks)
-
-
-def _runs(tiles: Tiles) -> list[_Run]:
-    """The longest there are."""
-    found: list[_Run] = []
-    for block in range(max(tiles.blocks)):
-        for q, (slot, count) in enumerate(zip(tiles.slots, tiles.blocks, strict=True)):
-            if count <= block:
-                continue
-            last = found[-1] if found else None
-            if last is not None and (last.block, last.stop) == (block, q) and tiles.slots[q - 1] + 1 == slot:
-                last.stop += 1
-            else:
-                found.append(_Run(block=block, first=q, stop=q + 1))
-    return found
 
 
 def attend(
@@ -294,7 +231,7 @@ def attend(
     torch.mul(tiles.queries(query, kv_heads=K).unsqueeze(1).expand_as(memory.queries), scale, out=memory.queries)
     for left, right, out in with_keys:
         torch.bmm(left, right, out=out)
-    scores = memory.scores(tiles)
+    scores = tiles.counted(memory.scores)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
@@ -310,9 +247,9 @@ def attend(
         memory.parts.zero_()  # of blocks that a tile does not read
     for left, right, out in with_values:
         torch.bmm(left, right, out=out)
-    summed = _in_order(memory.results(tiles)) / total  # [Q, K, G, places, D]
+    summed = _in_order(tiles.counted(memory.parts)) / total  # [Q, K, G, places, D]
     if tiles.sources is None:
-        return summed.reshape(-1, H, D)
+        return summed.view(-1, H, D)
     return summed.permute(0, 3, 1, 2, 4).reshape(-1, H, D)[tiles.sources]
 
 

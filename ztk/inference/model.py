@@ -75,7 +75,7 @@ class InferenceModel(OverSlabs):
         broken: gets the number of the first layer whose output is not finite.
         """
         of = self.description
-        step = Step(spans, heads=of.heads, kv_heads=of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
+        step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
         x = self.embed(tokens, step=step)
         for number, layer in enumerate(self.weights.layers):
             x = self.block(x, layer=layer, number=number, step=step, cache=cache)

@@ -199,7 +199,7 @@ class ModuleModel(OwnModules, OverSlabs):
     def attention(self, spans: list[Span], *, cache: Cache) -> "Attention":
         """How a step attends over `cache`."""
         of = self.description
-        step = Step(spans, heads=of.heads, kv_heads=of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
+        step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, **options: Any) -> Tensor:
             step.write(key.float(), value=value.float(), cache=cache, layer=layer)

@@ -48,10 +48,6 @@ class Work:
     drafts: int = 0
 
 
-def _slot(sequence: Sequence) -> int:
-    return sequence.slot
-
-
 class Scheduler:
     """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca).
 
@@ -72,7 +68,7 @@ class Scheduler:
         budget, works = self._policy.max_step_tokens, []
         ready = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
         found = self._drafts(ready[:budget], room=budget - len(ready))
-        for sequence in sorted(ready[:budget], key=_slot):  # as attention reads them
+        for sequence in ready[:budget]:
             drafts = found.get(sequence, [])
             budget -= 1 + len(drafts)
             works.append(

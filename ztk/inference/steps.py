@@ -1,16 +1,15 @@
 """Where the rows of a step are: computed once, used by every layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, joins, lone_tile_of, tile_of
+from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, tile_of
 from ztk.inference.cache import Cache
 
 QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
-_GAP, _FILLED = 4, 1 / 4  # slots between lone queries that are computed to have longer runs, of those that count
 _SCORES = 4 * QUERIES  # places times blocks of keys: of short sequences more are computed at once
 
 
@@ -25,24 +24,19 @@ class Span:
 
 
 class Step:
-    """The places of a step's M rows. positions: int64 [M]. heads, kv_heads: of queries and keys, head_dim: elements of one. scratch: memory for
+    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head. head_dim: elements of a head. scratch: memory for
     attention."""
 
-    def __init__(
-        self, spans: list[Span], *, heads: int, kv_heads: int, head_dim: int, scratch: Scratch | None = None
-    ) -> None:
+    def __init__(self, spans: list[Span], *, group: int, head_dim: int, scratch: Scratch | None = None) -> None:
         at = [(span.slot, place) for span in spans for place in range(span.start, span.start + span.length)]
         self.positions = torch.tensor([place for _, place in at])
         self._at, self._places = at, {}
         self._scratch = scratch or Scratch()
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        group = heads // kv_heads
         lone = lone_tile_of(group, head_dim=head_dim)
         size = max(1, QUERIES // lone)
         single = [span for span in spans if span.length == 1]
-        self.groups = [
-            _single(single[first : first + size], tile=lone, kv_heads=kv_heads) for first in range(0, len(single), size)
-        ]
+        self.groups = [_single(single[first : first + size], tile=lone) for first in range(0, len(single), size)]
         self.groups += _many([span for span in spans if span.length > 1], tile=tile_of(group))
 
     def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -82,11 +76,8 @@ class Step:
         return found
 
 
-def _single(spans: list[Span], *, tile: int, kv_heads: int) -> Tiles:
+def _single(spans: list[Span], *, tile: int) -> Tiles:
     """Sequences with one row each. tile: places of each one's product, all of which have its row."""
-    numbers = list(range(len(spans)))
-    if joins([_blocks(span.start + 1) for span in spans], kv_heads=kv_heads):
-        spans, numbers = _without_gaps(spans)
     starts, rows = torch.tensor([span.start for span in spans]), [span.row for span in spans]
     lines = torch.remainder(starts, tile)
     shared = {
@@ -99,23 +90,8 @@ def _single(spans: list[Span], *, tile: int, kv_heads: int) -> Tiles:
     if rows == list(range(rows[0], rows[0] + len(rows))):
         consecutive = slice(rows[0], rows[0] + len(rows))
         return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
-    at, sources = torch.tensor(rows), torch.tensor(numbers)
-    return Tiles(rows=at.unsqueeze(1).expand(-1, tile), targets=at[sources], sources=sources, **shared)
-
-
-def _without_gaps(spans: list[Span]) -> tuple[list[Span], list[int]]:
-    """Between spans also slots that are left out, with the row and the place of the one before, whose results nobody reads, and which of them
-    are the spans; the spans alone, if that would be too many."""
-    found, numbers = spans[:1], [0]
-    for span in spans[1:]:
-        last = found[-1]
-        if 1 < span.slot - last.slot <= _GAP:
-            found += [replace(last, slot=slot) for slot in range(last.slot + 1, span.slot)]
-        numbers.append(len(found))
-        found.append(span)
-    if len(found) > (1 + _FILLED) * len(spans):
-        return spans, list(range(len(spans)))
-    return found, numbers
+    at = torch.tensor(rows)
+    return Tiles(rows=at.unsqueeze(1).expand(-1, tile), targets=at, sources=torch.arange(len(spans)), **shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,7 +81,7 @@ class TextCache:
         """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
         (_, _, H, D), K = query.shape, key.shape[2]
         if self._step is None:
-            self._step = Step(self._spans, heads=H, kv_heads=K, head_dim=D, scratch=self._scratch)
+            self._step = Step(self._spans, group=H // K, head_dim=D, scratch=self._scratch)
         step, shape = self._step, (self.texts + 1, self._blocks, K, BLOCK, D)
         if layer not in self._slabs:
             self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
@@ -96,9 +96,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.documents = documents
-        B, T, H, D = query.shape
+        B, T, H, _ = query.shape
         starts = tuple(range(0, B * T, T)) if documents is None else _starts(documents, T=T)
-        return _attend(query, key=key, value=value, places=_places(starts, B * T, (H, key.shape[2], D)))
+        return _attend(query, key=key, value=value, places=_places(starts, B * T, H // key.shape[2], query.shape[3]))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,16 +126,15 @@ def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
-def _places(starts: tuple[int, ...], total: int, sizes: tuple[int, int, int]) -> _Places:
-    """starts: of texts that lie one after another; total: tokens of all. sizes: heads of queries and keys, and elements of one."""
-    heads, kv_heads, head_dim = sizes
+def _places(starts: tuple[int, ...], total: int, group: int, head_dim: int) -> _Places:
+    """starts: of texts that lie one after another; total: tokens of all. group: query heads per key head."""
     lengths = [stop - start for start, stop in zip(starts, (*starts[1:], total), strict=True)]
     spans = [
         Span(slot=slot, start=0, length=length, row=row)
         for slot, (row, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     scratch = Scratch()
-    step = Step(spans, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scratch=scratch)
+    step = Step(spans, group=group, head_dim=head_dim, scratch=scratch)
     return _Places(step=step, scratch=scratch, texts=len(spans), blocks=-(-max(lengths) // BLOCK))
 
 
