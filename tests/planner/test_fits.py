@@ -15,6 +15,7 @@ from ztk.config import ConfigError, compose, conf_dir
 from ztk.config.arguments import options_of
 from ztk.planner import Plan, fixes
 from ztk.planner.lanes import Lanes
+from ztk.planner.tracker import StepTracker
 from ztk.policies.curves import seconds_of
 
 # Round numbers: an operation per nanosecond, a byte per nanosecond, and links of a tenth of that.
@@ -132,6 +133,41 @@ def test_on_the_cores_of_a_cpu_all_but_the_disk_takes_turns():
     computed = 4 * 0.1 + 2**0.5 + 0.5 + 0.5
     assert time.busy == pytest.approx({"compute": computed, "wire": 3.0, "host": 0.35, "pcie": 0.0, "disk": 1.0})
     assert time.seconds == pytest.approx(computed + 3.35) and time.waiting == 0.0
+
+
+def test_on_a_cpu_the_host_takes_gradients_requests_and_what_a_mode_intercepts():
+    host = {"gradient": [[1.0, 100.0]], "request": [[1.0, 1e4], [1e9, 1e4]], "intercepted.bfloat16": [[1.0, 1e6]]}
+    nvme = ztk.OffloadPolicy(optimizer="nvme", nvme_path="none")
+    selective = ztk.RecomputePolicy(mode="selective", modules=(r"layers\.\d+",))
+
+    def added(**choices) -> int:
+        """Seconds that the host's work adds, the other hardware being fast."""
+        plans = [
+            small_plan(
+                hardware=replace(HARDWARE, curves=CURVES | more), precision=ztk.PrecisionPolicy.named("bf16"), **choices
+            )
+            for more in ({}, host)
+        ]
+        without, with_host = (plan.time.seconds for plan in plans)
+        return round(with_host - without)
+
+    assert added() == added(accumulation_steps=3) // 3 == 2 * 100  # a weight in each of two layers
+    requests, rest = divmod(added(offload=nvme) - 200, 10_000)
+    assert requests > 0 and rest == 0
+    intercepted, rest = divmod(added(recompute=selective) - 200, 1_000_000)
+    assert intercepted > 0 and rest == 0
+    assert small_plan(hardware=replace(HARDWARE, curves=CURVES)).time.limit == "compute"
+
+
+def test_a_tensor_without_values_is_no_work():
+    seen = []
+    with StepTracker(device="meta", computed=lambda **work: seen.append(work["kind"])):
+        x = torch.empty(4, 4, 4, device="meta")
+        torch.empty_like(x)
+        x.new_empty(3)
+        product = x @ torch.empty(4, 4, device="meta")  # of rows, by views of both sides
+        product.view(16, 4).t()
+    assert seen == ["product"]
 
 
 def test_a_step_takes_its_operations_and_its_bytes():

@@ -256,9 +256,9 @@ def kept_selectively(process: Process) -> list[int]:
         chosen.append(str(operator))
         return choose(ctx, operator, *args, **kwargs)
 
-    choose = selective._choose
+    choose = selective.choose
     tokens = torch.arange(64).view(2, 32) % CONFIG.vocab_size
-    with mock.patch.object(selective, "_choose", noted):
+    with mock.patch.object(selective, "choose", noted):
         engine.train_batch([(tokens, tokens)])
     engine.close()
     return [placed.mesh.comm("cp").counters.elements["ring"], sum("attention" in name for name in chosen), len(chosen)]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ztk.calibrate.curves import DTYPES, measure_curves, operation_latency, step_scale
+from ztk.calibrate.curves import DTYPES, eager_latency, measure_curves
+from ztk.calibrate.steps import curves_of_steps, operation_latency
 from ztk.calibrate.timing import seconds_of_call
 from ztk.nn.linear import linear
 from ztk.offload.disk import DiskFile
 from ztk.offload.pool import AlignedRegion
 from ztk.offload.probe import probe_folder
-from ztk.policies.curves import scaled
 from ztk.policies.hardware import Hardware
 from ztk.runtime import Process
 from ztk.runtime.system_memory import machine_memory, process_memory
@@ -40,9 +40,10 @@ METHODS = {
     "link_latency": "an all-gather of 4 KiB per rank",
     "link_bandwidth": "an all-gather of 32 MiB per rank, less the latency",
     "ranks_per_node": "the ranks that measured at the same time",
-    "operation_latency": "steps of a model of a few numbers, per operation of their plans",
-    "curves": "on a CPU: products, attention, norms with activations, AdamW's updates and collectives at several sizes, all times one "
-    "number with which they are what steps of a model of 2 million parameters take",
+    "operation_latency": "steps of a model of a few numbers, per operation of their plans; on a CPU torch's operations on a few numbers",
+    "curves": "on a CPU: products, attention, ztk's and torch's operations on rows, AdamW's updates and collectives at several sizes, all "
+    "times one number with which they are what steps of a model of 2 million parameters take; the work of Python per gradient, per "
+    "request to the disk and per operation that selective recomputation intercepts, by what steps take beyond that",
 }
 
 
@@ -62,11 +63,11 @@ def measure(process: Process, *, folder: str | os.PathLike) -> dict[str, Any]:
     found |= _links(process)
     found["ranks_per_node"] = process.local_world_size
     if device.type == "cpu":
-        found["curves"] = measure_curves(process)
-    found["operation_latency"] = operation_latency(process, hardware=Hardware(name="here", **found))
-    if device.type == "cpu":
-        scale = step_scale(process, hardware=Hardware(name="here", **found))
-        found["curves"] = scaled(found["curves"], by=scale)
+        latency = found["operation_latency"] = eager_latency(process)
+        found["curves"] = measure_curves(process, latency=latency)
+        found["curves"] = curves_of_steps(process, hardware=Hardware(name="here", **found), folder=str(folder))
+    else:
+        found["operation_latency"] = operation_latency(process, hardware=Hardware(name="here", **found))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found

@@ -62,8 +62,7 @@ class PlannedIo(IoEngine):
         for start in range(0, nbytes, self._block_bytes):
             length = min(self._block_bytes, nbytes - start)
             payload = min(length, transfer.nbytes - start)
-            with self._counters.moving(transfer.direction, nbytes=length, payload_bytes=payload):
-                pass
+            self.request(transfer.direction, nbytes=length, payload_bytes=payload)
         memory = transfer.memory
         if memory is not None and not is_host_memory(memory.untyped_storage()):
             host = host_bytes(memory.nbytes)
@@ -73,6 +72,11 @@ class PlannedIo(IoEngine):
             else:
                 copy_behind(transfer.ready, source=source, out=out)
         self._finish(transfer)
+
+    def request(self, direction: Direction, *, nbytes: int, payload_bytes: int) -> None:
+        """One system call of a transfer."""
+        with self._counters.moving(direction, nbytes=nbytes, payload_bytes=payload_bytes):
+            pass
 
 
 class PlannedNvmeStore(NvmeStore):

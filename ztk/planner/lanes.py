@@ -4,7 +4,8 @@ Operations run one after the other at the hardware's rates; collectives are sent
 where the engine waits. The other lanes only add up what they move, because the engine overlaps them with the rest. So the step takes as long
 as computing and waiting, or as the busiest lane if that takes longer: a lower bound at the hardware's rates.
 
-On a CPU, whose hardware has curves, the same cores compute, reduce and update: all but the disk adds up.
+On a CPU, whose hardware has curves, the same cores compute, reduce and update: all but the disk adds up. There the host's own work counts,
+too: what Python does for a gradient, for a request to the disk, and for an operation that a dispatch mode intercepts.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,18 @@ from ztk.policies.hardware import Hardware
 from ztk.runtime.comm.planned import Moved
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
-PRODUCT, ATTENTION, ELEMENTWISE = (
-    "product",
-    "attention",
-    "elementwise",
-)  # kinds of operations, beside ztk's own by their names
+# Kinds of operations, beside ztk's own by their names.
+PRODUCT, ATTENTION, TORCH_ATTENTION, ELEMENTWISE = "product", "attention", "torch_attention", "elementwise"
+FUSED = "fused"  # an operation of ztk that was not measured itself
+INDEXED = "indexed"  # rows that indices or a mask name
+GRADIENT, REQUEST, INTERCEPTED = "gradient", "request", "intercepted"  # work of the host beside operations
+_LIKE = {
+    PRODUCT: (),
+    ELEMENTWISE: (),
+    INDEXED: (),
+    ATTENTION: (),
+    TORCH_ATTENTION: (ATTENTION,),
+}  # what stands for a kind that was not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +95,15 @@ class Lanes:
         if not (copies and device_bytes):
             self._busy["host"] += host_bytes / hardware.host_bandwidth
 
+    def host_work(self, kind: str, *, amount: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        """Work of the host that no operation shows, of GRADIENT, REQUEST (amount: bytes) or INTERCEPTED: the cores of a CPU do nothing else
+        meanwhile. Elsewhere the host works beside the device."""
+        curves = self._hardware.curves or {}
+        names = (kind, f"{kind}.{_name(dtype)}", f"{kind}.float32")
+        points = next((curves[name] for name in names if name in curves), None)
+        if points is not None:
+            self._take("host", seconds=seconds_of(points, amount=amount))
+
     def _take(self, lane: str, *, seconds: float) -> None:
         """Nothing else is computed meanwhile."""
         self._now += seconds
@@ -94,10 +111,10 @@ class Lanes:
 
     def _on_cores(self, kind: str, amount: int, *, dtype: torch.dtype) -> float:
         """Seconds of an operation by the hardware's curves; what is in no measured dtype is as in float32, and what was not measured itself
-        as elementwise."""
+        as another fused or elementwise operation."""
         curves = self._hardware.curves or {}
-        measured = _name(dtype)
-        names = (kind, *(f"{one}.{name}" for one in (kind, ELEMENTWISE) for name in (measured, "float32")))
+        kinds = (kind, *_LIKE.get(kind, (FUSED,)), ELEMENTWISE)
+        names = (kind, *(f"{one}.{name}" for one in kinds for name in (_name(dtype), "float32")))
         points = next(curves[name] for name in names if name in curves)
         return self._hardware.operation_latency + (seconds_of(points, amount=amount) if amount else 0.0)
 

@@ -14,6 +14,7 @@ from ztk.engine import Engine
 from ztk.engine.pipeline import PipelineEngine
 from ztk.parallel import parallelize
 from ztk.planner.attention import fused_attention
+from ztk.planner.host_work import watched_host
 from ztk.planner.lanes import Lanes, StepTime
 from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
@@ -82,7 +83,7 @@ def trace_rank(
         letters=letters,
     )
     tracker = StepTracker(device=PLANNED.type, computed=None if lanes is None else lanes.compute)
-    with tracker, fused_attention(), _values_are_refused():
+    with tracker, fused_attention(), watched_host(lanes), _values_are_refused():
         engine = parallelize(
             model,
             process=process,

@@ -20,12 +20,21 @@ from torch.utils._pytree import tree_leaves
 from ztk.kernels import op_names
 from ztk.planner.attention import FLOPS
 from ztk.planner.grouped import RESULTS
-from ztk.planner.lanes import ATTENTION, ELEMENTWISE, PRODUCT
+from ztk.planner.lanes import ATTENTION, ELEMENTWISE, INDEXED, PRODUCT, TORCH_ATTENTION
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.flop_formulas import flop_registry
 from ztk.runtime.planned import is_host_memory
 
 Computed = Callable[..., None]  # see `ztk.planner.lanes.Lanes.compute`
+_aten = torch.ops.aten
+_WITHOUT_WORK = {
+    *(_aten.detach, _aten._unsafe_view, _aten._reshape_alias, _aten.alias, _aten.set_, _aten.resize_),
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+}
+_INDEXED = {
+    *(_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten.index_select, _aten.index_add),
+    *(_aten.index_add_, _aten.masked_fill, _aten.masked_fill_, _aten.gather, _aten.scatter, _aten.scatter_add),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,15 +177,19 @@ class StepTracker(TorchDispatchMode):
 
 def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:
     """Of `ztk.planner.lanes`, or the name of an operation of ztk."""
+    if func in FLOPS:
+        return ATTENTION
     if flops:
-        return ATTENTION if "attention" in func.name() else PRODUCT
+        return TORCH_ATTENTION if "attention" in func.name() else PRODUCT
+    if func._overloadpacket in _INDEXED:
+        return INDEXED
     own = func.name().removeprefix("ztk::")
     return own if own in op_names() else ELEMENTWISE
 
 
 def is_work(func: torch._ops.OpOverload) -> bool:
-    """The operation reads and writes memory: it makes no view."""
-    return not func.is_view and func not in (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format)
+    """The operation reads and writes memory: it makes no view and no tensor without values."""
+    return not func.is_view and func._overloadpacket not in _WITHOUT_WORK
 
 
 def written(func: torch._ops.OpOverload, *, args: tuple) -> list[Tensor]:

@@ -32,8 +32,9 @@ def kept_operators() -> set:
 
 def contexts():
     """A pair of contexts for `torch.utils.checkpoint`: around the forward, and around its repetition."""
-    return create_selective_checkpoint_contexts(_choose)
+    return create_selective_checkpoint_contexts(choose)
 
 
-def _choose(ctx: object, operator: object, *args, **kwargs) -> CheckpointPolicy:
+def choose(ctx: object, operator: object, *args, **kwargs) -> CheckpointPolicy:
+    """Whether the results of `operator`, of any shapes, are kept; called for every operation of a block and of its repetition."""
     return CheckpointPolicy.MUST_SAVE if operator in kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE

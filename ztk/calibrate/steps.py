@@ -1,0 +1,166 @@
+"""What whole steps take beyond the plans made of single operations: the work of Python, of the engine and of its threads."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ztk.calibrate.curves import DTYPES, Curve
+from ztk.calibrate.timing import LEAST, seconds_of_call
+from ztk.nn import Decoder, DecoderConfig, initial_values
+from ztk.offload import OffloadPolicy
+from ztk.optim import OptimizerPolicy
+from ztk.parallel import parallelize
+from ztk.planner import plan
+from ztk.planner.lanes import GRADIENT, INTERCEPTED, REQUEST
+from ztk.policies.curves import scaled
+from ztk.policies.hardware import Hardware
+from ztk.precision import PrecisionPolicy
+from ztk.recompute import RecomputePolicy
+from ztk.runtime import Process
+from ztk.zero import ZeroPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Model:
+    """A decoder and its batch of one micro-batch."""
+
+    sizes: Mapping[str, int]
+    sequences: int
+
+
+_LAYERS = {"layers": 4, "kv_heads": 1, "heads": 1}
+TINY = _Model(sizes=_LAYERS | {"vocab_size": 16, "dim": 8, "hidden_dim": 16, "max_seq_len": 8}, sequences=1)
+USUAL = _Model(
+    sizes={"vocab_size": 256, "dim": 192, "layers": 4, "heads": 6, "kv_heads": 3, "hidden_dim": 512, "max_seq_len": 96},
+    sequences=4,
+)
+_EACH: Curve = [[1.0, 1.0], [1e15, 1.0]]  # a second, whatever the amount
+_PER_UNIT: Curve = [[1.0, 1.0]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """seconds: measured. planned: of the same step with given hardware."""
+
+    seconds: float
+    planned: Callable[[Hardware], float]
+
+    def rest(self, hardware: Hardware, *, kind: str) -> tuple[float, float]:
+        """What the step takes beyond its plan, for each of the host's works of `kind`, and their mean amount. hardware: without `kind`."""
+        without, each, amount = (
+            self.planned(_with(hardware, added)) for added in ({}, {kind: _EACH}, {kind: _PER_UNIT})
+        )
+        count = each - without
+        return max(LEAST, self.seconds - without) / count, (amount - without) / count
+
+    def scale(self, hardware: Hardware) -> float:
+        """By how much the work of the step takes longer than the curves say. hardware: with latency and `GRADIENT`."""
+        others = {kind: points for kind, points in (hardware.curves or {}).items() if kind != GRADIENT}
+        work = self.planned(replace(hardware, operation_latency=0.0, curves=others))
+        starts = self.planned(hardware) - work
+        return max(work / 2, self.seconds - starts) / work
+
+
+def operation_latency(process: Process, *, hardware: Hardware) -> float:
+    """Seconds of Python, autograd and the engine per operation of a plan for a GPU: what steps of a model of a few numbers take beyond the
+    plan's seconds, the mean over precisions and stages. A collective call. hardware: its own latency does not count."""
+    found = []
+    for step in _usual_steps(process, model=TINY):
+        without, counted = (step.planned(replace(hardware, operation_latency=latency)) for latency in (0.0, 1.0))
+        found.append(max(LEAST, step.seconds - without) / (counted - without))
+    return _mean(found)
+
+
+def curves_of_steps(process: Process, *, hardware: Hardware, folder: str) -> dict[str, Curve]:
+    """The curves of `hardware` as they are in a step, and those of the host's own work, see `ztk.planner.host_work`. A collective call.
+
+    What steps of a model of a few numbers take beyond their plans is a gradient's. What those of a usual model then take beyond theirs says
+    by how much work takes longer in a step: a call that is measured again and again finds its numbers in the caches. What selective
+    recomputation takes beyond that is an operation's that it intercepts, and what states and parameters on the disk take a request's.
+
+    hardware: with curves and latency. folder: on the disk."""
+    curves = dict(hardware.curves or {})
+    gradient = _mean([step.rest(hardware, kind=GRADIENT)[0] for step in _usual_steps(process, model=TINY)])
+    host: dict[str, Curve] = {GRADIENT: [[1.0, gradient]]}
+    known = _with(hardware, host)
+    scale = _mean([step.scale(known) for step in _usual_steps(process, model=USUAL)])
+    curves = scaled(curves, by=scale)
+    known = replace(hardware, curves=curves | host)
+    for dtype in ("fp32", "bf16"):
+        policies = _policies(dtype, stage=3) | {"recompute": RecomputePolicy(mode="selective")}
+        step = _made(process, model=USUAL, policies=policies)
+        seconds, _ = step.rest(known, kind=INTERCEPTED)
+        host[f"{INTERCEPTED}.{str(DTYPES[dtype]).removeprefix('torch.')}"] = [[1.0, seconds]]
+    offload = OffloadPolicy(optimizer="nvme", parameters="nvme", nvme_path=folder, buffer_bytes=1 << 22)
+    requests = []
+    for model in (TINY, USUAL):
+        step = _made(process, model=model, policies=_policies("bf16", stage=3) | {"offload": offload})
+        seconds, nbytes = step.rest(known, kind=REQUEST)
+        requests.append([nbytes, seconds])
+    return curves | host | {REQUEST: requests}
+
+
+def _with(hardware: Hardware, added: Mapping[str, Curve]) -> Hardware:
+    return replace(hardware, curves={**(hardware.curves or {}), **added})
+
+
+def _policies(dtype: str, *, stage: int) -> dict[str, Any]:
+    return {
+        "optimizer": OptimizerPolicy(),
+        "precision": PrecisionPolicy.named(dtype),
+        "zero": ZeroPolicy(stage=stage),
+    }
+
+
+def _usual_steps(process: Process, *, model: _Model) -> Iterator[_Step]:
+    """In two precisions at two stages. A collective call."""
+    for dtype, stage in itertools.product(("fp32", "bf16"), (0, 3)):
+        yield _made(process, model=model, policies=_policies(dtype, stage=stage))
+
+
+def _made(process: Process, *, model: _Model, policies: dict[str, Any]) -> _Step:
+    tokens = torch.zeros(model.sequences, model.sizes["max_seq_len"], dtype=torch.int64, device=process.device)
+    with _engine(process, model=model, tokens=tokens, policies=policies) as step:
+        seconds = seconds_of_call(process, run=step)
+    ranks = process.comm.size
+    planned = functools.partial(_planned_seconds, model=model, tokens=tokens, ranks=ranks, policies=policies)
+    return _Step(seconds=seconds, planned=planned)
+
+
+def _planned_seconds(
+    hardware: Hardware, *, model: _Model, tokens: Tensor, ranks: int, policies: dict[str, Any]
+) -> float:
+    batch = (tokens.to("meta"),) * 2
+    made = plan(
+        lambda: Decoder(DecoderConfig(**model.sizes)), batch=batch, world_size=ranks, hardware=hardware, **policies
+    )
+    assert made.time is not None, "there is hardware"
+    return made.time.seconds
+
+
+@contextmanager
+def _engine(
+    process: Process, *, model: _Model, tokens: Tensor, policies: dict[str, Any]
+) -> Iterator[Callable[[], None]]:
+    """A step of it."""
+    with torch.device("meta"):
+        decoder = Decoder(DecoderConfig(**model.sizes))
+    values = functools.partial(initial_values, decoder, seed=0)
+    engine = parallelize(decoder, process=process, initial_values=values, **policies)
+
+    def step() -> None:
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+
+    yield step
+    engine.close()
+
+
+def _mean(found: list[float]) -> float:
+    return sum(found) / len(found)
