@@ -156,7 +156,6 @@ def test_on_a_cpu_the_host_takes_gradients_requests_and_what_a_mode_intercepts()
     assert requests > 0 and rest == 0
     intercepted, rest = divmod(added(recompute=selective) - 200, 1_000_000)
     assert intercepted > 0 and rest == 0
-    assert small_plan(hardware=replace(HARDWARE, curves=CURVES)).time.limit == "compute"
 
 
 def test_a_tensor_without_values_is_no_work():
