@@ -36,6 +36,7 @@ EXCEPTIONS = {
     "sequence.ring._merged": "blocks of attention arrive one after another from the ring, and each is merged when it is there",
     "sequence.ring.backward": "likewise the gradients of keys and values, which go on to the next rank",
     "sequence.ring._joined": "likewise, and then the two chunks of a rank are joined",
+    "sequence.ring.<genexpr>": "likewise, and then they are rounded to the model's dtype",
 }
 
 
