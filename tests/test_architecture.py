@@ -37,6 +37,7 @@ POSITIONAL_FILES = {"_cross_entropy_cpu.py"}
 PROTOCOL_SIGNATURES = {
     "attention_forward",
     "cdiv",  # Triton's
+    "choose",  # as selective checkpointing of torch calls it
     "find_class",
     "find_spec",
     "forward",

@@ -31,8 +31,8 @@ Curve = list[list[float]]
 
 
 def measure_curves(process: Process, *, latency: float) -> dict[str, Curve]:
-    """`Hardware.curves` of this rank, without the work of the host that steps show. A collective call. latency: see `eager_latency`; the
-    points are what an operation takes beyond it."""
+    """`Hardware.curves` of this rank, without the work of the host that steps show. A collective call. latency:
+    seconds, see `eager_latency`; the points are what an operation takes beyond it."""
     found, curve = {}, functools.partial(_curve, process, latency=latency)
     for dtype in DTYPES.values():
         name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What whole steps take beyond the plans made of single operations: the work of Python, of the engine and of its threads."""
+"""What steps take beyond the plans made of single operations: the work of Python, of the engine and of its threads."""
 
 import functools
 import itertools
@@ -54,7 +54,7 @@ class _Step:
     def rest(self, hardware: Hardware, *, kind: str) -> tuple[float, float]:
         """What the step takes beyond its plan, for each of the host's works of `kind`, and their mean amount. hardware: without `kind`."""
         without, each, amount = (
-            self.planned(_with(hardware, added)) for added in ({}, {kind: _EACH}, {kind: _PER_UNIT})
+            self.planned(_with(hardware, added=added)) for added in ({}, {kind: _EACH}, {kind: _PER_UNIT})
         )
         count = each - without
         return max(LEAST, self.seconds - without) / count, (amount - without) / count
@@ -88,7 +88,7 @@ def curves_of_steps(process: Process, *, hardware: Hardware, folder: str) -> dic
     curves = dict(hardware.curves or {})
     gradient = _mean([step.rest(hardware, kind=GRADIENT)[0] for step in _usual_steps(process, model=TINY)])
     host: dict[str, Curve] = {GRADIENT: [[1.0, gradient]]}
-    known = _with(hardware, host)
+    known = _with(hardware, added=host)
     scale = _mean([step.scale(known) for step in _usual_steps(process, model=USUAL)])
     curves = scaled(curves, by=scale)
     known = replace(hardware, curves=curves | host)
@@ -106,7 +106,7 @@ def curves_of_steps(process: Process, *, hardware: Hardware, folder: str) -> dic
     return curves | host | {REQUEST: requests}
 
 
-def _with(hardware: Hardware, added: Mapping[str, Curve]) -> Hardware:
+def _with(hardware: Hardware, *, added: Mapping[str, Curve]) -> Hardware:
     return replace(hardware, curves={**(hardware.curves or {}), **added})
 
 
