@@ -24,9 +24,8 @@ class Answers:
         """reference: the engine that the divergence is measured to; None: it is not measured."""
         self._config, self._engine, self._reference = config, engine, reference
         process, size = engine.process, config.train.micro_batch_size
-        per_rank = (
-            -(-PROMPTS // (process.world_size * size)) * size
-        )  # in full micro-batches; what is over counts nowhere
+        # In full micro-batches; what is over counts nowhere.
+        per_rank = -(-PROMPTS // (process.world_size * size)) * size
         self._numbers = torch.arange(per_rank) * process.world_size + process.rank
 
     def measure(self) -> dict[str, float]:

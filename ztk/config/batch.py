@@ -1,10 +1,13 @@
 """How many sequences a step takes, and how many micro-batches that is on this number of ranks."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ztk.config.schema import Config
+from ztk.config.effects import infers
+from ztk.config.schema import Config, PipelineSchedule
 from ztk.config.topology import fits, replicas_of
+from ztk.policies.pipeline import interleaved_faults
 
 AUTO = "auto"  # checkpoint.resume: the run folder's own latest checkpoint, if it has one
 
@@ -19,7 +22,34 @@ def settle_batch(config: Config, *, recorded: Config | None) -> None:
         train.global_batch_size = recorded.train.global_batch_size
     if train.global_batch_size is None:
         train.global_batch_size = replicas * train.micro_batch_size * (train.accumulation_steps or 1)
-    train.accumulation_steps = -(-train.global_batch_size // (replicas * train.micro_batch_size))
+    train.accumulation_steps = forwards_of(train.global_batch_size, replicas=replicas, size=train.micro_batch_size)
+
+
+def forwards_of(batch: int, *, replicas: int, size: int) -> int:
+    """Micro-batches of at most `size` sequences that a rank needs for a step of `batch`."""
+    return -(-batch // (replicas * size))
+
+
+def round_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
+    """The interleaved schedule takes micro-batches in rounds. Batches are settled before. given: the keys that the user chose."""
+    train, ranks = config.train, config.topology.pipeline
+    if ranks == 1 or config.topology.schedule is not PipelineSchedule("interleaved") or infers(config):
+        return
+    batch, count = train.global_batch_size, train.accumulation_steps
+    if "train.global_batch_size" not in given and config.checkpoint.resume != AUTO:
+        yield from interleaved_faults(num_ranks=ranks, num_micro_batches=count, virtual_stages=None)
+        return
+    if count % ranks == 0:
+        return
+    replicas = replicas_of(config.topology, ranks=config.launch.ranks)
+    sizes = range(train.micro_batch_size, 0, -1)
+    fitting = [size for size in sizes if forwards_of(batch, replicas=replicas, size=size) % ranks == 0]
+    even = [size for size in fitting if batch % (replicas * size) == 0]
+    fix = f"train.micro_batch_size={(even or fitting)[0]}, or " if fitting else ""
+    yield (
+        f"topology.schedule=interleaved runs micro-batches in rounds of one per stage: train.global_batch_size={batch} is {count} forwards of "
+        f"train.micro_batch_size={train.micro_batch_size}, no multiple of topology.pipeline={ranks}; use {fix}topology.schedule=1f1b"
+    )
 
 
 def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
-from ztk.config.batch import AUTO, record_of, settle_batch
+from ztk.config.batch import AUTO, record_of, round_faults, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import (
     ANSWERING,
@@ -137,6 +137,8 @@ def to_config(
         raise ConfigError(faults)
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)
+    if faults := [*round_faults(config, given=given)]:
+        raise ConfigError(faults)
     return config
 
 

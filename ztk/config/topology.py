@@ -75,7 +75,7 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
     yield from _model_faults(config)
     yield from _layout_faults(config, machine=machine)
     yield from _expert_faults(config)
-    yield from _pipeline_faults(config, machine=machine)
+    yield from _pipeline_faults(config)
 
 
 def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
@@ -162,38 +162,13 @@ def _heads_of_ranks(config: Config) -> list[int]:
     return [(base + (part < larger)) * (model.heads // model.kv_heads) for part in range(parts)]
 
 
-def _round_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """The interleaved schedule takes micro-batches in rounds."""
-    train, stages = config.train, config.topology.virtual_stages
-    ranks, steps, batch = config.topology.pipeline, train.accumulation_steps, train.global_batch_size
-    if batch is None and steps is None and config.checkpoint.resume is None:
-        steps = 1
-    yield from interleaved_faults(num_ranks=ranks, num_micro_batches=steps, virtual_stages=stages)
-    if batch is None or min(batch, train.micro_batch_size) < 1:
-        return
-    replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
-
-    def forwards(size: int) -> int:
-        return -(-batch // (replicas * size))
-
-    if (count := forwards(train.micro_batch_size)) % ranks == 0:
-        return
-    sizes = [size for size in range(train.micro_batch_size, 0, -1) if forwards(size) % ranks == 0]
-    even = [size for size in sizes if batch % (replicas * size) == 0]
-    fix = f"train.micro_batch_size={(even or sizes)[0]}, or " if sizes else ""
-    yield (
-        f"topology.schedule=interleaved runs micro-batches in rounds of one per stage: train.global_batch_size={batch} is {count} forwards of "
-        f"train.micro_batch_size={train.micro_batch_size}, no multiple of topology.pipeline={ranks}; use {fix}topology.schedule=1f1b"
-    )
-
-
-def _pipeline_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+def _pipeline_faults(config: Config) -> Iterator[str]:
     topology, ranks = config.topology, config.topology.pipeline
     if ranks == 1:
         return
     interleaved = topology.schedule is PipelineSchedule("interleaved")
-    if interleaved:
-        yield from _round_faults(config, machine=machine)
+    if interleaved:  # `round_faults` looks at the number of micro-batches
+        yield from interleaved_faults(num_ranks=ranks, num_micro_batches=None, virtual_stages=topology.virtual_stages)
     stages = ranks * (topology.virtual_stages or 1 if interleaved else 1)
     layers = config.model.layers + 2  # the embedding and the head count as one each
     if stages > layers:
