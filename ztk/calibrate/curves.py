@@ -21,7 +21,7 @@ SIDES = (64, 128, 256, 512, 1024)  # of square products
 LENGTHS = (32, 64, 128, 256, 512)  # of sequences
 TORCH_LENGTHS = (32, 128)  # in float16 torch's attention takes very long
 ROWS = (16, 64, 256, 1024, 4096)
-WIDTH, HEADS, SEQUENCES, LAYERS = 256, 4, 4, 8
+WIDTH, HEADS, SEQUENCES, LAYERS, GROUPS = 256, 4, 4, 8, 4
 UPDATES = ("adamw", "adamw_bf16", "adamw_stochastic", "adamw_8bit")
 UPDATED = (1 << 12, 1 << 16, 1 << 20)  # elements
 ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)  # of the buffer of all ranks
@@ -37,6 +37,7 @@ def measure_curves(process: Process, *, latency: float) -> dict[str, Curve]:
     for dtype in DTYPES.values():
         name = str(dtype).removeprefix("torch.")
         found[f"product.{name}"] = curve(made=_products(dtype))
+        found[f"grouped_product.{name}"] = curve(made=_grouped_products(dtype))
         found[f"attention.{name}"] = curve(made=_attentions(dtype, call=_of_ztk, lengths=LENGTHS))
         found[f"torch_attention.{name}"] = curve(made=_attentions(dtype, call=_of_torch, lengths=TORCH_LENGTHS))
         found[f"fused.{name}"] = curve(made=_fused(dtype))
@@ -78,6 +79,20 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], obj
     for side in (START, *SIDES):
         x, weight = (torch.randn(side, side).to(dtype) for _ in range(2))
         yield 2 * side**3, 3, _trained(lambda x, weight: linear(x, weight=weight), x, weight)
+
+
+def _grouped_products(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object]]]:
+    """A forward and two products of the backward, as experts of transformers compute them: torch takes one group after the other, and
+    another product than `linear`."""
+    for rows in (GROUPS, *ROWS[:-1]):  # beyond, it takes in proportion
+        width = START if rows == GROUPS else WIDTH
+        x, weight = torch.randn(rows, width).to(dtype), torch.randn(GROUPS, width, width).to(dtype)
+        ends = torch.arange(1, GROUPS + 1, dtype=torch.int32) * (rows // GROUPS)
+
+        def call(x: Tensor, weight: Tensor, ends: Tensor = ends) -> Tensor:
+            return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+
+        yield 2 * rows * width * width, 3, _trained(call, x, weight)
 
 
 def _attentions(

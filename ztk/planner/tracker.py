@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ztk.kernels import op_names
 from ztk.planner.attention import FLOPS
 from ztk.planner.grouped import RESULTS
-from ztk.planner.lanes import ATTENTION, ELEMENTWISE, INDEXED, PRODUCT, TORCH_ATTENTION
+from ztk.planner.lanes import ATTENTION, ELEMENTWISE, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.flop_formulas import flop_registry
 from ztk.runtime.planned import is_host_memory
@@ -180,7 +180,8 @@ def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:
     if func in FLOPS:
         return ATTENTION
     if flops:
-        return TORCH_ATTENTION if "attention" in func.name() else PRODUCT
+        grouped = func._overloadpacket is _aten._grouped_mm
+        return TORCH_ATTENTION if "attention" in func.name() else GROUPED_PRODUCT if grouped else PRODUCT
     if func._overloadpacket in _INDEXED:
         return INDEXED
     own = func.name().removeprefix("ztk::")

@@ -1,9 +1,10 @@
 """Seconds of work by its amount, between measured points.
 
-Kinds: `product.DTYPE`, `attention.DTYPE` (ztk's) and `torch_attention.DTYPE` in operations; `elementwise.DTYPE` (torch's), `indexed.DTYPE`
-(torch's, of rows that indices or a mask name), `fused.DTYPE` (ztk's) and the names of ztk's own operations in bytes read and written;
-`all_gather` and `reduce_scatter` in bytes of the buffer of all ranks. Of the host: `request` in bytes of a request to the disk; `gradient`,
-and `intercepted.DTYPE` of an operation in a block that is recomputed by choice, per piece. DTYPE is float32, bfloat16 or float16.
+Kinds: `product.DTYPE`, `grouped_product.DTYPE` (torch's, of groups of rows with a matrix each), `attention.DTYPE` (ztk's) and
+`torch_attention.DTYPE` in operations; `elementwise.DTYPE` (torch's), `indexed.DTYPE` (torch's, of rows that indices or a mask name),
+`fused.DTYPE` (ztk's) and the names of ztk's own operations in bytes read and written; `all_gather` and `reduce_scatter` in bytes of the
+buffer of all ranks. Of the host: `request` in bytes of a request to the disk; `gradient`, and `intercepted.DTYPE` of an operation in a
+block that is recomputed by choice, per piece. DTYPE is float32, bfloat16 or float16.
 """
 
 import bisect
