@@ -3,8 +3,10 @@ its options, on tiny local models and two ranks of this machine.
 
     python scripts/run_deepspeed_chat.py CHECKOUT/applications/DeepSpeed-Chat --work FOLDER [--only REGEX]
 
-It writes FOLDER/table.md (what ran, its last losses, the first line of an error) and a log per run. transformers 5 has moved a name that the
-scripts import (`no_init_weights`), and TensorBoard may be missing: a folder on PYTHONPATH provides both to the processes it starts.
+Every run adds a line to FOLDER/cells.jsonl and a log; FOLDER/table.md has the last result of each: the last losses, or the first line of an
+error. Losses of one option must be equal over the stages that run it: exit code 1 if some differ, or if a run ends without losses and without
+the line of an error. transformers 5 has moved a name that the scripts import (`no_init_weights`), and TensorBoard may be missing: a folder on
+PYTHONPATH provides both to the processes it starts.
 """
 
 import argparse
@@ -79,23 +81,40 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     work = given.work.resolve()
     prepare(work, scripts=given.scripts.resolve())
-    rows = []
     for step, options in OPTIONS.items():
         for option, words in options.items():
             for stage in STAGES:
                 name = f"{step} {stage} {option}".strip()
                 if re.search(given.only, name):
-                    rows.append((step, option or "-", stage, *run(name, step, stage, words, work=work, given=given)))
-                    print(*rows[-1], sep=" | ", flush=True)
-    lines = [
-        f"| {' | '.join(map(str, row))} |\n"
-        for row in [("step", "option", "stage", "result", "s"), ("---",) * 5, *rows]
-    ]
+                    cell = run(name, step, stage, words, work=work, given=given)
+                    with (work / "cells.jsonl").open("a") as file:
+                        file.write(json.dumps(cell) + "\n")
+                    write_table(work)
+                    print(*cell.values(), sep=" | ", flush=True)
+    table = write_table(work)
+    sys.exit(1 if "| differ |" in table or "| failed |" in table else 0)
+
+
+def write_table(work: Path) -> str:
+    """The table of all cells so far, a row per option, a column per stage."""
+    cells = [json.loads(line) for line in (work / "cells.jsonl").read_text().splitlines()]
+    results = {cell["name"]: cell["result"] for cell in cells}
+    lines = ["| step | option | stage 0 | stage 2 | stage 3 | over stages |\n", "|---" * 6 + "|\n"]
+    for step, options in OPTIONS.items():
+        for option in options:
+            row = [results.get(f"{step} {stage} {option}".strip(), "") for stage in STAGES]
+            losses = [result for result in row if result and not result.startswith("exit code")]
+            failed = any(re.match(r"exit code (?!1: )|exit code 1: no error", result) for result in row)
+            agreement = (
+                "failed" if failed else "differ" if len(set(losses)) > 1 else "equal" if len(losses) > 1 else "-"
+            )
+            lines.append(f"| {step} | {option or '-'} | {' | '.join(row)} | {agreement} |\n")
     (work / "table.md").write_text("".join(lines))
+    return "".join(lines)
 
 
-def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argparse.Namespace) -> tuple[str, int]:
-    """(last losses or the error, seconds)."""
+def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argparse.Namespace) -> dict[str, object]:
+    """The cell: name, result (the last losses, or the error) and seconds."""
     scripts, log, began = (
         given.scripts.resolve(),
         work / f"{name.replace(' ', '_').replace(',', '')}.log",
@@ -122,9 +141,14 @@ def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argp
         errors = [
             line for line in text.splitlines() if re.match(r"(\[rank\d\]: )?\w*(\.\w+)*(Error|Exception)\b", line)
         ]
-        return f"exit code {code}: {(errors or ['no error in the log'])[0][:300]}", spent
+        return {
+            "name": name,
+            "result": f"exit code {code}: {(errors or ['no error in the log'])[0][:300]}",
+            "seconds": spent,
+        }
     found = re.findall(FOUND[step], text, flags=re.MULTILINE)
-    return (", ".join([found[-1]] if isinstance(found[-1], str) else found[-1]) if found else "no losses"), spent
+    losses = [found[-1]] if found and isinstance(found[-1], str) else found[-1] if found else ["exit code 0, no losses"]
+    return {"name": name, "result": ", ".join(losses), "seconds": spent}
 
 
 def arguments_of(step: str, stage: int, work: Path) -> str:
