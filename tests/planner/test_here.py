@@ -11,7 +11,7 @@ import ztk
 from experiments import policies
 from tests.planner.test_fits import HARDWARE
 from tests.planner.test_plan import CPU, small_plan
-from ztk.calibrate import combine, curves, measure, timing
+from ztk.calibrate import combine, curves, measure, steps, timing
 from ztk.calibrate.__main__ import main
 from ztk.calibrate.measure import METHODS
 from ztk.calibrate.rank import describe
@@ -111,10 +111,15 @@ def test_ranks_measure_together(ranks, tmp_path):
 
 
 def measured(process, *, folder: str) -> dict[str, float]:
-    """Once each, and little of the disk: the numbers are rough and the code is the same."""
+    """Once each, of two sizes, models of one layer, and little of the disk: the numbers are rough and the code is the same."""
     module = sys.modules["ztk.calibrate.measure"]  # the package has a function of that name
 
     timing.ROUND_SECONDS, timing.ROUNDS, curves.CALL_SECONDS, module.IO_BYTES = 0.0, 1, 0.0, 64 << 20
+    for name in ("SIDES", "LENGTHS", "ROWS", "UPDATED", "ELEMENTS"):
+        setattr(curves, name, getattr(curves, name)[:2])
+    for name in ("TINY", "USUAL"):
+        model = getattr(steps, name)
+        setattr(steps, name, replace(model, sizes=model.sizes | {"layers": 1}))
     return measure(process, folder=folder)
 
 
